@@ -35,7 +35,11 @@ WIDTH = re.compile(r"([a-z]+)([2-8])")
 
 def main() -> None:
     options = _options()
-    settings = {"epochs": options.epochs, "batch_size": options.batch_size, "learning_rate": options.learning_rate}
+    settings = {
+        "epochs": options.epochs,
+        "batch_size": options.batch_size,
+        "learning_rate": options.learning_rate,
+    }
     grid = [f"{forward}/{backward}" for forward in options.forward for backward in options.backward]
     names = ["fp32", *options.recipes, *(name for name in grid if name != "bf16/bf16")]
     for name in names[1:]:
@@ -54,14 +58,25 @@ def recipe(name: str) -> Any:
     """The Recipe that FORWARD/BACKWARD says, or that narrowgauge knows by this name."""
     from narrowgauge import recipes
     from narrowgauge.formats import E3M0, INT4, INT4X2, INT8, IntFormat
-    from narrowgauge.recipe import WHOLE, Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
+    from narrowgauge.recipe import (
+        WHOLE,
+        Cast,
+        ClippedRms,
+        Gemm,
+        Hadamard,
+        LearnedStep,
+        LeverageScore,
+        Recipe,
+    )
 
     if "/" not in name:
         return recipes.get(name)
     forward, backward = name.split("/")
 
     def integers(width: int) -> IntFormat:
-        return {4: INT4, 8: INT8}.get(width) or replace(INT8, name=f"int{width}", max=2 ** (width - 1) - 1)
+        return {4: INT4, 8: INT8}.get(width) or replace(
+            INT8, name=f"int{width}", max=2 ** (width - 1) - 1
+        )
 
     def parts(word: str, known: tuple[str, ...]) -> tuple[str, int]:
         match = WIDTH.fullmatch(word)
@@ -122,14 +137,23 @@ def clip(width: int) -> float:
             for level, part in enumerate(parts)
         )
 
-    return round(float(minimize_scalar(error, bounds=(0.5, 6.0), method="bounded", options={"xatol": 1e-6}).x), 3)
+    return round(
+        float(
+            minimize_scalar(error, bounds=(0.5, 6.0), method="bounded", options={"xatol": 1e-6}).x
+        ),
+        3,
+    )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.ablation", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.ablation", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--forward", nargs="+", default=list(FORWARD))
     parser.add_argument("--backward", nargs="+", default=list(BACKWARD))
-    parser.add_argument("--recipes", nargs="*", default=[], help="further ones, by name or as FORWARD/BACKWARD")
+    parser.add_argument(
+        "--recipes", nargs="*", default=[], help="further ones, by name or as FORWARD/BACKWARD"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=64)

@@ -29,7 +29,9 @@ STATES = ("fp32", "8bit", "fp8", "fp8-lm", "e4m3/8bit", "4bit")
 BETA2, LEARNING_RATES = (0.95, 0.999), (0.02, 0.03)
 
 
-def distance(states: str, beta2: float, lr: float, seed: int, steps: int = STEPS, **options: Any) -> float:
+def distance(
+    states: str, beta2: float, lr: float, seed: int, steps: int = STEPS, **options: Any
+) -> float:
     """sum((W - T)^2) after `steps` steps; states: of narrowgauge's AdamW, or "torch" for torch's."""
     from narrowgauge.optim import AdamW
 
@@ -53,7 +55,9 @@ def distance(states: str, beta2: float, lr: float, seed: int, steps: int = STEPS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.adam_loop", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.adam_loop", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--states", nargs="*", default=list(STATES))
     options = parser.parse_args()

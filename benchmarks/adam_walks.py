@@ -67,8 +67,13 @@ class Histories:
         self.generator = torch.Generator().manual_seed(seed)
         self.decades = decades
         groups = TILE // GROUP
-        draw = lambda low, high: low + (high - low) * torch.rand(rows, groups, generator=self.generator)  # noqa: E731
-        pick = lambda count: torch.randint(count, (rows, groups), generator=self.generator)  # noqa: E731
+
+        def draw(low: float, high: float) -> Tensor:
+            return low + (high - low) * torch.rand(rows, groups, generator=self.generator)
+
+        def pick(count: int) -> Tensor:
+            return torch.randint(count, (rows, groups), generator=self.generator)
+
         self.shape, self.gate = pick(len(SHAPES)), pick(len(GATES))
         self.below = draw(0, decades)  # decades below the row's largest
         self.below[:, 0], self.shape[:, 0], self.gate[:, 0] = 0.0, 0, 0
@@ -104,7 +109,9 @@ class Histories:
         level = level * envelope
         # No gradient is smaller than the search's range, except those that are zero.
         least = 10.0 ** (self.below - self.decades)
-        level = torch.where((level != 0) & (level.abs() < least), torch.copysign(least, level), level)
+        level = torch.where(
+            (level != 0) & (level.abs() < least), torch.copysign(least, level), level
+        )
         level = self._wide(level)
         shape = self._wide(shape)
         noise = torch.where(shape == 5, noise * torch.exp(1.5 * noise.roll(1, 1)), noise)
@@ -142,7 +149,9 @@ class Exact:
 class Narrow:
     """The same rule by an optimizer under test; saved and loaded half way where the setting resumes."""
 
-    def __init__(self, build: Callable[[nn.Parameter], torch.optim.Optimizer], setting: Setting, rows: int) -> None:
+    def __init__(
+        self, build: Callable[[nn.Parameter], torch.optim.Optimizer], setting: Setting, rows: int
+    ) -> None:
         self.build, self.setting, self.steps = build, setting, 0
         self.parameter = nn.Parameter(torch.zeros(rows, TILE))
         self.optimizer = build(self.parameter)
@@ -155,9 +164,17 @@ class Narrow:
             self.optimizer.load_state_dict(saved)
         self.optimizer.zero_grad()
         self.parameter.grad = torch.zeros_like(self.parameter)
-        for part in range(self.setting.micro_batches):  # unequal parts, which add up to the gradient
-            share = 1.5 if part == 0 else (1 - 1.5 / self.setting.micro_batches) / (1 - 1 / self.setting.micro_batches)
-            self.parameter.grad += g * (share / self.setting.micro_batches if self.setting.micro_batches > 1 else 1.0)
+        for part in range(
+            self.setting.micro_batches
+        ):  # unequal parts, which add up to the gradient
+            share = (
+                1.5
+                if part == 0
+                else (1 - 1.5 / self.setting.micro_batches) / (1 - 1 / self.setting.micro_batches)
+            )
+            self.parameter.grad += g * (
+                share / self.setting.micro_batches if self.setting.micro_batches > 1 else 1.0
+            )
         self.optimizer.step()
         return self.parameter.detach()
 
@@ -170,11 +187,21 @@ def builder(
 
     (beta1, _), decay = setting.betas, setting.weight_decay
     if rule == "sgd":
-        return lambda p: SGD([p], lr=LR, momentum=beta1, weight_decay=decay, states=states, **options)
+        return lambda p: SGD(
+            [p], lr=LR, momentum=beta1, weight_decay=decay, states=states, **options
+        )
     if rule == "lion":
-        return lambda p: Lion([p], lr=LR, betas=setting.betas, weight_decay=decay, states=states, **options)
+        return lambda p: Lion(
+            [p], lr=LR, betas=setting.betas, weight_decay=decay, states=states, **options
+        )
     return lambda p: AdamW(
-        [p], lr=LR, betas=setting.betas, eps=setting.eps, weight_decay=decay, states=states, **options
+        [p],
+        lr=LR,
+        betas=setting.betas,
+        eps=setting.eps,
+        weight_decay=decay,
+        states=states,
+        **options,
     )
 
 
@@ -199,11 +226,22 @@ class Walks:
 
 
 def search(
-    rule: str, setting: Setting, builds: dict[str, Callable[[nn.Parameter], Any]], rows: int, decades: float, seed: int
+    rule: str,
+    setting: Setting,
+    builds: dict[str, Callable[[nn.Parameter], Any]],
+    rows: int,
+    decades: float,
+    seed: int,
 ) -> Walks:
     histories = Histories(rows, decades, seed)
-    exact, cases = Exact(rule, setting, rows), {name: Narrow(build, setting, rows) for name, build in builds.items()}
-    walk, found = torch.zeros(rows, TILE, dtype=torch.float64), {name: torch.zeros(rows, TILE) for name in builds}
+    exact, cases = (
+        Exact(rule, setting, rows),
+        {name: Narrow(build, setting, rows) for name, build in builds.items()},
+    )
+    walk, found = (
+        torch.zeros(rows, TILE, dtype=torch.float64),
+        {name: torch.zeros(rows, TILE) for name in builds},
+    )
     largest = torch.zeros(rows, TILE)
     for t in range(STEPS):
         g = histories.gradient(t)
@@ -213,26 +251,41 @@ def search(
             found[name] = torch.maximum(found[name], case.step(g).abs())
     unit = LR * torch.ones_like(largest) if rule != "sgd" else LR * largest / (1 - setting.betas[0])
     unit = unit.clamp(min=torch.finfo(torch.float32).tiny).double()
-    return Walks(histories, walk / unit, {name: each.double() / unit for name, each in found.items()})
+    return Walks(
+        histories, walk / unit, {name: each.double() / unit for name, each in found.items()}
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.adam_walks", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--rows", type=int, default=417, help="of each setting, three histories in each")
-    parser.add_argument("--decades", type=float, default=9.0, help="over which gradients of a tile spread")
-    parser.add_argument("--states", nargs="*", default=["fp32", "8bit", "fp8", "fp8-lm", "e4m3/8bit", "4bit"])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.adam_walks", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
+    parser.add_argument(
+        "--rows", type=int, default=417, help="of each setting, three histories in each"
+    )
+    parser.add_argument(
+        "--decades", type=float, default=9.0, help="over which gradients of a tile spread"
+    )
+    parser.add_argument(
+        "--states", nargs="*", default=["fp32", "8bit", "fp8", "fp8-lm", "e4m3/8bit", "4bit"]
+    )
     parser.add_argument("--rules", nargs="*", default=["adamw", "sgd", "lion"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     for rule in options.rules:
         for number, setting in enumerate(SETTINGS):
-            names = list(dict.fromkeys(n if rule == "adamw" else first_of(n) for n in options.states))
+            names = list(
+                dict.fromkeys(n if rule == "adamw" else first_of(n) for n in options.states)
+            )
             builds = {name: builder(rule, name, setting) for name in names}
             walks = search(rule, setting, builds, options.rows, options.decades, number)
             case = {"rule": rule, "decades": options.decades} | asdict(setting)
             lines = [{"states": name} | case | summary(walks, name) for name in names]
             for line in lines:
-                shown = (f"{each:.3g}" if isinstance(each, float) else str(each) for each in line.values())
+                shown = (
+                    f"{each:.3g}" if isinstance(each, float) else str(each)
+                    for each in line.values()
+                )
                 print(" ".join(shown), flush=True)
             if options.rows == parser.get_default(
                 "rows"

@@ -48,7 +48,8 @@ def main() -> None:
         orders = [
             order
             for order in options.orders
-            if order not in ORDERS[3:] or task not in ("tagging", "multiple-choice", "translation", *REAL)
+            if order not in ORDERS[3:]
+            or task not in ("tagging", "multiple-choice", "translation", *REAL)
         ]
         settings = {
             "task": task, "steps": options.steps, "rows": options.rows, "learning_rate": options.learning_rate,
@@ -67,9 +68,14 @@ def main() -> None:
                 "interval": verdict(task, row["loss_differences"])["interval"]
             }
         record(
-            "batch_order", [{"order": row.pop("recipe"), **row} for row in [dict(row) for row in rows]], options.results
+            "batch_order",
+            [{"order": row.pop("recipe"), **row} for row in [dict(row) for row in rows]],
+            options.results,
         )
-        print(f"{task}\n{markdown(rows, METRICS)}\n95 %: {[row['interval'] for row in rows]}", flush=True)
+        print(
+            f"{task}\n{markdown(rows, METRICS)}\n95 %: {[row['interval'] for row in rows]}",
+            flush=True,
+        )
 
 
 def _paddings(options: argparse.Namespace) -> None:
@@ -77,23 +83,39 @@ def _paddings(options: argparse.Namespace) -> None:
 
     for task in options.tasks:
         with tempfile.TemporaryDirectory() as name:
-            lengths = prepared(task, options.seeds[0], options.rows, Path(name), str(options.data or ""))[1].lengths
+            lengths = prepared(
+                task, options.seeds[0], options.rows, Path(name), str(options.data or "")
+            )[1].lengths
         settings = {"task": task, "rows": options.rows, "batch_size": options.batch_size}
         rows = [
-            settings | {"order": order, "micro_batches": parts, "padding_percent": round(padding.percent, 2)}
+            settings
+            | {"order": order, "micro_batches": parts, "padding_percent": round(padding.percent, 2)}
             for order in ("shuffled", "length")
             for parts in options.padding
             for padding in [
-                plan(lengths, Batching(batch_size=options.batch_size, order=order), micro_batches=parts).padding.planned
+                plan(
+                    lengths,
+                    Batching(batch_size=options.batch_size, order=order),
+                    micro_batches=parts,
+                ).padding.planned
             ]
         ]
         record("batch_padding", rows, options.results.with_name("batch_padding.jsonl"))
         for row in rows:
-            print(f"{task}, {row['order']}, {row['micro_batches']} micro-batches: {row['padding_percent']} % padding")
+            print(
+                f"{task}, {row['order']}, {row['micro_batches']} micro-batches: {row['padding_percent']} % padding"
+            )
 
 
 def run(
-    order: str, seed: int, task: str, steps: int, rows: int, learning_rate: float, batch_size: int, data: str
+    order: str,
+    seed: int,
+    task: str,
+    steps: int,
+    rows: int,
+    learning_rate: float,
+    batch_size: int,
+    data: str,
 ) -> dict[str, float]:
     import torch
 
@@ -106,10 +128,14 @@ def run(
         collate = tables.Collator(pad_id=tables.pad_id_of(tokenizer), multiple=8)
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1, (step + 1) / 15) * (1 + math.cos(math.pi * step / steps)) / 2
+            optimizer,
+            lambda step: min(1, (step + 1) / 15) * (1 + math.cos(math.pi * step / steps)) / 2,
         )
         targets = np.asarray(
-            [tables.count_targets([collate([train[place]])], train.kind) for place in range(len(train))]
+            [
+                tables.count_targets([collate([train[place]])], train.kind)
+                for place in range(len(train))
+            ]
         )
         mean = float(targets.mean()) * len(batches[0])
         positions, began = 0, time.process_time()
@@ -130,7 +156,11 @@ def run(
                 count += tables.count_targets([batch], held.kind)
                 total += float(tables.step_loss(model, batch, held.kind, 1))
         tokens = sum(int(train.tokens[places].sum()) for places in batches)
-        found = {"loss": total / count, "padding": 100 * (1 - tokens / positions), "processor_s": spent}
+        found = {
+            "loss": total / count,
+            "padding": 100 * (1 - tokens / positions),
+            "processor_s": spent,
+        }
         return found | {"swing": _swing(batches, train.strata)}
 
 
@@ -145,10 +175,17 @@ def ordered(order: str, train: Any, seed: int, steps: int, size: int) -> list[li
         by_length = [step[0] for step in plan(train.lengths, batching, epoch, strata=strata).steps]
         mixed = draw.permutation(len(train))
         if order == "shuffled":
-            by_length = [mixed[start : start + size].tolist() for start in range(0, len(mixed), size)]
+            by_length = [
+                mixed[start : start + size].tolist() for start in range(0, len(mixed), size)
+            ]
         elif order == "shares":
-            left = {each: mixed[train.strata[mixed] == each].tolist() for each in np.unique(train.strata)}
-            by_length = [[left[each].pop() for each in train.strata[places]] for places in by_length]
+            left = {
+                each: mixed[train.strata[mixed] == each].tolist()
+                for each in np.unique(train.strata)
+            }
+            by_length = [
+                [left[each].pop() for each in train.strata[places]] for places in by_length
+            ]
         found += by_length
         epoch += 1
     return found[:steps]
@@ -160,10 +197,15 @@ def _swing(batches: list[list[int]], strata: Any) -> float:
     first = strata == 0
     share = float(first.mean())
     full = [places for places in batches if len(places) == len(batches[0])]
-    return float(np.std([first[places].mean() for places in full]) / math.sqrt(share * (1 - share) / len(full[0])))
+    return float(
+        np.std([first[places].mean() for places in full])
+        / math.sqrt(share * (1 - share) / len(full[0]))
+    )
 
 
-def prepared(task: str, seed: int, rows: int, place: Path, folder: str = "") -> tuple[Any, Any, Any, Any]:
+def prepared(
+    task: str, seed: int, rows: int, place: Path, folder: str = ""
+) -> tuple[Any, Any, Any, Any]:
     """The model, the examples of both sides, and the tokenizer."""
     import torch
 
@@ -183,8 +225,13 @@ def prepared(task: str, seed: int, rows: int, place: Path, folder: str = "") -> 
         auto = plain_others.AUTO[kind]
     else:
         auto = plain_trainer.AUTO[task]
-        names = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}
-        model = made_tasks.save_encoder(place / "encoder", auto, seed, **(names if task == "tagging" else {}))
+        names = {
+            "id2label": dict(enumerate(TAGS)),
+            "label2id": {tag: number for number, tag in enumerate(TAGS)},
+        }
+        model = made_tasks.save_encoder(
+            place / "encoder", auto, seed, **(names if task == "tagging" else {})
+        )
         train = made_tasks.write(place / "train.jsonl", task, rows, 1000 + seed)
         held = made_tasks.write(place / "held.jsonl", task, 400, 1)
     columns: Any = {
@@ -198,7 +245,8 @@ def prepared(task: str, seed: int, rows: int, place: Path, folder: str = "") -> 
     }.get(task, data.Limits())  # fmt: skip
     tokenizer = data.load(model)
     sides = [
-        data.prepare_examples(side, columns, tokenizer, cache=place / "cache", limits=limits) for side in (train, held)
+        data.prepare_examples(side, columns, tokenizer, cache=place / "cache", limits=limits)
+        for side in (train, held)
     ]
     return auto.from_pretrained(model).train(), sides[0], sides[1], tokenizer
 
@@ -218,17 +266,31 @@ def _llama(folder: Path) -> Any:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.batch_order", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.batch_order", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     tasks = ["question-answering", "regression", "tagging", "multiple-choice", "translation"]
     parser.add_argument("--tasks", nargs="+", choices=[*tasks, *REAL], default=tasks)
-    parser.add_argument("--data", type=Path, help="for multi30k: the folder with train.en, train.de, val.en and val.de")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="for multi30k: the folder with train.en, train.de, val.en and val.de",
+    )
     parser.add_argument("--batch-size", type=int, default=16, help="examples of a step")
     parser.add_argument(
-        "--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="the first is the reference of the pairs"
+        "--orders",
+        nargs="+",
+        choices=ORDERS,
+        default=list(ORDERS),
+        help="the first is the reference of the pairs",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument(
-        "--padding", type=int, nargs="+", metavar="MICRO_BATCHES", help="count padding instead of training"
+        "--padding",
+        type=int,
+        nargs="+",
+        metavar="MICRO_BATCHES",
+        help="count padding instead of training",
     )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rows", type=int, default=1200)

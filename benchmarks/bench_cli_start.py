@@ -72,7 +72,9 @@ def installed() -> list[str]:
 
 
 def start(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def with_library(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -87,7 +89,9 @@ def cases() -> dict[str, Callable[[], object]]:
         found[f"{name}: --steps 3"] = lambda name=name: with_library(name, "--steps=3")
     found["narrowgauge --help"] = lambda: start("-m", "narrowgauge", "--help")
     found["narrowgauge train --help"] = lambda: start("-m", "narrowgauge", "train", "--help")
-    found["narrowgauge train --layers 0"] = lambda: start("-m", "narrowgauge", "train", "--layers", "0")
+    found["narrowgauge train --layers 0"] = lambda: start(
+        "-m", "narrowgauge", "train", "--layers", "0"
+    )
     return found
 
 
@@ -101,7 +105,9 @@ def answer(name: str, arguments: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Start-up time and strictness of command-line libraries.")
+    parser = argparse.ArgumentParser(
+        description="Start-up time and strictness of command-line libraries."
+    )
     parser.add_argument("--rounds", type=int, default=20)
     timings = measure(cases(), rounds=parser.parse_args().rounds, warmup=2)
     print(table(timings, baseline="python"))

@@ -31,14 +31,20 @@ BATCH, TOKENS, VOCABULARY = 8, 256, 4096
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.bench_emulation", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.bench_emulation", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=6, help="even")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--skip", nargs="*", default=[], help="cases to leave out, e.g. the slow native bf16")
+    parser.add_argument(
+        "--skip", nargs="*", default=[], help="cases to leave out, e.g. the slow native bf16"
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    everything = {name: step for name, step in cases(options.skip).items() if name not in options.skip}
+    everything = {
+        name: step for name, step in cases(options.skip).items() if name not in options.skip
+    }
     timings = measure(everything, rounds=options.rounds, warmup=1)
     lines = rows(timings, baseline=next(iter(timings)))
     for line in lines:

@@ -54,16 +54,28 @@ QUICK = (Size(64, 160, 2, 2, 32), Size(128, 352, 1, 2, 32))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.bench_int4", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.bench_int4", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=6, help="even")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="two rounds at small sizes: does it run, not how fast")
-    parser.add_argument("--autocast", action="store_true", help="torch's bf16 autocast too")
-    parser.add_argument("--skip", nargs="*", default=[], help="cases of the step to leave out, but fp32 and bf16")
     parser.add_argument(
-        "--widths", type=int, nargs="*", default=[], help="of the step; default: all, and the kept bytes"
+        "--quick", action="store_true", help="two rounds at small sizes: does it run, not how fast"
     )
-    parser.add_argument("--note", default="", help="kept with the results: what else the machine was doing")
+    parser.add_argument("--autocast", action="store_true", help="torch's bf16 autocast too")
+    parser.add_argument(
+        "--skip", nargs="*", default=[], help="cases of the step to leave out, but fp32 and bf16"
+    )
+    parser.add_argument(
+        "--widths",
+        type=int,
+        nargs="*",
+        default=[],
+        help="of the step; default: all, and the kept bytes",
+    )
+    parser.add_argument(
+        "--note", default="", help="kept with the results: what else the machine was doing"
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -72,7 +84,9 @@ def main() -> None:
 
     def keep(lines: list[dict[str, Any]]) -> None:
         if not options.quick:
-            record("int4", [{**line, "note": options.note} for line in lines], RESULTS / "int4.jsonl")
+            record(
+                "int4", [{**line, "note": options.note} for line in lines], RESULTS / "int4.jsonl"
+            )
 
     if not options.widths:
         keep(memory(QUICK[0] if options.quick else KEPT))
@@ -83,21 +97,32 @@ def main() -> None:
         keep(products(size, rounds))
         lines = speed(size, rounds, options.autocast, options.skip)
         keep(lines)
-        [found[size.width]] = [line["of_baseline"][0] for line in lines if line["case"] == "int4-hq-bs"]
+        [found[size.width]] = [
+            line["of_baseline"][0] for line in lines if line["case"] == "int4-hq-bs"
+        ]
     width = crossing(found)
-    words = "crosses that of float32 nowhere" if width is None else f"crosses that of float32 near width {width:.0f}"
+    words = (
+        "crosses that of float32 nowhere"
+        if width is None
+        else f"crosses that of float32 near width {width:.0f}"
+    )
     print(f"The time of a step with int4-hq-bs {words} (medians at {', '.join(map(str, found))}).")
 
 
 def speed(size: Size, rounds: int, autocast: bool, skip: list[str]) -> list[dict[str, Any]]:
     """Rows of the steps at one width, with ratios to fp32 and bf16 round by round."""
     plain = llama(size)
-    cases = {"fp32": step(copy.deepcopy(plain), size, under_autocast=False), "bf16": converted(plain, size, "bf16")}
+    cases = {
+        "fp32": step(copy.deepcopy(plain), size, under_autocast=False),
+        "bf16": converted(plain, size, "bf16"),
+    }
     if autocast:
         cases["autocast-bf16"] = step(copy.deepcopy(plain), size, under_autocast=True)
     cases["int4-hq-bs"] = converted(plain, size, "int4-hq-bs")
     cases["int4-float"] = in_float(converted(plain, size, "int4-hq-bs"))
-    cases = {name: case for name, case in cases.items() if name in ("fp32", "bf16") or name not in skip}
+    cases = {
+        name: case for name, case in cases.items() if name in ("fp32", "bf16") or name not in skip
+    }
     timings = measure(cases, rounds=rounds, warmup=1)
     work = dict.fromkeys(timings, (float(size.batch * size.tokens), "tokens"))
     print(f"step, width {size.width}, {size.layers} layers, {size.batch * size.tokens} tokens")
@@ -136,7 +161,12 @@ def products(size: Size, rounds: int) -> list[dict[str, Any]]:
 def with_ratios(timings: dict[str, Timing], size: Size, kind: str) -> list[dict[str, Any]]:
     lines = rows(timings, baseline="fp32")
     for line in lines:
-        line |= {"kind": kind, "width": size.width, "layers": size.layers, "tokens": size.batch * size.tokens}
+        line |= {
+            "kind": kind,
+            "width": size.width,
+            "layers": size.layers,
+            "tokens": size.batch * size.tokens,
+        }
         if "bf16" in timings:
             spread = ratio(timings[line["case"]], timings["bf16"])
             line["of_bf16"] = [spread.median, spread.q1, spread.q3]
@@ -167,7 +197,9 @@ def kept(model: Any, size: Size, *, under_autocast: bool) -> tuple[float, float]
     """Bytes kept for backward in the first block: of all its operations, and of its seven Linears alone."""
     saved: dict[int, int] = {}
     by_linears: dict[int, int] = {}
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    own = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
     holds: list[Tensor] = []
     inside = [0]
 

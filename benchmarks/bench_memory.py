@@ -44,7 +44,9 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.bench_memory", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.bench_memory", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=6, help="even")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a batch")
@@ -52,7 +54,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    ids = torch.randint(0, VOCABULARY, (options.batch, options.tokens), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, VOCABULARY, (options.batch, options.tokens), generator=torch.Generator().manual_seed(1)
+    )
     plain = llama().train()
     models = {name: prepared(name, copy.deepcopy(plain)) for name in CASES}
     reference = gradients(models["plain"], whole_logits, ids)
@@ -60,7 +64,9 @@ def main() -> None:
     for fact in facts.values():
         fact["of_plain_bytes"] = fact["saved_bytes"] / facts["plain"]["saved_bytes"]
     timings = measure(
-        {name: step(model, loss_of(name), ids) for name, model in models.items()}, rounds=options.rounds, warmup=1
+        {name: step(model, loss_of(name), ids) for name, model in models.items()},
+        rounds=options.rounds,
+        warmup=1,
     )
     lines = [row | facts[row["case"]] for row in rows(timings, baseline="plain")]
     for line in lines:
@@ -68,7 +74,11 @@ def main() -> None:
         print(
             f"{line['case']:<16} {line['saved_bytes'] / 2**20:8.1f} MiB kept, {line['of_plain_bytes']:.3f} of plain's"
         )
-    print(table(timings, baseline="plain", work=dict.fromkeys(timings, (float(ids.numel()), "tokens"))))
+    print(
+        table(
+            timings, baseline="plain", work=dict.fromkeys(timings, (float(ids.numel()), "tokens"))
+        )
+    )
     record("memory", lines, RESULTS / "memory.jsonl")
 
 
@@ -126,7 +136,11 @@ def measured(name: str, model: Any, ids: Tensor, reference: dict[str, Tensor]) -
 
 def gradients(model: Any, loss: Callable[[Any, Tensor], Tensor], ids: Tensor) -> dict[str, Tensor]:
     loss(model, ids).backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     return found
 

@@ -32,12 +32,18 @@ STATES = ("fp32", "8bit", "fp8", "fp8-lm", "4bit")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.bench_optimizer", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.bench_optimizer", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=20, help="even")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--skip", nargs="*", default=[], help="cases to leave out, e.g. torchao-8bit")
     parser.add_argument(
-        "--quick", action="store_true", help="a tenth of the size, 4 rounds, no peers, nothing recorded"
+        "--skip", nargs="*", default=[], help="cases to leave out, e.g. torchao-8bit"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a tenth of the size, 4 rounds, no peers, nothing recorded",
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -59,9 +65,16 @@ def main() -> None:
     for line in rows(timings, baseline=BASELINE):
         size = sizes.get(line["case"], {})
         if size:
-            line |= size | {"floor_s": size["moved_bytes"] / bytes_per_s, "threads_asked": options.threads}
-            print(f"{line['case']:22} {size['state_bytes_per_parameter']:.3f} B/parameter", end="  ")
-            print(f"floor {line['floor_s'] * 1e3:.1f} ms, took {line['median_s'] / line['floor_s']:.2f} of it")
+            line |= size | {
+                "floor_s": size["moved_bytes"] / bytes_per_s,
+                "threads_asked": options.threads,
+            }
+            print(
+                f"{line['case']:22} {size['state_bytes_per_parameter']:.3f} B/parameter", end="  "
+            )
+            print(
+                f"floor {line['floor_s'] * 1e3:.1f} ms, took {line['median_s'] / line['floor_s']:.2f} of it"
+            )
         lines.append(line)
     if not options.quick:
         record("optimizer", lines, RESULTS / "optimizer.jsonl")
@@ -83,7 +96,11 @@ def weights(layers: int, vocabulary: int) -> nn.ModuleDict:
         for _ in range(layers)
     ]
     return nn.ModuleDict(
-        {"wte": nn.Embedding(vocabulary, 384), "wpe": nn.Embedding(512, 384), "blocks": nn.ModuleList(blocks)}
+        {
+            "wte": nn.Embedding(vocabulary, 384),
+            "wpe": nn.Embedding(512, 384),
+            "blocks": nn.ModuleList(blocks),
+        }
     )
 
 

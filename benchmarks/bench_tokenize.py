@@ -37,7 +37,9 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def sentences(count: int) -> list[str]:
-    found = (piece.strip() for document in documents() for piece in pieces(document.text, ROW_CHARS))
+    found = (
+        piece.strip() for document in documents() for piece in pieces(document.text, ROW_CHARS)
+    )
     return list(islice((piece for piece in found if len(piece) > ROW_CHARS // 4), count))
 
 
@@ -48,7 +50,9 @@ def tokenizers_of(texts: list[str], folder: Path) -> tuple[Any, Any]:
     from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
     trained = BertWordPieceTokenizer(lowercase=True)
-    trained.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=SPECIAL, show_progress=False)
+    trained.train_from_iterator(
+        texts, vocab_size=VOCABULARY, special_tokens=SPECIAL, show_progress=False
+    )
     trained.save_model(str(folder))
     fast = BertTokenizerFast(vocab=trained.get_vocab(), do_lower_case=True)
     return BertTokenizerLegacy(str(folder / "vocab.txt"), do_lower_case=True), fast
@@ -58,10 +62,16 @@ def cases(texts: list[str], folder: Path) -> dict[str, Callable[[], object]]:
     slow, fast = tokenizers_of(texts, folder)
     encoder, task = Encoder(fast), Classification(classes=2)
     expected = [slow(text)["input_ids"] for text in texts]
-    if expected != fast(texts)["input_ids"] or expected != [item["input_ids"].tolist() for item in encoder.ids(texts)]:
-        raise SystemExit("The slow and the fast tokenizer give other ids for these rows: there is nothing to compare.")
+    if expected != fast(texts)["input_ids"] or expected != [
+        item["input_ids"].tolist() for item in encoder.ids(texts)
+    ]:
+        raise SystemExit(
+            "The slow and the fast tokenizer give other ids for these rows: there is nothing to compare."
+        )
     source = folder / "rows.jsonl"
-    source.write_text("".join(json.dumps({"text": text, "label": 1}) + "\n" for text in texts), encoding="utf-8")
+    source.write_text(
+        "".join(json.dumps({"text": text, "label": 1}) + "\n" for text in texts), encoding="utf-8"
+    )
     prepare_examples(source, task, fast, cache=folder / "cache")
 
     def prepared() -> object:
@@ -91,7 +101,11 @@ def main() -> None:
     print(f"{len(texts)} rows of about {ROW_CHARS} characters, {threads} Rust threads")
     print(table(timings, baseline="slow", work=work))
     facts = {"texts": len(texts), "rust_threads": threads}
-    record("tokenize", [{**row, **facts} for row in rows(timings, baseline="slow")], RESULTS / "tokenize.jsonl")
+    record(
+        "tokenize",
+        [{**row, **facts} for row in rows(timings, baseline="slow")],
+        RESULTS / "tokenize.jsonl",
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ class Setup:
         from narrowgauge.optim import AdamW, groups, refuse_silent_failures
 
         if self.states is None:
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                model.parameters(), lr=1e-4, fused=True
+            )
         else:
             named: dict[str, Any] = {"states": self.states, "master": self.master}
             optimizer = AdamW(groups(model, embeddings=embeddings), lr=1e-4, **named)
@@ -58,13 +60,21 @@ SETUPS = (
     Setup(name="faithful: 8bit + bf16-remainder", states="8bit", master="bf16-remainder"),
     Setup(name="stochastic: 8bit", states="8bit", master="stochastic"),
     Setup(name="stochastic: 4bit", states="4bit", master="stochastic"),
-    Setup(name="six bytes: fp8-lm, float16", weights=torch.float16, states="fp8-lm", master="stochastic", holds=True),
+    Setup(
+        name="six bytes: fp8-lm, float16",
+        weights=torch.float16,
+        states="fp8-lm",
+        master="stochastic",
+        holds=True,
+    ),
     Setup(name="five bytes: 8bit", states="8bit", master="stochastic", holds=True),
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.bench_training_bytes", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.bench_training_bytes", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
@@ -73,10 +83,17 @@ def main() -> None:
         lines = []
         for setup in SETUPS:
             for embeddings in ("fp32", "same") if setup.states not in (None, "fp32") else ("fp32",):
-                for in_backward in (False, True) if setup.states is not None and not setup.holds else (False,):
+                for in_backward in (
+                    (False, True) if setup.states is not None and not setup.holds else (False,)
+                ):
                     found = measured(MODELS[name], setup, embeddings, in_backward)
                     lines.append(
-                        {"model": name, "case": setup.name, "embeddings": embeddings, "in_backward": in_backward}
+                        {
+                            "model": name,
+                            "case": setup.name,
+                            "embeddings": embeddings,
+                            "in_backward": in_backward,
+                        }
                         | found
                     )
                     print(as_text(lines[-1]), flush=True)
@@ -88,7 +105,9 @@ def minilm() -> nn.Module:
 
     from benchmarks.finetune_cola import packaged_encoder
 
-    return AutoModelForSequenceClassification.from_pretrained(packaged_encoder(), num_labels=2, dtype=torch.float32)
+    return AutoModelForSequenceClassification.from_pretrained(
+        packaged_encoder(), num_labels=2, dtype=torch.float32
+    )
 
 
 def llama() -> nn.Module:
@@ -110,7 +129,9 @@ def linears() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"minilm": minilm, "llama": llama, "linears": linears}
 
 
-def measured(make: Callable[[], nn.Module], setup: Setup, embeddings: str, in_backward: bool) -> dict[str, Any]:
+def measured(
+    make: Callable[[], nn.Module], setup: Setup, embeddings: str, in_backward: bool
+) -> dict[str, Any]:
     """Bytes per parameter by what holds them, after two training steps."""
     from narrowgauge import optim
 
@@ -142,7 +163,12 @@ def measured(make: Callable[[], nn.Module], setup: Setup, embeddings: str, in_ba
         optimizer.step()
         optimizer.zero_grad()
     count = sum(each.numel() for each in parameters)
-    kept = [(name, x) for state in optimizer.state.values() for name, x in state.items() if isinstance(x, Tensor)]
+    kept = [
+        (name, x)
+        for state in optimizer.state.values()
+        for name, x in state.items()
+        if isinstance(x, Tensor)
+    ]
     sizes = {
         "weights": storage_bytes(parameters),
         "masters": storage_bytes(x for name, x in kept if name in MASTERS),
@@ -150,7 +176,11 @@ def measured(make: Callable[[], nn.Module], setup: Setup, embeddings: str, in_ba
         "states": storage_bytes(x for name, x in kept if name not in MASTERS),
     }
     shares = {name: size / count for name, size in sizes.items()}
-    return {"parameters": count, "bytes": sizes, "bytes_per_parameter": shares | {"all": sum(shares.values())}}
+    return {
+        "parameters": count,
+        "bytes": sizes,
+        "bytes_per_parameter": shares | {"all": sum(shares.values())},
+    }
 
 
 def training_loss(model: nn.Module) -> Tensor:
@@ -159,8 +189,12 @@ def training_loss(model: nn.Module) -> Tensor:
         weight = model[0].weight
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=weight.dtype == torch.float32):
             x = torch.randn(4, weight.shape[1])
-            return model(x if weight.dtype == torch.float32 else x.bfloat16()).float().square().mean()
-    tokens = torch.randint(10, 1000, (1, 4))  # the bytes do not depend on it, and a CPU may emulate bfloat16
+            return (
+                model(x if weight.dtype == torch.float32 else x.bfloat16()).float().square().mean()
+            )
+    tokens = torch.randint(
+        10, 1000, (1, 4)
+    )  # the bytes do not depend on it, and a CPU may emulate bfloat16
     labels = torch.randint(0, 2, (1,)) if "Classification" in type(model).__name__ else tokens
     wide = next(model.parameters()).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
@@ -175,9 +209,14 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def as_text(line: dict[str, Any]) -> str:
     share = line["bytes_per_parameter"]
-    parts = "  ".join(f"{name} {share[name]:5.2f}" for name in ("weights", "masters", "gradients", "states", "all"))
+    parts = "  ".join(
+        f"{name} {share[name]:5.2f}"
+        for name in ("weights", "masters", "gradients", "states", "all")
+    )
     where = "in backward" if line["in_backward"] else ""
-    return f"{line['model']:7} {line['case']:33} embeddings {line['embeddings']:5} {where:12} {parts}"
+    return (
+        f"{line['model']:7} {line['case']:33} embeddings {line['embeddings']:5} {where:12} {parts}"
+    )
 
 
 if __name__ == "__main__":

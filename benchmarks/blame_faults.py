@@ -49,7 +49,12 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 POSITIONS = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
 DROPPED = 16
-LAYERS = ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "layers.2.mlp.up_proj", "layers.3.self_attn.o_proj")
+LAYERS = (
+    "layers.0.self_attn.q_proj",
+    "layers.1.mlp.down_proj",
+    "layers.2.mlp.up_proj",
+    "layers.3.self_attn.o_proj",
+)
 FACTORS = (0.98, 0.99, 0.995)
 OF_FACTORS = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "int8", "nvfp4", "mxfp4")
 MAKERS = LAYERS[:2]  # layers that make the casts of their input: two others read those of the first
@@ -115,7 +120,9 @@ def _causal(model: Any, batch: Tensor) -> Tensor:
 
 def _masked(model: Any, batch: Tensor) -> Tensor:
     hidden = torch.rand(batch.shape) < 0.15
-    return model(input_ids=batch.masked_fill(hidden, 1), labels=batch.masked_fill(~hidden, -100)).loss  # type: ignore[no-any-return]
+    return model(
+        input_ids=batch.masked_fill(hidden, 1), labels=batch.masked_fill(~hidden, -100)
+    ).loss  # type: ignore[no-any-return]
 
 
 def _translated(model: Any, batch: Tensor) -> Tensor:
@@ -131,32 +138,51 @@ def _pictured(model: Any, batch: Tensor) -> Tensor:
 
 
 def _llama() -> nn.Module:
-    sizes = transformers.LlamaConfig(num_key_value_heads=2, tie_word_embeddings=False, **POSITIONS, **SIZES)
+    sizes = transformers.LlamaConfig(
+        num_key_value_heads=2, tie_word_embeddings=False, **POSITIONS, **SIZES
+    )
     return transformers.LlamaForCausalLM(sizes)
 
 
 def _gpt2() -> nn.Module:
     """Its Conv1D as Linears, which is what they compute."""
-    sizes = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4)
+    sizes = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4
+    )
     model = transformers.GPT2LMHeadModel(sizes)
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if type(child).__name__ == "Conv1D":
                 layer = nn.Linear(*child.weight.shape)
-                layer.weight.data, layer.bias.data = child.weight.data.T.contiguous(), child.bias.data
+                layer.weight.data, layer.bias.data = (
+                    child.weight.data.T.contiguous(),
+                    child.bias.data,
+                )
                 setattr(owner, name, layer)
     return model
 
 
 def _t5() -> nn.Module:
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, **sizes))
+    sizes = {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=VOCABULARY, **sizes)
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "llama": (_llama, _causal),
     "gpt2": (_gpt2, _causal),
-    "bert": (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**POSITIONS, **SIZES)), _masked),
+    "bert": (
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**POSITIONS, **SIZES)),
+        _masked,
+    ),
     "t5": (_t5, _translated),
     "vit": (
         lambda: transformers.ViTForImageClassification(
@@ -168,7 +194,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 HEALTHY = [
     *(
         ("llama", recipe)
-        for recipe in ("fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4", "int4-hq-bs", "mxfp4")
+        for recipe in (
+            "fp8-current",
+            "fp8-delayed",
+            "fp8-block",
+            "mxfp8",
+            "nvfp4",
+            "int4-hq-bs",
+            "mxfp4",
+        )
     ),
     *(("gpt2", recipe) for recipe in ("fp8-current", "int8", "nvfp4", "fp8-delayed")),
     *(("bert", recipe) for recipe in ("fp8-row", "int8", "int4-hq-bs")),
@@ -189,17 +223,23 @@ def begun(name: str, recipe: str, seed: int) -> Trained:
 
 
 @contextmanager
-def planted(model: nn.Module, fault: str, layer_name: str, product: str, side: str) -> Iterator[set[str]]:
+def planted(
+    model: nn.Module, fault: str, layer_name: str, product: str, side: str
+) -> Iterator[set[str]]:
     """Inside the block one product is at fault, in its lhs or rhs; gives the products that then read what is wrong."""
     layer = next(each for name, each in model.named_modules() if name.endswith(layer_name))
     assert isinstance(layer, ng.QLinear) and layer.recipe is not None
     recipe, gemm = layer.recipe, getattr(layer.recipe, product)
-    role = {"output": "xw", "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}[product][side == "rhs"]
+    role = {"output": "xw", "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}[product][
+        side == "rhs"
+    ]
     if fault in ("saturate", "underflow"):
         window: Any = layer.window(role)
         before = window.history.clone(), window.live.clone()
         cast: Cast = getattr(gemm, side)
-        factor = 1 / 16 if fault == "saturate" else 2.0 ** (28 if cast.format.name == "e5m2" else 14)
+        factor = (
+            1 / 16 if fault == "saturate" else 2.0 ** (28 if cast.format.name == "e5m2" else 14)
+        )
         try:
             window.history *= factor  # which tells the layers that share the input
             window.live[0] *= factor
@@ -247,7 +287,10 @@ def _dropping(layer: ng.QLinear, product: str) -> Iterator[None]:
 
 def faults(seed: int, layers: Sequence[str] = LAYERS) -> Iterator[dict[str, Any]]:
     """A row for each fault, product and layer, alone and beside a healthy step."""
-    for recipe, own in (("fp8-current", ("e2m1", "int4", "kernel")), ("fp8-delayed", ("saturate", "underflow"))):
+    for recipe, own in (
+        ("fp8-current", ("e2m1", "int4", "kernel")),
+        ("fp8-delayed", ("saturate", "underflow")),
+    ):
         trained = begun("llama", recipe, seed)
         trained.train(STEPS)
         healthy, batch = trained.blamed(trained.batch()), trained.batch()
@@ -264,14 +307,18 @@ def faults(seed: int, layers: Sequence[str] = LAYERS) -> Iterator[dict[str, Any]
                             }  # fmt: skip
 
 
-def factors(seed: int, recipes: Sequence[str] = OF_FACTORS, layers: Sequence[str] = MAKERS) -> Iterator[dict[str, Any]]:
+def factors(
+    seed: int, recipes: Sequence[str] = OF_FACTORS, layers: Sequence[str] = MAKERS
+) -> Iterator[dict[str, Any]]:
     """A row for each recipe, layer, operand and factor."""
     for recipe in recipes:
         trained = begun("llama", recipe, seed)
         trained.train(STEPS)
         batch = trained.batch()
         for name in layers:
-            layer: Any = next(each for own, each in trained.model.named_modules() if own.endswith(name))
+            layer: Any = next(
+                each for own, each in trained.model.named_modules() if own.endswith(name)
+            )
             for product, roles in OPERANDS.items():
                 for role in roles:
                     for factor in FACTORS:
@@ -295,7 +342,12 @@ def _of_factor(found: Blame, layer: str, role: str, right: set[str]) -> dict[str
         for each, own in zip(found.findings, is_right, strict=True)
         if each.is_suspect
         and not own
-        and not (role == "x" and each.layer.startswith(block) and each.worse.role == "x" and each.layer.endswith(reads))
+        and not (
+            role == "x"
+            and each.layer.startswith(block)
+            and each.worse.role == "x"
+            and each.layer.endswith(reads)
+        )
     ]
     named = {each.role: each for each in (culprit.lhs, culprit.rhs)}
     return {
@@ -326,7 +378,10 @@ def healthy(name: str, recipe: str, seed: int) -> Iterator[dict[str, Any]]:
         trained.train(steps)
         found = trained.blamed(trained.batch())
         worst = found.findings[0]
-        noise = {product: [each.noise for each in found.findings if each.product == product] for product in GEMMS}
+        noise = {
+            product: [each.noise for each in found.findings if each.product == product]
+            for product in GEMMS
+        }
         yield {
             "kind": "healthy", "model": name, "recipe": recipe, "seed": seed, "steps": steps, "loss": trained.seen,
             "suspects": len(found.suspects), "products": len(found.findings), "worst": worst.name, "times": worst.worse.times,
@@ -340,17 +395,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Faults found and healthy models left alone.")
     parser.add_argument("--only", choices=("faults", "factors", "healthy"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="healthy ones")
-    parser.add_argument("--recipes", nargs="+", choices=OF_FACTORS, default=list(OF_FACTORS), help="of factors")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="healthy ones"
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", choices=OF_FACTORS, default=list(OF_FACTORS), help="of factors"
+    )
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if options.only in (None, "factors"):
         for recipe in options.recipes:
             rows = list(factors(options.seed, (recipe,)))
             record("blame_faults", rows, RESULTS / "blame_faults.jsonl")
-            right = sum(row["rank"] == 1 and row["is_suspect"] and row["right_role"] for row in rows)
+            right = sum(
+                row["rank"] == 1 and row["is_suspect"] and row["right_role"] for row in rows
+            )
             others = sum(row["other_suspects"] > 0 for row in rows)
-            print(f"{recipe}: right operand at rank one {right} of {len(rows)}; others suspect {others}", flush=True)
+            print(
+                f"{recipe}: right operand at rank one {right} of {len(rows)}; others suspect {others}",
+                flush=True,
+            )
     if options.only in (None, "faults"):
         rows = []
         for row in faults(options.seed):
@@ -369,7 +433,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.only in (None, "healthy"):
         rows = []
         for place, (name, recipe) in enumerate(HEALTHY):
-            for row in healthy(name, recipe, options.seed + place) if name in options.models else ():
+            for row in (
+                healthy(name, recipe, options.seed + place) if name in options.models else ()
+            ):
                 rows.append(row)
                 print(
                     f"{name:6} {recipe:12} after {row['steps']:3} steps  loss {row['loss']:.3f}  {row['suspects']} suspects of "
@@ -377,7 +443,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     flush=True,
                 )  # fmt: skip
         record("blame_faults", rows, RESULTS / "blame_faults.jsonl")
-        print(f"{sum(row['suspects'] > 0 for row in rows)} of {len(rows)} looks at healthy models have a suspect")
+        print(
+            f"{sum(row['suspects'] > 0 for row in rows)} of {len(rows)} looks at healthy models have a suspect"
+        )
 
 
 if __name__ == "__main__":

@@ -22,9 +22,21 @@ from benchmarks.published import Figure, figures
 from narrowgauge.ops.timing.rates import RATES, Rates
 
 FITTED = ("narrow", "blocks", "mx", "copied", "eager", "compiled")
-GUESSED = {"narrow": 0.95, "blocks": 1.2, "mx": 1.05, "copied": 0.85, "eager": 1.25, "compiled": 1.15}
+GUESSED = {
+    "narrow": 0.95,
+    "blocks": 1.2,
+    "mx": 1.05,
+    "copied": 0.85,
+    "eager": 1.25,
+    "compiled": 1.15,
+}
 PRIOR, ROUNDS = 0.3, 8
-NOISE = {"product": 0.05, "layer": 0.05, "compiled": 0.08, "eager": 0.15}  # about what they come out as
+NOISE = {
+    "product": 0.05,
+    "layer": 0.05,
+    "compiled": 0.08,
+    "eager": 0.15,
+}  # about what they come out as
 SAME = {"H200": "H100", "A100-80": "A100", "B300": "B200"}  # one chip, or nearly
 
 
@@ -38,7 +50,8 @@ class Fit:
     def __init__(self, known: list[Figure], cards: list[str]) -> None:
         self.names = [*FITTED, *cards]
         self.logs = torch.tensor(
-            [*(math.log(GUESSED[name]) for name in FITTED), *([math.log(0.75)] * len(cards))], dtype=torch.float64
+            [*(math.log(GUESSED[name]) for name in FITTED), *([math.log(0.75)] * len(cards))],
+            dtype=torch.float64,
         )
         prior = self.logs.clone()
         noise = torch.tensor([NOISE[each.of] for each in known], dtype=torch.float64)
@@ -60,7 +73,10 @@ class Fit:
         values = dict(zip(self.names, logs.exp().tolist(), strict=True))
         rates = replace(RATES, **{name: values[name] for name in FITTED})
         return torch.tensor(
-            [math.log(each.predicted(rates, values[card_of(each)]) / each.published_s) for each in known],
+            [
+                math.log(each.predicted(rates, values[card_of(each)]) / each.published_s)
+                for each in known
+            ],
             dtype=torch.float64,
         )
 
@@ -92,11 +108,17 @@ def main() -> None:
     for line in dict.fromkeys(map(line_of, known)):
         left_out = [each for each in known if line_of(each) == line]
         is_apart = bool(left_out[0].apart)
-        others = whole if is_apart else Fit([each for each in fitted if line_of(each) != line], cards)
+        others = (
+            whole if is_apart else Fit([each for each in fitted if line_of(each) != line], cards)
+        )
         published, found, alone = (
             sum(times)
             for times in zip(
-                *((each.published_s, whole.predicted(each), others.predicted(each)) for each in left_out), strict=True
+                *(
+                    (each.published_s, whole.predicted(each), others.predicted(each))
+                    for each in left_out
+                ),
+                strict=True,
             )
         )
         first = left_out[0]
@@ -109,12 +131,16 @@ def main() -> None:
         told = f"{line[0]:11} {line[1]:12} {line[2]:44} {1e3 * published:9.3f}"
         print(f"{told} {found / published:6.3f} {alone / published:6.3f} {first.apart}", flush=True)
     for of in NOISE:
-        errors = sorted(abs(row["left_out_error"]) for row in rows if row["of"] == of and not row["apart"])
+        errors = sorted(
+            abs(row["left_out_error"]) for row in rows if row["of"] == of and not row["apart"]
+        )
         within = errors[math.ceil(2 * len(errors) / 3) - 1]
         print(
             f"{of}: {len(errors)} lines, median {statistics.median(errors):.3f}, two of three within {within:.3f}, worst {errors[-1]:.3f}"
         )
-    rows.append({"case": "fitted", **{name: round(value, 4) for name, value in whole.values.items()}})
+    rows.append(
+        {"case": "fitted", **{name: round(value, 4) for name, value in whole.values.items()}}
+    )
     record("calibration", rows, RESULTS / "calibration.jsonl")
 
 

@@ -51,7 +51,10 @@ def whole_state(step: int) -> dict[str, dict[str, Tensor]]:
     """Every number says which step it belongs to."""
     codes = torch.full((ROWS, 64), step % 256, dtype=torch.uint8)
     return {
-        "weights": {"weight": torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + step},
+        "weights": {
+            "weight": torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+            + step
+        },
         "scaling": {"history": torch.full((16,), float(step))},
         "optimizer": {"codes": codes.view(torch.float8_e4m3fn), "step": torch.tensor(step)},
     }
@@ -64,7 +67,9 @@ def _spread(state: dict[str, dict[str, Tensor]], mesh: Any) -> dict[str, dict[st
         full = state[group][name]
         per_rank = -(-ROWS // world)
         local = full[rank * per_rank : (rank + 1) * per_rank].clone()
-        state[group][name] = DTensor.from_local(local, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
+        state[group][name] = DTensor.from_local(
+            local, mesh, [Shard(0)], shape=full.shape, stride=full.stride()
+        )
     return state
 
 
@@ -128,7 +133,9 @@ def _round(context: Any, folder: Path, world: int, rng: random.Random) -> dict[s
         members = []
         for rank in range(world):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_train, args=(folder, rank, world, f"{place}/store", there), daemon=True)
+            process = context.Process(
+                target=_train, args=(folder, rank, world, f"{place}/store", there), daemon=True
+            )
             process.start()
             there.close()
             members.append((process, here))
@@ -147,7 +154,11 @@ def _round(context: Any, folder: Path, world: int, rng: random.Random) -> dict[s
                 process.kill()
         for said, (_, pipe) in zip(heard, members, strict=True):
             said += _rest(pipe)
-    drafts = [path for path in folder.iterdir() if path.name.startswith(".tmp-step-") and path.name.count("-") == 3]
+    drafts = [
+        path
+        for path in folder.iterdir()
+        if path.name.startswith(".tmp-step-") and path.name.count("-") == 3
+    ]
     said = [each for of_rank in heard for each in of_rank]
     return {
         "world": world,
@@ -222,7 +233,9 @@ def summary(case: str, done: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

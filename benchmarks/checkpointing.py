@@ -32,7 +32,9 @@ SIZES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.checkpointing", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.checkpointing", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32768)
     options = parser.parse_args()
@@ -42,7 +44,13 @@ def main() -> None:
         found = count(builder(policy, options.layers, options.tokens, reports), HOPPER)
         most, parts = found.peak(found.second)
         report = reports[-1]
-        line = {"case": policy, "layers": options.layers, "tokens": options.tokens, "peak_bytes": most, "parts": parts}
+        line = {
+            "case": policy,
+            "layers": options.layers,
+            "tokens": options.tokens,
+            "peak_bytes": most,
+            "parts": parts,
+        }
         lines.append(line | {"repeats": report.extra_forwards, "segments": report.segments})
         print(
             f"{policy:<10} {most / 2**30:7.2f} GiB   {report.extra_forwards:3} of {options.layers} blocks again   {parts}",
@@ -65,11 +73,18 @@ def builder(policy: str, layers: int, tokens: int, reports: list[Any]) -> Callab
         def loss() -> Tensor:
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
             head = model.lm_head.weight
-            total, valid = ng.memory.chunked_cross_entropy(hidden[:, :-1], head, ids[:, 1:], slices=True, checked=True)
+            total, valid = ng.memory.chunked_cross_entropy(
+                hidden[:, :-1], head, ids[:, 1:], slices=True, checked=True
+            )
             return total / valid.clamp(min=1)
 
         def states() -> list[Tensor]:
-            return [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+            return [
+                each
+                for state in optimizer.state.values()
+                for each in state.values()
+                if torch.is_tensor(each)
+            ]
 
         return Step(model, loss, lambda: ng.advance(model), states, ids)
 

@@ -35,7 +35,11 @@ from benchmarks.harness import rows as timing_rows
 from benchmarks.paired import Experiment, markdown, summarize
 
 OURS = "ours-run"
-TARGETS = {"trainer-dynamic-bf16": 2.5, "trainer-grouped-bf16": 1.8, "trainer-fixed128-fp32": 25.0}  # times as fast
+TARGETS = {
+    "trainer-dynamic-bf16": 2.5,
+    "trainer-grouped-bf16": 1.8,
+    "trainer-fixed128-fp32": 25.0,
+}  # times as fast
 
 
 def main() -> None:
@@ -70,11 +74,16 @@ def speed(options: argparse.Namespace, job: Job) -> None:
         }
         rivals = [name for name in names if VARIANTS[name].padding != "buckets"]
         fastest = fastest or min(rivals, key=lambda name: timings[name].median_s, default=names[0])
-        print(f"\nSeconds of the {'clock' if clock == 'train_s' else 'processor'} per example, {job.threads} threads:")
+        print(
+            f"\nSeconds of the {'clock' if clock == 'train_s' else 'processor'} per example, {job.threads} threads:"
+        )
         print(table(timings, baseline=fastest, work=dict.fromkeys(timings, (1.0, "examples"))))
         for line in _claims(timings, fastest):
             print(line)
-        lines = [row | {"clock": clock, "fastest_rival": fastest} for row in timing_rows(timings, fastest)]
+        lines = [
+            row | {"clock": clock, "fastest_rival": fastest}
+            for row in timing_rows(timings, fastest)
+        ]
         if OURS in timings:
             for line in lines:
                 spread = ratio(timings[line["case"]], timings[OURS])
@@ -145,7 +154,11 @@ def practical() -> list[str]:
 
 
 def _shown(job: Job) -> dict[str, Any]:
-    return {name: value for name, value in asdict(job).items() if name not in ("data", "encoder", "threads")}
+    return {
+        name: value
+        for name, value in asdict(job).items()
+        if name not in ("data", "encoder", "threads")
+    }
 
 
 def _refuse_other_settings(output: Path, job: Job, options: argparse.Namespace) -> None:
@@ -165,16 +178,29 @@ def _refuse_other_settings(output: Path, job: Job, options: argparse.Namespace) 
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.cola_speed", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.cola_speed", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--data", type=Path, required=True, help="folder with CoLA's .tsv files")
     parser.add_argument("--encoder", type=Path, default=None, help="folder of a BERT-like encoder")
     parser.add_argument("--only", choices=("both", "speed", "quality"), default="both")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="of the table of speed; all if left out")
-    parser.add_argument("--quality-variants", nargs="+", choices=list(VARIANTS), help="the first is the reference")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=list(VARIANTS),
+        help="of the table of speed; all if left out",
+    )
+    parser.add_argument(
+        "--quality-variants", nargs="+", choices=list(VARIANTS), help="the first is the reference"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="of the table of speed")
     parser.add_argument("--examples", type=int, default=1600, help="sentences of a timed epoch")
-    parser.add_argument("--train-examples", type=int, default=0, help="sentences of the table of quality; 0: all")
-    parser.add_argument("--fixed-steps", type=int, default=8, help="steps of fixed padding in a round")
+    parser.add_argument(
+        "--train-examples", type=int, default=0, help="sentences of the table of quality; 0: all"
+    )
+    parser.add_argument(
+        "--fixed-steps", type=int, default=8, help="steps of fixed padding in a round"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -183,14 +209,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--recipe", default="none", help="of our run")
     parser.add_argument("--states", default="fp32", help="of our optimizer")
     parser.add_argument("--threads", type=int, default=1, help="threads of a run")
-    parser.add_argument("--jobs", type=int, default=1, help="runs of the table of quality at a time")
-    parser.add_argument("--quick", action="store_true", help="one round of a few steps, to see that everything runs")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs of the table of quality at a time"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of a few steps, to see that everything runs"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/cola_speed"))
     parser.add_argument("--results", type=Path, default=RESULTS / "cola_speed.jsonl")
     options = parser.parse_args()
     options.encoder = options.encoder or packaged_encoder()
     if options.quick:
-        options.rounds, options.examples, options.fixed_steps, options.seeds, options.epochs = 1, 96, 1, [0], 1
+        options.rounds, options.examples, options.fixed_steps, options.seeds, options.epochs = (
+            1,
+            96,
+            1,
+            [0],
+            1,
+        )
         options.train_examples = 96
     return options
 

@@ -78,7 +78,9 @@ def run(name: str, seed: int, job: Job, *, scored: bool) -> dict[str, float]:
     logging.disable_progress_bar()
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory() as folder:
-        found = (_trainer if VARIANTS[name].trainer else _own)(VARIANTS[name], seed, job, Path(folder))
+        found = (_trainer if VARIANTS[name].trainer else _own)(
+            VARIANTS[name], seed, job, Path(folder)
+        )
     model, tokenizer = found.pop("model"), found.pop("tokenizer")
     found["examples_per_s"] = found["examples"] / found["train_s"]
     if scored:
@@ -89,7 +91,12 @@ def run(name: str, seed: int, job: Job, *, scored: bool) -> dict[str, float]:
 
 def _trainer(variant: Variant, seed: int, job: Job, folder: Path) -> dict[str, Any]:
     """transformers.Trainer, timed from the first step's data to the last step's end."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback, set_seed
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
+        set_seed,
+    )
 
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(job.encoder)
@@ -119,7 +126,13 @@ def _trainer(variant: Variant, seed: int, job: Job, folder: Path) -> dict[str, A
 
 
 def _make_trainer(
-    variant: Variant, seed: int, job: Job, folder: Path, model: Any, tokenizer: Any, rows: list[tuple[list[int], int]]
+    variant: Variant,
+    seed: int,
+    job: Job,
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    rows: list[tuple[list[int], int]],
 ) -> Any:
     from torch.utils.data import DataLoader
     from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
@@ -134,7 +147,9 @@ def _make_trainer(
         weight_decay=WEIGHT_DECAY, max_grad_norm=1.0, bf16=variant.bf16, use_cpu=True, report_to=[], disable_tqdm=True,
         logging_strategy="no", save_strategy="no", dataloader_pin_memory=False, **_grouping(variant),
     )  # fmt: skip
-    examples = [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label} for ids, label in rows]
+    examples = [
+        {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label} for ids, label in rows
+    ]
     shared = {"model": model, "args": arguments, "train_dataset": examples}
     if variant.padding != "buckets":
         fixed = {"padding": "max_length", "max_length": FIXED} if variant.padding == "fixed" else {}
@@ -143,7 +158,9 @@ def _make_trainer(
     class Bucketed(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             lengths = [len(ids) for ids, _ in rows]
-            sampler = LengthBatchSampler(lengths, Batching(batch_size=job.batch_size, multiple=1, seed=seed))
+            sampler = LengthBatchSampler(
+                lengths, Batching(batch_size=job.batch_size, multiple=1, seed=seed)
+            )
             collate = Collator(pad_id=pad_id_of(tokenizer), widths=sampler.widths)
             return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=collate)
 
@@ -181,7 +198,11 @@ def _own(variant: Variant, seed: int, job: Job, folder: Path) -> dict[str, Any]:
         code = loop.run(_settings(seed, job, folder))
     if code:
         raise NarrowgaugeError(f"cola_variants: the run ended with exit code {code}. Run it again.")
-    steps = [event for event in read_metrics(folder / "run" / "metrics.jsonl") if event["event"] == "step"]
+    steps = [
+        event
+        for event in read_metrics(folder / "run" / "metrics.jsonl")
+        if event["event"] == "step"
+    ]
     return {
         "model": AutoModelForSequenceClassification.from_pretrained(folder / "run" / "final"),
         "tokenizer": AutoTokenizer.from_pretrained(job.encoder),

@@ -29,7 +29,9 @@ def steps(log: Path) -> dict[str, list[dict[str, Any]]]:
         for line in path.read_text(encoding="utf-8").splitlines():
             event = json.loads(line)
             if event["e"] == "mark":
-                name = event["name"].removeprefix("step ") if event["name"].startswith("step ") else ""
+                name = (
+                    event["name"].removeprefix("step ") if event["name"].startswith("step ") else ""
+                )
             elif name:
                 found.setdefault(name, []).append(event)
     return found
@@ -52,9 +54,9 @@ def rows(name: str, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     launched = 0
     for event in events:
         if event["e"] == "gemm":
-            products[event["m"], event["n"], event["k"], TYPES.get(event["a"], event["a"]), sums(event)] += event[
-                "batch"
-            ]
+            products[
+                event["m"], event["n"], event["k"], TYPES.get(event["a"], event["a"]), sums(event)
+            ] += event["batch"]
         elif event["e"] == "bytes":
             moved[event["read"] + event["written"], event["spanned"]] += 1
         elif event["e"] == "launch":
@@ -62,7 +64,9 @@ def rows(name: str, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield {
         "case": name,
         "products": [[*each, count] for each, count in sorted(products.items())],
-        "kernels": [[*each, count] for each, count in sorted(moved.items())],  # bytes moved, bytes of arguments, times
+        "kernels": [
+            [*each, count] for each, count in sorted(moved.items())
+        ],  # bytes moved, bytes of arguments, times
         "triton_gb": round(sum(size * count for (size, _), count in moved.items()) / 1e9, 3),
         "other_launches": launched - sum(moved.values()),
         "launches": launched + sum(products.values()),
@@ -70,7 +74,9 @@ def rows(name: str, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--torch", default="", help="version in the runtime's environment")
     arguments = parser.parse_args()
@@ -81,7 +87,9 @@ def main() -> None:
         for row in rows(name, events)
     ]
     for row in found:
-        print(f"{row['case']:20} {row['launches']:4} launches, {row['triton_gb']:6.2f} GB of Triton's kernels")
+        print(
+            f"{row['case']:20} {row['launches']:4} launches, {row['triton_gb']:6.2f} GB of Triton's kernels"
+        )
     record("compiled_work", found, RESULTS / "compiled_work.jsonl")
 
 

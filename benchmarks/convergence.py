@@ -47,14 +47,22 @@ def main() -> None:
     rows = summarize(results)
     record(
         "convergence",
-        [row | {"data": Path(options.data).name, "steps": options.steps, **changes} for row in rows],
+        [
+            row | {"data": Path(options.data).name, "steps": options.steps, **changes}
+            for row in rows
+        ],
         options.results,
     )
     print(markdown(rows))
 
 
 def train(
-    data: str, recipe: str, seed: int, steps: int, output: Path, changes: dict[str, Any] | None = None
+    data: str,
+    recipe: str,
+    seed: int,
+    steps: int,
+    output: Path,
+    changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One run, or the record of it if it is finished. changes: of SIZES; each set of them needs an output of its own."""
     from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -71,8 +79,13 @@ def train(
             cache=str(output / "cache" / f"{Path(data).stem}-{seed}"), **sizes,
         )  # fmt: skip
         if code := run(resolved(config)):
-            raise SystemExit(f"convergence: {recipe} seed {seed} ended with exit code {code}; see {folder}.")
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            raise SystemExit(
+                f"convergence: {recipe} seed {seed} ended with exit code {code}; see {folder}."
+            )
+    events = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     losses = [event["loss"] for event in events if event["event"] == "step"]
     final = [event["loss"] for event in events if event["event"] == "eval"][-1]
     return {
@@ -111,10 +124,15 @@ def summarize(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table of docs/convergence.md."""
-    lines = ["| recipe | validation loss (mean) | difference to bf16 (mean) | by seed |", "|---|---|---|---|"]
+    lines = [
+        "| recipe | validation loss (mean) | difference to bf16 (mean) | by seed |",
+        "|---|---|---|---|",
+    ]
     for row in rows:
         by_seed = ", ".join(f"{value:+.4f}" for value in row["differences"].values())
-        lines.append(f"| `{row['recipe']}` | {row['validation_loss']:.4f} | {row['difference']:+.4f} | {by_seed} |")
+        lines.append(
+            f"| `{row['recipe']}` | {row['validation_loss']:.4f} | {row['difference']:+.4f} | {by_seed} |"
+        )
     first = rows[0]
     lines.append("")
     lines.append(
@@ -124,11 +142,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.convergence", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.convergence", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--data", default="stdlib", help="as `narrowgauge train --data`")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--batch-size", type=int, default=SIZES["batch_size"], help="sequences of a step")
+    parser.add_argument(
+        "--batch-size", type=int, default=SIZES["batch_size"], help="sequences of a step"
+    )
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/convergence"))

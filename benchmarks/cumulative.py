@@ -84,9 +84,19 @@ def main() -> None:
             task = make(options, options.output / kind)
             found = results(cumulated(techniques), task, options)
             rows = [{"row": row.name, "kind": kind, **medians(figures)} for row, figures in found]
-            shown = {name: value for name, value in asdict(task).items() if name not in ("folder", "model")}
-            record("cumulative", [row | {"rounds": options.rounds, "settings": shown} for row in rows], options.results)
-            print(f"\n{kind}, {task.steps} steps of {task.batch_size} examples, {task.threads} threads\n")
+            shown = {
+                name: value
+                for name, value in asdict(task).items()
+                if name not in ("folder", "model")
+            }
+            record(
+                "cumulative",
+                [row | {"rounds": options.rounds, "settings": shown} for row in rows],
+                options.results,
+            )
+            print(
+                f"\n{kind}, {task.steps} steps of {task.batch_size} examples, {task.threads} threads\n"
+            )
             print(markdown(rows), flush=True)
 
 
@@ -99,13 +109,17 @@ def cumulated(techniques: Techniques) -> list[Row]:
     return rows
 
 
-def results(rows: Sequence[Row], task: Task, options: argparse.Namespace) -> list[tuple[Row, list[dict[str, float]]]]:
+def results(
+    rows: Sequence[Row], task: Task, options: argparse.Namespace
+) -> list[tuple[Row, list[dict[str, float]]]]:
     """Every row in every round, from its file or measured now."""
     places = [str(place) for place in range(len(rows))]
     found: list[list[dict[str, float]]] = [[] for _ in rows]
     for round in range(options.rounds):
         for place in map(int, order(places, round)):
-            key = hashlib.sha256(repr((rows[place], task)).encode()).hexdigest()[:12]  # other settings, other file
+            key = hashlib.sha256(repr((rows[place], task)).encode()).hexdigest()[
+                :12
+            ]  # other settings, other file
             file = Path(task.folder) / f"row{place}-round{round}-{key}.json"
             if not file.exists():
                 figures = alone(_measured, asdict(rows[place]), asdict(task), round)
@@ -113,7 +127,8 @@ def results(rows: Sequence[Row], task: Task, options: argparse.Namespace) -> lis
                 unfinished.write_text(json.dumps(figures), encoding="utf-8")
                 unfinished.replace(file)
                 print(
-                    f"{task.kind} round {round}, {rows[place].name}: {figures['tokens_per_s']:.0f} tokens/s", flush=True
+                    f"{task.kind} round {round}, {rows[place].name}: {figures['tokens_per_s']:.0f} tokens/s",
+                    flush=True,
                 )
             found[place].append(json.loads(file.read_text(encoding="utf-8")))
     return list(zip(rows, found, strict=True))
@@ -140,8 +155,14 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         "peak_bytes": "peak MiB", "saved_bytes": "kept MiB", "optimizer_bytes": "optimizer MiB", "tokens_per_s": "tokens/s",
         "examples_per_s": "examples/s", "cpu_s_per_1000_tokens": "processor s / 1000 tokens", "first_step_s": "first step s",
     }  # fmt: skip
-    lines = ["| | " + " | ".join(titles.get(name, name) for name in names) + " |", "|---" * (1 + len(names)) + "|"]
-    lines += ["| " + " | ".join([row["row"], *(_cell(name, row[name]) for name in names)]) + " |" for row in rows]
+    lines = [
+        "| | " + " | ".join(titles.get(name, name) for name in names) + " |",
+        "|---" * (1 + len(names)) + "|",
+    ]
+    lines += [
+        "| " + " | ".join([row["row"], *(_cell(name, row[name]) for name in names)]) + " |"
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
@@ -167,7 +188,11 @@ def _language_model(options: argparse.Namespace, folder: Path) -> Task:
     if not (folder / "validation.jsonl").exists():
         folder.mkdir(parents=True, exist_ok=True)
         records = list(docstrings())
-        found = train_bpe((f"{row['prompt']}{row['completion']}" for row in records), VOCABULARY, folder / "tokenizer")
+        found = train_bpe(
+            (f"{row['prompt']}{row['completion']}" for row in records),
+            VOCABULARY,
+            folder / "tokenizer",
+        )
         torch.manual_seed(0)
         sizes = LlamaConfig(
             hidden_size=options.width, intermediate_size=options.width * 8 // 3 // 64 * 64 or 64, num_hidden_layers=options.layers,
@@ -191,21 +216,30 @@ def _classifier(options: argparse.Namespace, folder: Path) -> Task:
     if not (folder / "validation.jsonl").exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(0)
-        AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2, dtype=torch.float32).save_pretrained(
-            model
-        )
+        AutoModelForSequenceClassification.from_pretrained(
+            encoder, num_labels=2, dtype=torch.float32
+        ).save_pretrained(model)
         AutoTokenizer.from_pretrained(encoder).save_pretrained(model)
         for part, file in (("train", "in_domain_train.tsv"), ("validation", "in_domain_dev.tsv")):
             lines = (options.data / file).read_text(encoding="utf-8").splitlines()
             fields = [line.split("\t") for line in lines]
-            _write([{"text": field[3], "label": int(field[1])} for field in fields], folder / f"{part}.jsonl")
+            _write(
+                [{"text": field[3], "label": int(field[1])} for field in fields],
+                folder / f"{part}.jsonl",
+            )
     task = _task("classification", folder, model, 128, 1e-4, options.classifier_steps, options)
     _warm_cache(task)
     return task
 
 
 def _task(
-    kind: str, folder: Path, model: Path, max_length: int, learning_rate: float, steps: int, options: argparse.Namespace
+    kind: str,
+    folder: Path,
+    model: Path,
+    max_length: int,
+    learning_rate: float,
+    steps: int,
+    options: argparse.Namespace,
 ) -> Task:
     return Task(
         kind=kind, folder=str(folder), model=str(model), max_length=max_length, batch_size=options.batch_size,
@@ -229,7 +263,9 @@ def docstrings() -> Iterator[dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for document in documents("stdlib"):
         for node in ast.walk(ast.parse(document.text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (words := ast.get_docstring(node)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                words := ast.get_docstring(node)
+            ):
                 prompt = f"def {node.name}({ast.unparse(node.args)}):\n"
                 completion = words.split("\n\n")[0].strip()
                 if completion:
@@ -246,8 +282,12 @@ def _tokens(tokenizer: Any, row: dict[str, str]) -> int:
 
 def _split(rows: Sequence[dict[str, Any]], records: int, folder: Path) -> None:
     held_out = max(16, min(400, len(rows) // 10))
-    _write(rows[held_out : held_out + records] if records else rows[held_out:], folder / "train.jsonl")
-    _write(rows[:held_out], folder / "validation.jsonl")  # the last file, which says that all are there
+    _write(
+        rows[held_out : held_out + records] if records else rows[held_out:], folder / "train.jsonl"
+    )
+    _write(
+        rows[:held_out], folder / "validation.jsonl"
+    )  # the last file, which says that all are there
 
 
 def _write(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -255,22 +295,41 @@ def _write(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.cumulative", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.cumulative", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument(
-        "--data", type=Path, default=None, help="folder with CoLA's .tsv files; without it no classifier"
+        "--data",
+        type=Path,
+        default=None,
+        help="folder with CoLA's .tsv files; without it no classifier",
     )
     parser.add_argument("--encoder", type=Path, default=None, help="folder of a BERT-like encoder")
     parser.add_argument("--only", choices=("both", "causal-lm", "classification"), default="both")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of a row of the language model")
-    parser.add_argument("--classifier-steps", type=int, default=500, help="the same of the classifier")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="optimizer steps of a row of the language model"
+    )
+    parser.add_argument(
+        "--classifier-steps", type=int, default=500, help="the same of the classifier"
+    )
     parser.add_argument("--batch-size", type=int, default=8, help="examples of a step; even")
     parser.add_argument("--rounds", type=int, default=1, help="readings of each row")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--width", type=int, default=384, help="of the language model; a multiple of 6")
+    parser.add_argument(
+        "--width", type=int, default=384, help="of the language model; a multiple of 6"
+    )
     parser.add_argument("--layers", type=int, default=6, help="of the language model")
-    parser.add_argument("--max-length", type=int, default=256, help="tokens of the language model's examples")
-    parser.add_argument("--records", type=int, default=0, help="training records of the language model; 0: all")
-    parser.add_argument("--quick", action="store_true", help="tiny models and two steps, to see that everything runs")
+    parser.add_argument(
+        "--max-length", type=int, default=256, help="tokens of the language model's examples"
+    )
+    parser.add_argument(
+        "--records", type=int, default=0, help="training records of the language model; 0: all"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny models and two steps, to see that everything runs",
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/cumulative"))
     parser.add_argument("--results", type=Path, default=RESULTS / "cumulative.jsonl")
     options = parser.parse_args()

@@ -113,7 +113,10 @@ class Counts:
         def counted(items: Sequence[Any]) -> Any:
             flat = [one for item in items for one in ([item] if isinstance(item, dict) else item)]
             batch = dict(collate(items))
-            tokens, positions = sum(len(one["input_ids"]) for one in flat), batch["input_ids"].numel()
+            tokens, positions = (
+                sum(len(one["input_ids"]) for one in flat),
+                batch["input_ids"].numel(),
+            )
             if not self.largest or positions > self.largest["input_ids"].numel():
                 self.largest = dict(batch)
             self._drawn.append((len(flat), tokens, positions))
@@ -137,12 +140,18 @@ def _examples(row: Row, task: Task, tokenizer: Any, part: str) -> Any:
         columns: Any = Completion() if task.kind == "causal-lm" else Classification(classes=2)
         return prepare_examples(file, columns, tokenizer, cache=Path(task.folder) / "cache")
     encode = _completion if task.kind == "causal-lm" else _classified
-    return [encode(json.loads(line), tokenizer) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [
+        encode(json.loads(line), tokenizer)
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def _completion(row: Mapping[str, Any], tokenizer: Any) -> Example:
     prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-    answer = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    answer = [
+        *tokenizer(row["completion"], add_special_tokens=False)["input_ids"],
+        tokenizer.eos_token_id,
+    ]
     return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
 
 
@@ -150,7 +159,9 @@ def _classified(row: Mapping[str, Any], tokenizer: Any) -> Example:
     return {"input_ids": tokenizer(row["text"])["input_ids"], "labels": int(row["label"])}
 
 
-def _collate(row: Row, task: Task, tokenizer: Any, widths: tuple[int, ...] | None) -> Callable[[Any], Any]:
+def _collate(
+    row: Row, task: Task, tokenizer: Any, widths: tuple[int, ...] | None
+) -> Callable[[Any], Any]:
     """narrowgauge's collator pads as transformers' do: to the longest of a batch, to one width, or to the sampler's."""
     from narrowgauge.data import Collator, pad_id_of
 
@@ -186,7 +197,14 @@ def _model(row: Row, task: Task) -> Any:
 
 
 def _trainer(
-    row: Row, task: Task, seed: int, model: Any, tokenizer: Any, examples: Any, counts: Counts, folder: str
+    row: Row,
+    task: Task,
+    seed: int,
+    model: Any,
+    tokenizer: Any,
+    examples: Any,
+    counts: Counts,
+    folder: str,
 ) -> Any:
     from torch.utils.data import DataLoader
     from transformers import Trainer, TrainingArguments
@@ -199,7 +217,9 @@ def _trainer(
     if row.padding == "packed":
         mean = sum(len(one["input_ids"]) for one in examples) / len(examples)
         packed = max(1, round(task.batch_size * mean / task.max_length / row.accumulation))
-        batching = Batching(batch_size=packed, row_length=task.max_length, tokens_multiple=1, seed=seed)
+        batching = Batching(
+            batch_size=packed, row_length=task.max_length, tokens_multiple=1, seed=seed
+        )
 
     class Counting(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
@@ -210,7 +230,11 @@ def _trainer(
             return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=collate)
 
         def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            self,
+            model: Any,
+            inputs: Any,
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
         ) -> Any:
             if not row.chunked:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -224,7 +248,9 @@ def _trainer(
     )  # fmt: skip
     optimizer = None
     if row.states:
-        optimizer = ng.optim.AdamW(model, lr=task.learning_rate, weight_decay=0.0, states=row.states, seed=seed)  # type: ignore[arg-type]
+        optimizer = ng.optim.AdamW(
+            model, lr=task.learning_rate, weight_decay=0.0, states=row.states, seed=seed
+        )  # type: ignore[arg-type]
     if row.in_backward:
         from narrowgauge.optim.step_in_backward import in_backward
 
@@ -232,7 +258,11 @@ def _trainer(
         in_backward(optimizer, accumulation=row.accumulation)
     collate = counts.collating(_collate(row, task, tokenizer, None))
     trainer = Counting(
-        model=model, args=arguments, train_dataset=examples, data_collator=collate, optimizers=(optimizer, None)
+        model=model,
+        args=arguments,
+        train_dataset=examples,
+        data_collator=collate,
+        optimizers=(optimizer, None),
     )
     trainer.add_callback(_clock(counts, row))
     return trainer
@@ -247,7 +277,9 @@ def _clock(counts: Counts, row: Row) -> Any:
         def on_train_begin(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
             counts.begin_s, counts.begin_cpu_s = time.monotonic(), time.process_time()
 
-        def on_step_end(self, arguments: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        def on_step_end(
+            self, arguments: Any, state: Any, control: Any, model: Any = None, **_: Any
+        ) -> None:
             if row.recipe:
                 ng.advance(model)
             counts.last_s, counts.last_cpu_s = time.monotonic(), time.process_time()
@@ -265,7 +297,9 @@ def _chunked(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
 
     others = {name: value for name, value in inputs.items() if name != "labels"}
     hidden = model.model(**others, use_cache=False).last_hidden_state
-    return chunked_cross_entropy(hidden, model.lm_head.weight, shifted_labels(inputs["labels"], "causal-lm"))
+    return chunked_cross_entropy(
+        hidden, model.lm_head.weight, shifted_labels(inputs["labels"], "causal-lm")
+    )
 
 
 # ---- columns ------------------------------------------------------------------------------------------------------------
@@ -290,7 +324,12 @@ def _optimizer_bytes(optimizer: Any) -> int:
     import torch
 
     states = getattr(optimizer, "optimizer", optimizer).state.values()  # accelerate wraps it
-    return sum(x.numel() * x.element_size() for state in states for x in state.values() if isinstance(x, torch.Tensor))
+    return sum(
+        x.numel() * x.element_size()
+        for state in states
+        for x in state.values()
+        if isinstance(x, torch.Tensor)
+    )
 
 
 def _saved_bytes(row: Row, task: Task, model: Any, batch: Mapping[str, Any]) -> int:
@@ -333,7 +372,9 @@ def _metric(task: Task, model: Any, tokenizer: Any) -> dict[str, float]:
     with torch.no_grad():
         if task.kind == "causal-lm":
             total = count_targets(batches, "causal-lm")
-            return {"loss": sum(float(step_loss(model, batch, "causal-lm", total)) for batch in batches)}
+            return {
+                "loss": sum(float(step_loss(model, batch, "causal-lm", total)) for batch in batches)
+            }
         confusion, margins, truth = Confusion(2), [], []
         for batch in batches:
             labels = batch.pop("labels")
@@ -341,7 +382,10 @@ def _metric(task: Task, model: Any, tokenizer: Any) -> dict[str, float]:
             confusion.count(logits.argmax(-1), labels)
             margins.append(logits[:, 1] - logits[:, 0])
             truth.append(labels)
-    return {"mcc": float(confusion.metrics()["mcc"]), "auc": area_under_roc(torch.cat(margins), torch.cat(truth))}
+    return {
+        "mcc": float(confusion.metrics()["mcc"]),
+        "auc": area_under_roc(torch.cat(margins), torch.cat(truth)),
+    }
 
 
 def area_under_roc(scores: Any, labels: Any) -> float:

@@ -31,7 +31,9 @@ Build = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.dead_weights", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.dead_weights", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--quick", action="store_true", help="200 steps, nothing recorded")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -42,9 +44,11 @@ def main() -> None:
         f"{'states':20} {'network':>9} {'woken':>9} {'recovered':>9} {'synthetic':>9} {'0.999':>9} {'fades':>9} {'0.999':>9}"
     )
     for name, build in cases().items():
-        line: dict[str, Any] = {"case": name, "learning_rate": LEARNING_RATE, "steps": steps} | network(
-            build, steps[0.95]
-        )
+        line: dict[str, Any] = {
+            "case": name,
+            "learning_rate": LEARNING_RATE,
+            "steps": steps,
+        } | network(build, steps[0.95])
         for remains, words in ((0.0, "stops"), (1e-6, "fades")):
             for beta2, count in steps.items():
                 line[f"synthetic_{words}_{beta2}"] = synthetic(build, beta2, count, remains)
@@ -52,7 +56,9 @@ def main() -> None:
         print(
             f"{name:20} "
             + " ".join(
-                f"{value:9.3g}" for value in line.values() if isinstance(value, float) and value != LEARNING_RATE
+                f"{value:9.3g}"
+                for value in line.values()
+                if isinstance(value, float) and value != LEARNING_RATE
             )
         )
     if not options.quick:
@@ -69,7 +75,11 @@ def cases() -> dict[str, Build]:
     found: dict[str, Build] = {"torch": lambda p, beta2: torch.optim.AdamW(p, **settings(beta2))}
     for states in STATES:
         found[states] = lambda p, beta2, states=states: AdamW(p, **settings(beta2), states=states)
-    for package, name in (("bitsandbytes", "AdamW8bit"), ("torchao", "AdamW8bit"), ("torchao", "AdamW4bit")):
+    for package, name in (
+        ("bitsandbytes", "AdamW8bit"),
+        ("torchao", "AdamW8bit"),
+        ("torchao", "AdamW4bit"),
+    ):
         if find_spec(package):
             found[f"{package} {name}"] = _peer(package, name, settings)
     return found

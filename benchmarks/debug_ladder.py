@@ -33,7 +33,9 @@ COARSE = Gemm(lhs=Cast(format=E2M1), rhs=Cast(format=E2M1))
 
 def sick(product: str) -> Recipe:
     """fp8-row with one product in E2M1 per tensor."""
-    return dataclasses.replace(recipes.FP8_ROW.with_gemm(**{product: COARSE}), name=f"sick-{product}", save="original")
+    return dataclasses.replace(
+        recipes.FP8_ROW.with_gemm(**{product: COARSE}), name=f"sick-{product}", save="original"
+    )
 
 
 def main() -> None:
@@ -76,7 +78,9 @@ def judged(fault: str, seed: int, arguments: argparse.Namespace, folder: Path) -
     began_at_s = time.monotonic()
     found = debug(folder / "run", middle, min(100, steps - middle))
     own = found.ladder.against_bf16()
-    alone = [name.partition(":")[2] for name in found.ladder.mended() if name.startswith("product:")]
+    alone = [
+        name.partition(":")[2] for name in found.ladder.mended() if name.startswith("product:")
+    ]
     return {
         "fault": fault, "planted": planted, "layers": arguments.layers, "seed": seed, "steps": steps, "verdict": own.event(),
         "mended_by": found.ladder.mended(),

@@ -15,21 +15,37 @@ from typing import Any
 from benchmarks.harness import RESULTS, record
 from benchmarks.paired import Experiment, markdown, summarize
 
-RECIPES = ("fp32", "bf16", "fp8-current", "int8", "int4-hq-bs", "int4-hq-lss", "int4-lsq-luq", "nvfp4", "mxfp4")
+RECIPES = (
+    "fp32",
+    "bf16",
+    "fp8-current",
+    "int8",
+    "int4-hq-bs",
+    "int4-hq-lss",
+    "int4-lsq-luq",
+    "nvfp4",
+    "mxfp4",
+)
 METRICS = ("accuracy", "loss")
 HELD_OUT = 360
 
 
 def main() -> None:
     options = _options()
-    settings = {"epochs": options.epochs, "batch_size": options.batch_size, "learning_rate": options.learning_rate}
+    settings = {
+        "epochs": options.epochs,
+        "batch_size": options.batch_size,
+        "learning_rate": options.learning_rate,
+    }
     experiment = Experiment(train, options.recipes, options.seeds, settings, options.output)
     rows = summarize(experiment.results(options.jobs), METRICS, options.recipes[0])
     record("digits", [row | {"settings": settings} for row in rows], options.results)
     print(markdown(rows, METRICS))
 
 
-def train(recipe: Any, seed: int, epochs: int, batch_size: int, learning_rate: float) -> dict[str, float]:
+def train(
+    recipe: Any, seed: int, epochs: int, batch_size: int, learning_rate: float
+) -> dict[str, float]:
     """One run from scratch; accuracy and cross entropy on the held-out digits. recipe: "fp32", a name or a Recipe."""
     import torch
     from torch.nn.functional import cross_entropy
@@ -42,11 +58,15 @@ def train(recipe: Any, seed: int, epochs: int, batch_size: int, learning_rate: f
     model = build()
     if recipe != "fp32":
         ng.convert(model, recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.05, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, weight_decay=0.05, fused=True
+    )
     order = torch.Generator().manual_seed(seed)
     training = len(pixels) - HELD_OUT
     steps = training // batch_size * epochs
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, learning_rate, total_steps=steps, pct_start=0.1
+    )
     for _ in range(epochs):
         shuffled = torch.randperm(training, generator=order)
         for first in range(0, training - batch_size + 1, batch_size):
@@ -90,7 +110,12 @@ def build() -> Any:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.digits", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="the first is the reference of the pairs")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=list(RECIPES),
+        help="the first is the reference of the pairs",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=64)

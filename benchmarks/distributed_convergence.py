@@ -45,7 +45,9 @@ class SummedLoss(nn.Module):
         """Nats summed over the targets, float32."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits = self.model(**inputs, use_cache=False).logits
-        return nn.functional.cross_entropy(logits.float().flatten(0, -2), batch["labels"].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            logits.float().flatten(0, -2), batch["labels"].flatten(), reduction="sum"
+        )
 
 
 def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
@@ -96,7 +98,9 @@ def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
         "ranks_equal": ranks_equal(model), "seconds": round(time.monotonic() - started_at_s),
     }  # fmt: skip
     mu = made.state_dict().get("mu", {})
-    return row | ({"mu": [min(mu.values()), statistics.median(mu.values()), max(mu.values())]} if mu else {})
+    return row | (
+        {"mu": [min(mu.values()), statistics.median(mu.values()), max(mu.values())]} if mu else {}
+    )
 
 
 @torch.no_grad()
@@ -124,7 +128,9 @@ def ranks_equal(model: nn.Module) -> bool:
     return bool(found)
 
 
-def _rank(rank: int, store: str, jobs: list[tuple[str, int]], steps: int, cache: Path, rows: Any) -> None:
+def _rank(
+    rank: int, store: str, jobs: list[tuple[str, int]], steps: int, cache: Path, rows: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for numbers, seed in jobs:
@@ -138,18 +144,26 @@ def run(jobs: list[tuple[str, int]], steps: int, cache: Path, results: Path) -> 
     """All jobs, one after another, on processes that stay; each row is written as it comes."""
     context = multiprocessing.get_context("spawn")
     rows, store = context.Queue(), str(Path(tempfile.mkdtemp()) / "store")
-    processes = [context.Process(target=_rank, args=(rank, store, jobs, steps, cache, rows)) for rank in range(WORLD)]
+    processes = [
+        context.Process(target=_rank, args=(rank, store, jobs, steps, cache, rows))
+        for rank in range(WORLD)
+    ]
     for process in processes:
         process.start()
     for numbers, seed in jobs:
         while rows.empty():
             if any(process.exitcode for process in processes):
-                raise SystemExit("distributed_convergence: a process ended; see its traceback above.")
+                raise SystemExit(
+                    "distributed_convergence: a process ended; see its traceback above."
+                )
             time.sleep(1)
         row = rows.get()
         record("distributed_convergence", [row], results)
         ending = f"ranks equal: {row['ranks_equal']}, {row['seconds']} s"
-        print(f"{numbers:7} seed {seed}: validation {row['validation_loss']:.4f}, {ending}", flush=True)
+        print(
+            f"{numbers:7} seed {seed}: validation {row['validation_loss']:.4f}, {ending}",
+            flush=True,
+        )
     for process in processes:
         process.join()
 
@@ -158,7 +172,11 @@ def finished(results: Path, steps: int) -> dict[tuple[str, int], dict[str, Any]]
     if not results.exists():
         return {}
     rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    return {(row["case"], row["seed"]): row for row in rows if row.get("seed") is not None and row["steps"] == steps}
+    return {
+        (row["case"], row["seed"]): row
+        for row in rows
+        if row.get("seed") is not None and row["steps"] == steps
+    }
 
 
 def summary(found: dict[tuple[str, int], dict[str, Any]], steps: int) -> list[dict[str, Any]]:
@@ -168,7 +186,9 @@ def summary(found: dict[tuple[str, int], dict[str, Any]], steps: int) -> list[di
         seeds = [seed for case, seed in found if case == numbers and (REFERENCE, seed) in found]
         losses = [found[REFERENCE, seed]["validation_loss"] for seed in seeds]
         gaps = {
-            seed: found[numbers, seed]["validation_loss"] - found[REFERENCE, seed]["validation_loss"] for seed in seeds
+            seed: found[numbers, seed]["validation_loss"]
+            - found[REFERENCE, seed]["validation_loss"]
+            for seed in seeds
         }
         if len(seeds) > 1:
             spread = max(losses) - min(losses)
@@ -183,24 +203,35 @@ def summary(found: dict[tuple[str, int], dict[str, Any]], steps: int) -> list[di
                 }
             )
             verdict = "below" if abs(gap) < spread else "NOT below"
-            print(f"{numbers:7} {gap:+.4f} to {REFERENCE}: {verdict} the spread of its seeds, {spread:.4f}")
+            print(
+                f"{numbers:7} {gap:+.4f} to {REFERENCE}: {verdict} the spread of its seeds, {spread:.4f}"
+            )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.distributed_convergence", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.distributed_convergence", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cache", type=Path, default=Path("runs/distributed_convergence/cache"))
     parser.add_argument("--results", type=Path, default=RESULTS / "distributed_convergence.jsonl")
     options = parser.parse_args()
     done = finished(options.results, options.steps)
-    jobs = [(numbers, seed) for seed in options.seeds for numbers in NUMBERS if (numbers, seed) not in done]
+    jobs = [
+        (numbers, seed)
+        for seed in options.seeds
+        for numbers in NUMBERS
+        if (numbers, seed) not in done
+    ]
     if jobs:
         run(jobs, options.steps, options.cache, options.results)
     if len(options.seeds) > 1:
         record(
-            "distributed_convergence", summary(finished(options.results, options.steps), options.steps), options.results
+            "distributed_convergence",
+            summary(finished(options.results, options.steps), options.steps),
+            options.results,
         )
 
 

@@ -50,7 +50,9 @@ def counted(world: int, case: str) -> dict[str, Any]:
     calls: Counter[str] = Counter()
 
     class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if function.namespace == "c10d":
                 kind = function.__name__.split(".")[0].strip("_")
                 whole = max(_bytes(each) for each in args[:2])
@@ -62,12 +64,17 @@ def counted(world: int, case: str) -> dict[str, Any]:
     torch.manual_seed(0)
     width = 1024
     blocks = [
-        nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+        nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * width, width, bias=False),
+        )
         for _ in range(2)
     ]
     options = dict(CASES[case])
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, options.pop("reduce_dtype", "bfloat16"))
+        param_dtype=torch.bfloat16,
+        reduce_dtype=getattr(torch, options.pop("reduce_dtype", "bfloat16")),
     )
     model = ng.convert(nn.Sequential(*blocks), "fp8-current")
     for module in [*blocks, model]:
@@ -82,7 +89,9 @@ def counted(world: int, case: str) -> dict[str, Any]:
         "calls": sum(calls.values()),
         "calls_by_kind": dict(calls),
         "bytes_per_parameter": round(sum(sent.values()) / parameters, 4),
-        "bytes_per_parameter_by_kind": {kind: round(count / parameters, 4) for kind, count in sent.items()},
+        "bytes_per_parameter_by_kind": {
+            kind: round(count / parameters, 4) for kind, count in sent.items()
+        },
         "blocks": len(blocks),
     }
 
@@ -106,18 +115,32 @@ def on_paper(found: dict[str, Any]) -> dict[str, float]:
     """Model -> milliseconds of a step's collectives."""
     per_block = found["calls"] / found["blocks"]
     return {
-        name: round(1e3 * seconds(found["bytes_per_parameter"] * parameters, per_block * blocks, found["ranks"]), 1)
+        name: round(
+            1e3
+            * seconds(
+                found["bytes_per_parameter"] * parameters, per_block * blocks, found["ranks"]
+            ),
+            1,
+        )
         for name, (parameters, blocks) in MODELS.items()
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs=2, metavar=("RANKS", "CASE"), help="count one case in this process and print it as JSON"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--json", type=Path, default=RESULTS / "distributed_scale.jsonl", help="append rows to this file"
+        "--only",
+        nargs=2,
+        metavar=("RANKS", "CASE"),
+        help="count one case in this process and print it as JSON",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=RESULTS / "distributed_scale.jsonl",
+        help="append rows to this file",
     )
     options = parser.parse_args()
     if options.only:
@@ -126,8 +149,17 @@ def main() -> None:
     rows = []
     for world in WORLDS:
         for case in CASES:
-            command = [sys.executable, "-m", "benchmarks.distributed_scale", "--only", str(world), case]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.distributed_scale",
+                "--only",
+                str(world),
+                case,
+            ]
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True
+            )
             found = json.loads(done.stdout.splitlines()[-1])
             row = {
                 "case": case,

@@ -18,7 +18,16 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 # What decides which of torch's CPU kernels run, in the spelling of /proc/cpuinfo.
-ISA_FLAGS = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16")
+ISA_FLAGS = (
+    "avx2",
+    "f16c",
+    "fma",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+)
 ISA_FLAGS += ("amx_int8", "amx_bf16", "amx_fp16", "asimddp", "i8mm", "bf16", "sve", "sve2")
 
 
@@ -30,8 +39,12 @@ def environment() -> dict[str, Any]:
         "commit": commit(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "device": _device_name() if cuda else "cpu",
-        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())) if cuda else None,
-        "driver": _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability()))
+        if cuda
+        else None,
+        "driver": _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
         "cuda": torch.version.cuda,
         **_cpu(),
         "threads": torch.get_num_threads(),
@@ -43,12 +56,18 @@ def environment() -> dict[str, Any]:
 def _device_name() -> str:
     """Over the empty CUDA runtime (tests/gpu_dry_run), where nothing is computed or timed, a name that is no card's."""
     name = torch.cuda.get_device_name()
-    return f"no device: empty CUDA runtime that plays {name}" if "EMPTY_CUDA_GPU" in os.environ else name
+    return (
+        f"no device: empty CUDA runtime that plays {name}"
+        if "EMPTY_CUDA_GPU" in os.environ
+        else name
+    )
 
 
 def commit() -> str | None:
     """Short hash, with `-dirty` if a tracked file was changed since; None outside a git checkout."""
-    return _answer("git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+    return _answer(
+        "git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"
+    )
 
 
 def _cpu() -> dict[str, Any]:
@@ -56,11 +75,16 @@ def _cpu() -> dict[str, Any]:
     facts: dict[str, str] = {}
     if Path("/proc/cpuinfo").exists():
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-        facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+        facts = {
+            key.strip(): value.strip()
+            for key, _, value in (line.partition(":") for line in first.splitlines())
+        }
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     return {
         "cpu": facts.get("model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
     }

@@ -33,7 +33,9 @@ SIGMAS = (0.5, 1.5, 2.5)
 RATIO, LEVELS = 14, 7  # of the bit split: 2 * 7 low levels fill the gap between two high ones
 LUQ_POWERS = 7
 
-Quantizer = Callable[[Tensor, Tensor], Tensor]  # (x, uniform noise of its shape) -> float32 of its shape
+Quantizer = Callable[
+    [Tensor, Tensor], Tensor
+]  # (x, uniform noise of its shape) -> float32 of its shape
 Estimator = Callable[[Tensor, Tensor, Generator], Tensor]
 
 
@@ -46,7 +48,9 @@ def stochastically(y: Tensor, noise: Tensor) -> Tensor:
     return floor + (noise < y - floor)
 
 
-def bit_split(x: Tensor, noise: Tensor, limit: int = LEVELS, by_row: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def bit_split(
+    x: Tensor, noise: Tensor, limit: int = LEVELS, by_row: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """x ~ (14 high + low) * step: high to nearest, low stochastically, both within +-limit. Unbiased for limit 7 alone."""
     step = (x.abs().amax(dim=1, keepdim=True) if by_row else x.abs().amax()) / (RATIO * LEVELS)
     y = x / torch.where(step == 0, 1.0, step)
@@ -90,11 +94,17 @@ def luq(x: Tensor, noise: Tensor) -> Tensor:
     return y.copysign(x) * unit
 
 
-def luq_in_log_domain(x: Tensor, noise: Tensor, logarithm: Callable[[float], float] = math.log2) -> Tensor:
+def luq_in_log_domain(
+    x: Tensor, noise: Tensor, logarithm: Callable[[float], float] = math.log2
+) -> Tensor:
     """Defect: 2 ** round(log2 y + uniform + log(4/3) - 1/2) above the smallest power, which is no stochastic rounding."""
     unit = x.abs().amax() / 2 ** (LUQ_POWERS - 1)
     y = x.abs() / torch.where(unit == 0, 1.0, unit)
-    power = (y.clamp(min=1).log2() + noise - 0.5 + logarithm(4 / 3) - 0.5).round().clamp(0, LUQ_POWERS - 1)
+    power = (
+        (y.clamp(min=1).log2() + noise - 0.5 + logarithm(4 / 3) - 0.5)
+        .round()
+        .clamp(0, LUQ_POWERS - 1)
+    )
     return torch.where(y < 1, stochastically(y, noise), torch.exp2(power)).copysign(x) * unit
 
 
@@ -206,16 +216,22 @@ ESTIMATORS: dict[str, Estimator] = {
 PREDICTED = "sampled, not rounded"
 
 
-def operands(sigma: float, seed: int, tokens: int = TOKENS, out: int = OUT, inner: int = IN) -> tuple[Tensor, Tensor]:
+def operands(
+    sigma: float, seed: int, tokens: int = TOKENS, out: int = OUT, inner: int = IN
+) -> tuple[Tensor, Tensor]:
     """gy [tokens, out] with rows of lognormal size, x [tokens, inner] in INT4 codes of a normal activation."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.exp(sigma * torch.randn(tokens, 1, generator=generator))
     gy = size * torch.randn(tokens, out, generator=generator)
     x = torch.randn(tokens, inner, generator=generator)
-    return gy, (x / 0.3535).round().clamp(-LEVELS, LEVELS)  # the step with the least error for a normal operand
+    return gy, (x / 0.3535).round().clamp(
+        -LEVELS, LEVELS
+    )  # the step with the least error for a normal operand
 
 
-def measure(estimator: Estimator, gy: Tensor, x: Tensor, replicates: int, seed: int) -> dict[str, float]:
+def measure(
+    estimator: Estimator, gy: Tensor, x: Tensor, replicates: int, seed: int
+) -> dict[str, float]:
     """Relative variance, cosine and slope over so many replicates."""
     generator = torch.Generator().manual_seed(seed)
     exact = gy.T.double() @ x.double()
@@ -225,7 +241,9 @@ def measure(estimator: Estimator, gy: Tensor, x: Tensor, replicates: int, seed: 
         estimate = estimator(gy, x, generator).double()
         mean += estimate / replicates
         squares += float(estimate.square().sum()) / replicates
-        cosine += float((estimate * exact).sum() / (estimate.norm() * norm_squared.sqrt())) / replicates
+        cosine += (
+            float((estimate * exact).sum() / (estimate.norm() * norm_squared.sqrt())) / replicates
+        )
     variance = (squares - float(mean.square().sum())) * replicates / (replicates - 1)
     return {
         "variance": variance / float(norm_squared),
@@ -257,7 +275,11 @@ def relative_variance(p: Tensor, scores: Tensor, norm_squared: Tensor | None = N
     norm_squared  |G|^2. None: the sum of the squared scores, which is exact for
                   an outer axis, whose rows are orthogonal pieces of the result
     """
-    whole = scores.to(torch.float64).square().sum() if norm_squared is None else norm_squared.to(torch.float64)
+    whole = (
+        scores.to(torch.float64).square().sum()
+        if norm_squared is None
+        else norm_squared.to(torch.float64)
+    )
     variance = leverage_score.sampling_variance(p, scores)
     return torch.where(variance == 0, 0.0, variance / whole)
 
@@ -274,25 +296,42 @@ def row_concentration(norms: Tensor, share: float = 0.1) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.estimators", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.estimators", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--replicates", type=int, default=100)
-    parser.add_argument("--gradients", type=int, default=5, help="gradients per sigma; the table shows their median")
-    parser.add_argument("--only", nargs="+", choices=list(ESTIMATORS), default=list(ESTIMATORS), metavar="ESTIMATOR")
+    parser.add_argument(
+        "--gradients", type=int, default=5, help="gradients per sigma; the table shows their median"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(ESTIMATORS), default=list(ESTIMATORS), metavar="ESTIMATOR"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [line for sigma in SIGMAS for line in compared(sigma, options.replicates, options.gradients, options.only)]
+    lines = [
+        line
+        for sigma in SIGMAS
+        for line in compared(sigma, options.replicates, options.gradients, options.only)
+    ]
     print(markdown(lines))
     record("estimators", lines, RESULTS / "estimators.jsonl")
 
 
-def compared(sigma: float, replicates: int, gradients: int, only: Sequence[str]) -> list[dict[str, Any]]:
+def compared(
+    sigma: float, replicates: int, gradients: int, only: Sequence[str]
+) -> list[dict[str, Any]]:
     """A row per estimator of `only`: median and quartiles over the gradients."""
     data = [operands(sigma, seed) for seed in range(gradients)]
     lines: list[dict[str, Any]] = []
     for name in only:
         estimator = ESTIMATORS[name]
         found = [measure(estimator, gy, x, replicates, seed) for seed, (gy, x) in enumerate(data)]
-        line: dict[str, Any] = {"case": name, "sigma": sigma, "replicates": replicates, "gradients": gradients}
+        line: dict[str, Any] = {
+            "case": name,
+            "sigma": sigma,
+            "replicates": replicates,
+            "gradients": gradients,
+        }
         line["row_concentration"] = Spread.of([concentration(gy) for gy, _ in data]).median
         for key in found[0]:
             spread = Spread.of([one[key] for one in found])
@@ -306,14 +345,22 @@ def compared(sigma: float, replicates: int, gradients: int, only: Sequence[str])
 def markdown(lines: list[dict[str, Any]]) -> str:
     """One row per estimator; variance and cosine for each sigma, and the slope at the largest."""
     sigmas = sorted({line["sigma"] for line in lines})
-    table = ["| estimator | " + " | ".join(f"sigma {sigma}: variance / cosine" for sigma in sigmas) + " | slope |"]
+    table = [
+        "| estimator | "
+        + " | ".join(f"sigma {sigma}: variance / cosine" for sigma in sigmas)
+        + " | slope |"
+    ]
     table.append("|---" * (len(sigmas) + 2) + "|")
     for name in dict.fromkeys(line["case"] for line in lines):
         mine = {line["sigma"]: line for line in lines if line["case"] == name}
         cells = [f"{mine[sigma]['variance']:.2g} / {mine[sigma]['cosine']:.3f}" for sigma in sigmas]
         table.append(f"| {name} | " + " | ".join(cells) + f" | {mine[sigmas[-1]]['slope']:.4f} |")
         if "predicted" in mine[sigmas[0]]:
-            table.append("| predicted | " + " | ".join(f"{mine[sigma]['predicted']:.2g}" for sigma in sigmas) + " | |")
+            table.append(
+                "| predicted | "
+                + " | ".join(f"{mine[sigma]['predicted']:.2g}" for sigma in sigmas)
+                + " | |"
+            )
     return "\n".join(table)
 
 

@@ -60,7 +60,9 @@ def run(
     recipe, _, bits = case.partition(":")
     adds = in_place_of_float32(int(bits or BITS)) if recipe.startswith("fp8") else nullcontext()
     with adds:
-        return train(data, recipe, seed, steps, output / f"{bits or BITS}-bits", changes) | {"recipe": case}
+        return train(data, recipe, seed, steps, output / f"{bits or BITS}-bits", changes) | {
+            "recipe": case
+        }
 
 
 def errors() -> list[dict[str, Any]]:
@@ -68,10 +70,17 @@ def errors() -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(20261122)
     rows = []
     for length in LENGTHS:
-        lhs, rhs = (torch.randn(ROWS, length, generator=generator).to(torch.float8_e4m3fn).double() for _ in range(2))
+        lhs, rhs = (
+            torch.randn(ROWS, length, generator=generator).to(torch.float8_e4m3fn).double()
+            for _ in range(2)
+        )
         truth = lhs @ rhs.T
         row: dict[str, Any] = {"case": "product", "contracted": length}
-        for name, fast, bits in (("split", False, BITS), ("fast", True, BITS), ("fast_12_bits", True, 12)):
+        for name, fast, bits in (
+            ("split", False, BITS),
+            ("fast", True, BITS),
+            ("fast_12_bits", True, 12),
+        ):
             found = hopper_sums(lhs.float(), rhs.float(), fast=fast, bits=bits).double()
             row[f"{name}_error"] = float((found - truth).norm() / truth.norm())
             row[f"{name}_slope"] = float((found * truth).sum() / truth.square().sum())
@@ -80,7 +89,9 @@ def errors() -> list[dict[str, Any]]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.fast_accumulation", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.fast_accumulation", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--data", default="stdlib", help="as `narrowgauge train --data`")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -26,7 +26,9 @@ RECIPES = ("fp32", "bf16", "fp8-current", "int8", "int4-hq-bs", "int4-hq-lss", "
 METRICS = ("in_domain_mcc", "out_of_domain_mcc")
 PARTS = {"in_domain": "in_domain_dev.tsv", "out_of_domain": "out_of_domain_dev.tsv"}
 LONGEST = 64  # tokens; CoLA's longest sentence has 47
-SORTED_TOGETHER = 50  # batches whose sentences are sorted by length before they are cut, then shuffled
+SORTED_TOGETHER = (
+    50  # batches whose sentences are sorted by length before they are cut, then shuffled
+)
 
 
 def main() -> None:
@@ -37,7 +39,11 @@ def main() -> None:
     }  # fmt: skip
     experiment = Experiment(train, options.recipes, options.seeds, settings, options.output)
     rows = summarize(experiment.results(options.jobs), METRICS, options.recipes[0])
-    shown = {name: value for name, value in settings.items() if name not in ("data", "encoder", "threads")}
+    shown = {
+        name: value
+        for name, value in settings.items()
+        if name not in ("data", "encoder", "threads")
+    }
     record("finetune_cola", [row | {"settings": shown} for row in rows], options.results)
     print(markdown(rows, METRICS))
 
@@ -55,13 +61,17 @@ def train(
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    model = AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        encoder, num_labels=2, dtype=torch.float32
+    )
     if recipe != "fp32":
         ng.convert(model, recipe)
     rows = read(Path(data) / "in_domain_train.tsv", tokenizer)
     rows = rows[:examples] if examples else rows
     total = epochs * -(-len(rows) // batch_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, total))
     model.train()
     started_at_s = time.monotonic()
@@ -75,7 +85,9 @@ def train(
             schedule.step()
             optimizer.zero_grad()
     spent_s = time.monotonic() - started_at_s
-    scores = {f"{part}_mcc": evaluate(model, Path(data) / file, tokenizer) for part, file in PARTS.items()}
+    scores = {
+        f"{part}_mcc": evaluate(model, Path(data) / file, tokenizer) for part, file in PARTS.items()
+    }
     return {**scores, "train_s": spent_s, "examples_per_s": epochs * len(rows) / spent_s}
 
 
@@ -88,17 +100,23 @@ def _rate(step: int, total: int) -> float:
 def read(path: Path, tokenizer: Any) -> list[tuple[list[int], int]]:
     """(token ids, label) of each sentence."""
     fields = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
-    ids = tokenizer([field[3] for field in fields], truncation=True, max_length=LONGEST)["input_ids"]
+    ids = tokenizer([field[3] for field in fields], truncation=True, max_length=LONGEST)[
+        "input_ids"
+    ]
     return [(tokens, int(field[1])) for tokens, field in zip(ids, fields, strict=True)]
 
 
-def batches(rows: list[tuple[list[int], int]], size: int, seed: int) -> Iterator[list[tuple[list[int], int]]]:
+def batches(
+    rows: list[tuple[list[int], int]], size: int, seed: int
+) -> Iterator[list[tuple[list[int], int]]]:
     """Every row once, in batches of similar lengths and random order."""
     shuffle = random.Random(seed)
     order = shuffle.sample(range(len(rows)), len(rows))
     cut = []
     for start in range(0, len(order), size * SORTED_TOGETHER):
-        near = sorted(order[start : start + size * SORTED_TOGETHER], key=lambda index: len(rows[index][0]))
+        near = sorted(
+            order[start : start + size * SORTED_TOGETHER], key=lambda index: len(rows[index][0])
+        )
         cut += [near[first : first + size] for first in range(0, len(near), size)]
     shuffle.shuffle(cut)
     return ([rows[index] for index in part] for part in cut)
@@ -141,15 +159,24 @@ def packaged_encoder() -> Path:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.finetune_cola", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.finetune_cola", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--data", type=Path, required=True, help="folder with CoLA's .tsv files")
     parser.add_argument("--encoder", type=Path, default=None, help="folder of a BERT-like encoder")
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="the first is the reference of the pairs")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=list(RECIPES),
+        help="the first is the reference of the pairs",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--examples", type=int, default=0, help="train on the first so many; 0: all")
+    parser.add_argument(
+        "--examples", type=int, default=0, help="train on the first so many; 0: all"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="threads of a run")
     parser.add_argument("--output", type=Path, default=Path("runs/finetune_cola"))

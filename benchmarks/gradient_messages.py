@@ -42,8 +42,17 @@ from narrowgauge.distributed.shared_scale import Controller, Layout
 from narrowgauge.formats import E4M3
 
 NODE = 8
-TENSORS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "lm_head")
-LEAST_DB = {"reduce-scatter": 31.0, "all-reduce": 28.0, "two hops": 25.0}  # two hops round once more
+TENSORS = (
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.mlp.up_proj",
+    "model.layers.1.mlp.down_proj",
+    "lm_head",
+)
+LEAST_DB = {
+    "reduce-scatter": 31.0,
+    "all-reduce": 28.0,
+    "two hops": 25.0,
+}  # two hops round once more
 LEAST_DB_AT_64 = 36.0  # of a reduce-scatter
 LARGEST_SLOPE_ERROR = 0.005
 SETTLED = 1000  # messages after which mu of fp8-lm has found its range
@@ -161,14 +170,20 @@ def fp8_reduce_scatter(each: list[Tensor]) -> Tensor:
     meeting = Meeting(len(each))
     parts = on_threads(
         len(each),
-        lambda rank: messages.reduce_scatter(messages.as_rows(each[rank], len(each)), ThreadLink(meeting, rank)),
+        lambda rank: messages.reduce_scatter(
+            messages.as_rows(each[rank], len(each)), ThreadLink(meeting, rank)
+        ),
     )
     return _whole(parts, each[0])
 
 
 def fp8_all_reduce(each: list[Tensor]) -> Tensor:
     meeting = Meeting(len(each))
-    return _same(on_threads(len(each), lambda rank: messages.all_reduce(each[rank], ThreadLink(meeting, rank))))
+    return _same(
+        on_threads(
+            len(each), lambda rank: messages.all_reduce(each[rank], ThreadLink(meeting, rank))
+        )
+    )
 
 
 def fp8_two_hops(each: list[Tensor]) -> Tensor:
@@ -178,9 +193,14 @@ def fp8_two_hops(each: list[Tensor]) -> Tensor:
     def reduced(rank: int) -> Tensor:
         node, local = divmod(rank, NODE)
         hook = Fp8AllReduceHook(
-            Gradients("fp8", "sum"), {}, ThreadLink(within[node], local), ThreadLink(across[local], node)
+            Gradients("fp8", "sum"),
+            {},
+            ThreadLink(within[node], local),
+            ThreadLink(across[local], node),
         )
-        return hook.reduced(each[rank].reshape(-1), Layout(("w",), (each[rank].numel(),))).view(each[rank].shape)
+        return hook.reduced(each[rank].reshape(-1), Layout(("w",), (each[rank].numel(),))).view(
+            each[rank].shape
+        )
 
     return _same(on_threads(len(each), reduced))
 
@@ -192,7 +212,9 @@ def fp8_lm_reduce_scatter(each: list[Tensor], mu: float) -> Tensor:
         controller = Controller()
         controller.load_state_dict({"w": mu}, ["w"])
         rows = messages.as_rows(each[rank], len(each))
-        return shared_scale.reduce_scatter(rows, Layout(("w",), (rows.numel(),)), ThreadLink(meeting, rank), controller)
+        return shared_scale.reduce_scatter(
+            rows, Layout(("w",), (rows.numel(),)), ThreadLink(meeting, rank), controller
+        )
 
     return _whole(on_threads(len(each), reduced), each[0])
 
@@ -200,8 +222,16 @@ def fp8_lm_reduce_scatter(each: list[Tensor], mu: float) -> Tensor:
 def settled_mu(each: list[Tensor]) -> float:
     """mu after so many messages like this one. Only the share that saturates counts, so nothing is sent."""
     controller, magnitudes = Controller(), torch.stack([x.abs() for x in each])
-    amax, numbers, is_valid = magnitudes.amax(), torch.tensor([magnitudes.numel()]), torch.tensor([True])
-    largest = magnitudes.flatten().topk(max(1, 2 * int(shared_scale.OVERFLOW_SHARE * magnitudes.numel()) + 1)).values
+    amax, numbers, is_valid = (
+        magnitudes.amax(),
+        torch.tensor([magnitudes.numel()]),
+        torch.tensor([True]),
+    )
+    largest = (
+        magnitudes.flatten()
+        .topk(max(1, 2 * int(shared_scale.OVERFLOW_SHARE * magnitudes.numel()) + 1))
+        .values
+    )
     for _ in range(SETTLED):
         limit = amax / controller.mu(["w"], amax.device) * (1 + 2**-22)
         controller.update(["w"], (largest > limit).sum().view(1), numbers, is_valid)
@@ -231,14 +261,18 @@ def quality(found: Tensor, truth: Tensor) -> tuple[float, float]:
     """(dB of the error below the truth, slope of the result on the truth)."""
     found = found.double()
     power = truth.square().sum()
-    return float(10 * torch.log10(power / (found - truth).square().sum())), float((found * truth).sum() / power)
+    return float(10 * torch.log10(power / (found - truth).square().sum())), float(
+        (found * truth).sum() / power
+    )
 
 
 def failures(kind: str, ranks: int, db: float, slope: float) -> list[str]:
     """Why a result is not good enough; kind is a key of LEAST_DB."""
     least = LEAST_DB_AT_64 if ranks >= 64 and kind == "reduce-scatter" else LEAST_DB[kind]
     found = [] if db >= least else [f"{db:.1f} dB is below {least:g}"]
-    return found + ([] if abs(slope - 1) <= LARGEST_SLOPE_ERROR else [f"slope {slope:.4f} is not 1"])
+    return found + (
+        [] if abs(slope - 1) <= LARGEST_SLOPE_ERROR else [f"slope {slope:.4f} is not 1"]
+    )
 
 
 METHODS: dict[str, tuple[str, Callable[[list[Tensor]], Tensor]]] = {
@@ -246,7 +280,10 @@ METHODS: dict[str, tuple[str, Callable[[list[Tensor]], Tensor]]] = {
     "fp8 reduce-scatter": ("reduce-scatter", fp8_reduce_scatter),
     "fp8 all-reduce": ("all-reduce", fp8_all_reduce),
     "fp8 all-reduce, two hops": ("two hops", fp8_two_hops),
-    "fp8-lm reduce-scatter": ("reduce-scatter", lambda each: fp8_lm_reduce_scatter(each, settled_mu(each))),
+    "fp8-lm reduce-scatter": (
+        "reduce-scatter",
+        lambda each: fp8_lm_reduce_scatter(each, settled_mu(each)),
+    ),
     "control: sums in fp8": ("reduce-scatter", fp8_ring),
 }
 
@@ -272,9 +309,16 @@ def _real(rank: int, store: str, each: list[dict[str, Tensor]], answers: Any) ->
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(each))
     link = Link(dist.group.WORLD)
     reduced = {name: messages.all_reduce(x, link) for name, x in each[rank].items()}
-    scattered = {name: messages.reduce_scatter(messages.as_rows(x, link.size), link) for name, x in each[rank].items()}
+    scattered = {
+        name: messages.reduce_scatter(messages.as_rows(x, link.size), link)
+        for name, x in each[rank].items()
+    }
     answers.put(
-        (rank, {name: x.numpy() for name, x in reduced.items()}, {name: x.numpy() for name, x in scattered.items()})
+        (
+            rank,
+            {name: x.numpy() for name, x in reduced.items()},
+            {name: x.numpy() for name, x in scattered.items()},
+        )
     )
     dist.barrier()
     dist.destroy_process_group()
@@ -285,7 +329,9 @@ def run_two(each: list[dict[str, Tensor]]) -> bool:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     store = str(Path(tempfile.mkdtemp()) / "store")
-    processes = [context.Process(target=_real, args=(rank, store, each, answers)) for rank in range(2)]
+    processes = [
+        context.Process(target=_real, args=(rank, store, each, answers)) for rank in range(2)
+    ]
     for process in processes:
         process.start()
     found = sorted((answers.get(timeout=300) for _ in processes), key=lambda answer: answer[0])
@@ -296,7 +342,9 @@ def run_two(each: list[dict[str, Tensor]]) -> bool:
         given = [rank[name] for rank in each]
         reduced, scattered = fp8_all_reduce(given), fp8_reduce_scatter(given)
         equal &= all(torch.equal(torch.from_numpy(answer[1][name]), reduced) for answer in found)
-        equal &= torch.equal(_whole([torch.from_numpy(answer[2][name]) for answer in found], given[0]), scattered)
+        equal &= torch.equal(
+            _whole([torch.from_numpy(answer[2][name]) for answer in found], given[0]), scattered
+        )
     return equal
 
 
@@ -304,13 +352,19 @@ def words(found: dict[str, Any]) -> str:
     db, slopes = found["db"].values(), found["slope"].values()
     slope = max(slopes, key=lambda value: abs(value - 1))
     errors = f"{min(db):5.1f} .. {max(db):5.1f} dB  slope {slope:.4f}"
-    return f"{found['case']:26} {found['ranks']:3} ranks  {errors}  {len(found['failures'])} failures"
+    return (
+        f"{found['case']:26} {found['ranks']:3} ranks  {errors}  {len(found['failures'])} failures"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.gradient_messages", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gradient_messages", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=64, help="the most; a power of two")
-    parser.add_argument("--steps", type=int, default=300, help="of training, before gradients are taken")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="of training, before gradients are taken"
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument(
         "--batch",
@@ -321,7 +375,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS / "gradient_messages.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    all_ranks = gradients(options.ranks, hidden=options.hidden, steps=options.steps, batch=options.batch)
+    all_ranks = gradients(
+        options.ranks, hidden=options.hidden, steps=options.steps, batch=options.batch
+    )
     setting = {"steps": options.steps, "hidden": options.hidden, "batch": options.batch}
     equal = run_two(all_ranks[:2])
     print(f"two processes (gloo) and two threads give {'the same' if equal else 'DIFFERENT'} bits")

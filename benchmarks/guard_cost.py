@@ -27,7 +27,13 @@ CASES = [
     {"recipe": "fp8-current", "then": "stay", "tokens": 2048},
     {"recipe": "fp8-current", "then": "stay", "tokens": 256},
 ]
-SIZES: dict[str, Any] = {"hidden_size": 128, "layers": 4, "heads": 4, "sequence_length": 128, "vocab_size": 1024}
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "layers": 4,
+    "heads": 4,
+    "sequence_length": 128,
+    "vocab_size": 1024,
+}
 GUARD = {"every": 100, "steps": 10}
 STEPS = 220
 
@@ -35,7 +41,9 @@ STEPS = 220
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="text to learn")
-    parser.add_argument("--tokens", type=int, default=0, help="only the cases of so many tokens a step")
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="only the cases of so many tokens a step"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS / "guard_cost.jsonl")
     options = parser.parse_args()
     rows = []
@@ -48,7 +56,11 @@ def main() -> None:
             "{audit_steps:.2f} steps more; same losses: {same}".format(**row)
         )
         rows.append(row)
-    record("guard_cost", [row | {"guard": GUARD, "steps": STEPS, "sizes": SIZES} for row in rows], options.results)
+    record(
+        "guard_cost",
+        [row | {"guard": GUARD, "steps": STEPS, "sizes": SIZES} for row in rows],
+        options.results,
+    )
 
 
 def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -> dict[str, Any]:
@@ -66,18 +78,28 @@ def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -
     spent: dict[str, float] = {"run": 0.0, "guard": 0.0, "stretches": 0.0, "audit": 0.0}
     guard = run_guard.Guard
     places = [(Trainer, "_optimizer_step", "run"), (probe, "_step", "stretches")]
-    places += [(guard, name, "guard") for name in ("before_step", "after_step", "on_saved", "state")]
+    places += [
+        (guard, name, "guard") for name in ("before_step", "after_step", "on_saved", "state")
+    ]
     places += [(audit._LayerAudit, name, "audit") for name in ("__call__", "multiplied")]
     guarded_run = TrainConfig(**settings, output=str(folder / "guarded"), guard=words)
     with timed(spent, places):
         loop.run(guarded_run)
     loop.run(TrainConfig(**settings, output=str(folder / "alone")))
     losses = [
-        [event["loss"] for event in read_metrics(folder / name / "metrics.jsonl") if event["event"] == "step"]
+        [
+            event["loss"]
+            for event in read_metrics(folder / name / "metrics.jsonl")
+            if event["event"] == "step"
+        ]
         for name in ("guarded", "alone")
     ]
     rest = spent["guard"] - spent["stretches"]
-    checks = [event for event in read_metrics(folder / "guarded" / "metrics.jsonl") if event["event"] == "guard"]
+    checks = [
+        event
+        for event in read_metrics(folder / "guarded" / "metrics.jsonl")
+        if event["event"] == "guard"
+    ]
     did_not_count = sum(each["steps"] * (1 + (each["control"] is not None)) for each in checks)
     return {
         "steps_share": did_not_count / STEPS,

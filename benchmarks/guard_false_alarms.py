@@ -54,7 +54,12 @@ class Case:
 def cases() -> list[Case]:
     """Those of healthy runs first."""
     steps = [
-        Case(name=f"steps AR(1) {within}{' with drift' * drift}, no margin", deviation=TINY, within=within, drift=drift)
+        Case(
+            name=f"steps AR(1) {within}{' with drift' * drift}, no margin",
+            deviation=TINY,
+            within=within,
+            drift=drift,
+        )
         for within in (0.0, 0.5, 0.8, 0.95)
         for drift in (False, True)
     ]
@@ -71,7 +76,13 @@ def cases() -> list[Case]:
     ]
     other = [
         Case(name="t with 3 degrees, no margin", deviation=TINY, tails=3),
-        Case(name="t with 3 degrees, noise 0.5 margins, gap 1", deviation=0.5, gap=1.0, tails=3, control=0.1),
+        Case(
+            name="t with 3 degrees, noise 0.5 margins, gap 1",
+            deviation=0.5,
+            gap=1.0,
+            tails=3,
+            control=0.1,
+        ),
         Case(name="checks AR(1) 0.5, noise 0.5 margins", deviation=0.5, between=0.5, control=0.1),
         Case(name="checks AR(1) 0.95, noise 0.5 margins", deviation=0.5, between=0.95, control=0.1),
         Case(name="checks AR(1) 0.95, noise 1 margin", deviation=1.0, between=0.95, control=0.1),
@@ -100,12 +111,17 @@ def cases() -> list[Case]:
 def main() -> None:
     options = _options()
     rows = []
-    print("| case | worse, of runs | by check 3 | median check | within | by check 8 |\n|---|---|---|---|---|---|")
+    print(
+        "| case | worse, of runs | by check 3 | median check | within | by check 8 |\n|---|---|---|---|---|---|"
+    )
     for case in cases():
         rows.append(row := measured(case, options.runs, options.seed))
         shares = (row["worse"], row["worse_by_3"], row["within"], row["within_by_8"])
         worse, by_3, within, by_8 = (f"{100 * share:.1f} %" for share in shares)
-        print(f"| {case.name} | {worse} | {by_3} | {row['median_worse'] or '-'} | {within} | {by_8} |", flush=True)
+        print(
+            f"| {case.name} | {worse} | {by_3} | {row['median_worse'] or '-'} | {within} | {by_8} |",
+            flush=True,
+        )
     record("guard_false_alarms", rows, options.results)
 
 
@@ -120,7 +136,11 @@ def measured(case: Case, runs: int, seed: int = 0) -> dict[str, Any]:
     alarms = [check for check in worse if check]
     return {
         "case": case.name,
-        **{key: value for key, value in asdict(case).items() if key != "name" and value not in (None, math.inf)},
+        **{
+            key: value
+            for key, value in asdict(case).items()
+            if key != "name" and value not in (None, math.inf)
+        },
         "runs": runs,
         "worse": _share(worse, CHECKS),
         "worse_by_3": _share(worse, 3),
@@ -137,7 +157,9 @@ def _share(firsts: list[int], by: int) -> float:
 def first_verdicts(differences: Any, controls: Any, same: Any) -> Mapping[str, int]:
     """The first check at which E is enough, 0 for none; the margin is 1."""
     bets, found = RunBets(), {"worse": 0, "within": 0}
-    for number, (difference, control, (first, *noise)) in enumerate(zip(differences, controls, same, strict=True), 1):
+    for number, (difference, control, (first, *noise)) in enumerate(
+        zip(differences, controls, same, strict=True), 1
+    ):
         bets.add(difference, first, 1.0, None if math.isnan(control) else control, noise)
         for name, e_value in (("worse", bets.e_worse), ("within", bets.e_within)):
             if e_value >= ENOUGH and not found[name]:
@@ -191,7 +213,9 @@ def stretches(case: Case, runs: int, source: Any) -> Any:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.guard_false_alarms", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.guard_false_alarms", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--runs", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS / "guard_false_alarms.jsonl")

@@ -45,11 +45,23 @@ def main() -> None:
     print(markdown(rows))
     found = {**chance(results), **summary(rows)}
     print(*(f"{name}: {value}" for name, value in found.items()), sep="\n")
-    record("guard_planted", [row | {"settings": SETTINGS} for row in [*rows, {"run": "all", **found}]], options.results)
+    record(
+        "guard_planted",
+        [row | {"settings": SETTINGS} for row in [*rows, {"run": "all", **found}]],
+        options.results,
+    )
 
 
 def train(
-    recipe: str, seed: int, *, data: str, steps: int, first: int, every: int, warmup: int, **sizes: Any
+    recipe: str,
+    seed: int,
+    *,
+    data: str,
+    steps: int,
+    first: int,
+    every: int,
+    warmup: int,
+    **sizes: Any,
 ) -> Figures:
     """One run with its checks, as the guard tells them, and how it ended."""
     import torch
@@ -69,12 +81,22 @@ def train(
     if recipe not in UNCHECKED:
         words = f"every={every},steps={every},then=warn"
         step = ng.Guard(
-            words, model, run.optimizer, run.step, also=[run.scheduler], warmup_steps=first, tell=checks.append
+            words,
+            model,
+            run.optimizer,
+            run.step,
+            also=[run.scheduler],
+            warmup_steps=first,
+            tell=checks.append,
         )
     losses = [float(step(ids)) for ids in batches(text[:-held_out], seed, steps, sizes)]
     tail = statistics.fmean(losses[-steps // 6 :])
     validation = run.validation(text[-held_out:], sizes["length"])
-    return {"checks": [{key: check[key] for key in KEPT} for check in checks], "tail": tail, "validation": validation}
+    return {
+        "checks": [{key: check[key] for key in KEPT} for check in checks],
+        "tail": tail,
+        "validation": validation,
+    }
 
 
 def build(sizes: dict[str, Any]) -> Any:
@@ -104,13 +126,18 @@ class Run:
     norms      of the gradients of each step, before clipping
     """
 
-    def __init__(self, model: Any, rate: float, warmup: int, steps: int, in_halves: bool = False) -> None:
+    def __init__(
+        self, model: Any, rate: float, warmup: int, steps: int, in_halves: bool = False
+    ) -> None:
         import torch
 
         self.model, self.in_halves, self.norms = model, in_halves, list[float]()
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=rate, weight_decay=0.1, fused=True
+        )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min((step + 1) / warmup, 1 - 0.9 * max(step + 1 - warmup, 0) / steps)
+            self.optimizer,
+            lambda step: min((step + 1) / warmup, 1 - 0.9 * max(step + 1 - warmup, 0) / steps),
         )
 
     def step(self, ids: Any) -> Any:
@@ -147,10 +174,15 @@ class Run:
 def judged(results: Sequence[Figures]) -> list[Figures]:
     """A row per run: what the guard said at each check, and the truth."""
     truth = {each["seed"]: each for each in results if each["recipe"] == "bf16"}
-    checked = [each for each in results if each["recipe"] not in UNCHECKED and each["seed"] in truth]
+    checked = [
+        each for each in results if each["recipe"] not in UNCHECKED and each["seed"] in truth
+    ]
     above = {
         name: min(
-            statistics.fmean(above_bf16(each, truth)[key] for each in checked if each["recipe"] == name) for key in ENDS
+            statistics.fmean(
+                above_bf16(each, truth)[key] for each in checked if each["recipe"] == name
+            )
+            for key in ENDS
         )
         for name in {each["recipe"] for each in checked}
     }
@@ -177,7 +209,11 @@ def above_bf16(figures: Figures, truth: dict[int, Figures]) -> dict[str, float]:
 def chance(results: Sequence[Figures]) -> dict[str, str]:
     """What halved batches alone change at the end of a BF16 run, by seed."""
     ends = {(each["recipe"], each["seed"]): each for each in results}
-    changed = [(each, ends["bf16", seed]) for (recipe, seed), each in ends.items() if recipe == "bf16-in-halves"]
+    changed = [
+        (each, ends["bf16", seed])
+        for (recipe, seed), each in ends.items()
+        if recipe == "bf16-in-halves"
+    ]
     return {
         f"{key} loss of bf16 in halves minus bf16": ", ".join(
             f"{ours[key] - theirs[key]:+.4f}" for ours, theirs in changed
@@ -188,14 +224,25 @@ def chance(results: Sequence[Figures]) -> dict[str, str]:
 
 def summary(rows: Sequence[Figures]) -> dict[str, str]:
     """What the guard has to show, as counts."""
-    worse, healthy = [row for row in rows if row["worse_in_truth"]], [row for row in rows if row["run"] in HEALTHY]
+    worse, healthy = (
+        [row for row in rows if row["worse_in_truth"]],
+        [row for row in rows if row["run"] in HEALTHY],
+    )
     sound = [row for row in healthy if not row["worse_in_truth"]]
     return {
         "worse in truth": f"{len(worse)} of {len(rows)} runs",
-        "of these alarmed by the third check": _share(worse, lambda row: (row["alarmed"] or 99) <= 3),
-        "healthy recipes alarmed at any check": _share(healthy, lambda row: row["alarmed"] is not None),
-        "healthy and not worse in truth, alarmed": _share(sound, lambda row: row["alarmed"] is not None),
-        "healthy recipes certified by the eighth check": _share(healthy, lambda row: (row["certified"] or 99) <= 8),
+        "of these alarmed by the third check": _share(
+            worse, lambda row: (row["alarmed"] or 99) <= 3
+        ),
+        "healthy recipes alarmed at any check": _share(
+            healthy, lambda row: row["alarmed"] is not None
+        ),
+        "healthy and not worse in truth, alarmed": _share(
+            sound, lambda row: row["alarmed"] is not None
+        ),
+        "healthy recipes certified by the eighth check": _share(
+            healthy, lambda row: (row["certified"] or 99) <= 8
+        ),
     }
 
 
@@ -221,21 +268,33 @@ def _lines(rows: Sequence[Figures]) -> Iterator[str]:
     )
     yield f"| {' | '.join(titles)} |"
     yield "|---" * len(titles) + "|"
-    for row in sorted(rows, key=lambda row: (row["run"] not in HEALTHY, row["run"] in SICK, row["run"], row["seed"])):
+    for row in sorted(
+        rows,
+        key=lambda row: (row["run"] not in HEALTHY, row["run"] in SICK, row["run"], row["seed"]),
+    ):
         stretch, same = (
-            ", ".join(f"{1e4 * check[key]:+.0f}" for check in row["checks"]) for key in ("difference", "same")
+            ", ".join(f"{1e4 * check[key]:+.0f}" for check in row["checks"])
+            for key in ("difference", "same")
         )
         ends = [check["slopes"] for check in row["checks"] if check["slopes"]]
-        slopes = f"{min(low for low, _ in ends):.2f}, {max(high for _, high in ends):.2f}" if ends else "-"
+        slopes = (
+            f"{min(low for low, _ in ends):.2f}, {max(high for _, high in ends):.2f}"
+            if ends
+            else "-"
+        )
         truth = f"{row['over_bf16']['tail']:+.4f}, {row['over_bf16']['validation']:+.4f}"
         verdicts = f"{row['alarmed'] or '-'} | {row['seen_on'] or '-'} | {row['certified'] or '-'}"
         yield f"| `{row['run']}` | {row['seed']} | {truth} | {stretch} | {same} | {slopes} | {verdicts} |"
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.guard_planted", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.guard_planted", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--data", type=Path, help="any text file")
-    parser.add_argument("--runs", nargs="+", default=[*HEALTHY, *FOUR_BITS, *SICK, "bf16-in-halves"])
+    parser.add_argument(
+        "--runs", nargs="+", default=[*HEALTHY, *FOUR_BITS, *SICK, "bf16-in-halves"]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/guard_planted"))

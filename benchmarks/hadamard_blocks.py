@@ -36,7 +36,9 @@ Errors = dict[int, float]  # block (1: no rotation) -> relative squared error of
 
 
 @torch.no_grad()
-def calibrate_blocks(model: nn.Module, batches: Iterable[Any], *, rows: int = ROWS) -> dict[str, Errors]:
+def calibrate_blocks(
+    model: nn.Module, batches: Iterable[Any], *, rows: int = ROWS
+) -> dict[str, Errors]:
     """Gives each Linear whose `output` is cast and may be rotated the block with the least error of its output.
 
     batches  inputs of the model: a tensor, a tuple or list of arguments, or a mapping of named ones; a few are enough
@@ -48,8 +50,14 @@ def calibrate_blocks(model: nn.Module, batches: Iterable[Any], *, rows: int = RO
     such layer, no batch, and on an input that is all zeros or not finite, with the layer's name; nothing is changed then.
     """
     if rows < 1:
-        raise ConfigError(f"calibrate_blocks: rows is {rows}; it must be at least 1. {ROWS} are enough.")
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear) and _may_rotate(layer)}
+        raise ConfigError(
+            f"calibrate_blocks: rows is {rows}; it must be at least 1. {ROWS} are enough."
+        )
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QLinear) and _may_rotate(layer)
+    }
     if not layers:
         raise ConfigError(
             "calibrate_blocks: no Linear of the model has a recipe that rotates. Convert it first, for instance to 'int4-hq-bs'."
@@ -76,7 +84,9 @@ def calibrate_blocks(model: nn.Module, batches: Iterable[Any], *, rows: int = RO
         for module, training in modes.items():
             module.training = training
     if count == 0:
-        raise ConfigError("calibrate_blocks: no batch was given. Give a list of a few inputs of the model.")
+        raise ConfigError(
+            "calibrate_blocks: no batch was given. Give a list of a few inputs of the model."
+        )
     if not any(sums.values()):
         raise ConfigError(
             f"calibrate_blocks: in {count} batches no row came to a Linear whose recipe rotates. Give batches that are not empty."
@@ -123,9 +133,13 @@ def add_errors(sums: dict[int, Tensor], x: Tensor, weight: Tensor, gemm: Gemm) -
     signs = gemm.rotate.signs if gemm.rotate is not None else "none"
     for block in _blocks(x.shape[1]):
         hadamard = None if block == 1 else Hadamard(block=block, signs=signs)
-        error = (rounded_product(x, weight, gemm, hadamard).to(torch.float64) - exact).square().sum()
+        error = (
+            (rounded_product(x, weight, gemm, hadamard).to(torch.float64) - exact).square().sum()
+        )
         sums[block] = sums.get(block, torch.zeros_like(error)) + error
-    sums[0] = sums.get(0, torch.zeros((), dtype=torch.float64, device=x.device)) + exact.square().sum()
+    sums[0] = (
+        sums.get(0, torch.zeros((), dtype=torch.float64, device=x.device)) + exact.square().sum()
+    )
 
 
 def rounded_product(x: Tensor, weight: Tensor, gemm: Gemm, hadamard: Hadamard | None) -> Tensor:
@@ -139,7 +153,9 @@ def rounded_product(x: Tensor, weight: Tensor, gemm: Gemm, hadamard: Hadamard | 
 
 def _cast(operand: Tensor, cast: Cast) -> Any:
     noise = torch.rand_like(operand) if cast.rounding == "stochastic" else None
-    return quantize(operand, cast, amax=calibrated_amax(operand, cast), noise=noise, expand=torch.float32)
+    return quantize(
+        operand, cast, amax=calibrated_amax(operand, cast), noise=noise, expand=torch.float32
+    )
 
 
 def _check(name: str, x: Tensor) -> None:

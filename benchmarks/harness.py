@@ -42,7 +42,11 @@ class Spread:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread:
-        q1, median, q3 = statistics.quantiles(numbers, n=4, method="inclusive") if len(numbers) > 1 else numbers * 3
+        q1, median, q3 = (
+            statistics.quantiles(numbers, n=4, method="inclusive")
+            if len(numbers) > 1
+            else numbers * 3
+        )
         return cls(median, q1, q3)
 
 
@@ -80,7 +84,9 @@ def measure(
     """
     clock = clock or host_clock
     if rounds < 2 or rounds % 2 or warmup < 1 or not cases:
-        raise ValueError(f"measure: needs cases, even rounds and a warm-up; got {len(cases)}, {rounds}, {warmup}.")
+        raise ValueError(
+            f"measure: needs cases, even rounds and a warm-up; got {len(cases)}, {rounds}, {warmup}."
+        )
     calls = {name: _warm(case, warmup, sample_s, clock) for name, case in cases.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}
     collecting = gc.isenabled()
@@ -150,7 +156,10 @@ def rows(timings: Mapping[str, Timing], baseline: str | None = None) -> list[dic
         row |= {"rounds": len(timing.samples_s), "calls_per_sample": timing.calls}
         if baseline is not None:
             relative = ratio(timing, timings[baseline])
-            row |= {"baseline": baseline, "of_baseline": [relative.median, relative.q1, relative.q3]}
+            row |= {
+                "baseline": baseline,
+                "of_baseline": [relative.median, relative.q1, relative.q3],
+            }
         found.append(row)
     return found
 
@@ -165,7 +174,9 @@ def record(name: str, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def table(
-    timings: Mapping[str, Timing], baseline: str | None = None, work: Mapping[str, tuple[float, str]] | None = None
+    timings: Mapping[str, Timing],
+    baseline: str | None = None,
+    work: Mapping[str, tuple[float, str]] | None = None,
 ) -> str:
     """One line per case: time per call with quartiles, multiple of the baseline, and work done per second.
 

@@ -25,7 +25,9 @@ PASSES = (1, 2, 4, 8, 16, 64)
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="benchmarks.held_gradients", description=__doc__.splitlines()[0]).parse_args()  # type: ignore[union-attr]
+    argparse.ArgumentParser(
+        prog="benchmarks.held_gradients", description=__doc__.splitlines()[0]
+    ).parse_args()  # type: ignore[union-attr]
     torch.set_num_threads(1)
     passes = gradients(max(PASSES))
     lines = []
@@ -37,9 +39,13 @@ def main() -> None:
                     if sums == "ours" and (tile == "tensor" or count <= NEAREST_PASSES):
                         continue  # the same as nearest
                     lines.append(
-                        {"data": data, "passes": count, "tile": tile, "sums": sums} | measured(summed, tile, sums)
+                        {"data": data, "passes": count, "tile": tile, "sums": sums}
+                        | measured(summed, tile, sums)
                     )
-                    print(*(f"{x:.4g}" if isinstance(x, float) else x for x in lines[-1].values()), flush=True)
+                    print(
+                        *(f"{x:.4g}" if isinstance(x, float) else x for x in lines[-1].values()),
+                        flush=True,
+                    )
     record("held-gradients", lines, RESULTS / "held_gradients.jsonl")
 
 
@@ -59,7 +65,11 @@ def gradients(count: int) -> list[list[Tensor]]:
             optimizer.step()
         else:
             found.append(
-                [p.grad.clone() for p in model.parameters() if p.ndim > 1 and p.numel() >= 4096 and p.grad is not None]
+                [
+                    p.grad.clone()
+                    for p in model.parameters()
+                    if p.ndim > 1 and p.numel() >= 4096 and p.grad is not None
+                ]
             )
     return found
 
@@ -70,8 +80,14 @@ def measured(passes: list[list[Tensor]], tile: str, sums: str) -> dict[str, Any]
     from narrowgauge.recipe import WHOLE, Cast
     from narrowgauge.scaling import E8M0_CEIL, FP32
 
-    shape = {"tile": (1, 128), "scale": E8M0_CEIL} if tile == "1 x 128" else {"tile": (WHOLE, WHOLE), "scale": FP32}
-    nearest, drawn = (Cast(format=E4M3, rounding=rounding, **shape) for rounding in ("nearest", "stochastic"))  # type: ignore[arg-type]
+    shape = (
+        {"tile": (1, 128), "scale": E8M0_CEIL}
+        if tile == "1 x 128"
+        else {"tile": (WHOLE, WHOLE), "scale": FP32}
+    )
+    nearest, drawn = (
+        Cast(format=E4M3, rounding=rounding, **shape) for rounding in ("nearest", "stochastic")
+    )  # type: ignore[arg-type]
     signal = error = kept = 0.0
     worst = math.inf
     for place in range(len(passes[0])):
@@ -84,7 +100,11 @@ def measured(passes: list[list[Tensor]], tile: str, sums: str) -> dict[str, Any]
             else:
                 held = dequantize(quantize(added, drawn, noise=torch.rand_like(added)))
         own_signal, own_error = float(whole.square().sum()), float((held - whole).square().sum())
-        signal, error, kept = signal + own_signal, error + own_error, kept + float((held * whole).sum())
+        signal, error, kept = (
+            signal + own_signal,
+            error + own_error,
+            kept + float((held * whole).sum()),
+        )
         worst = min(worst, 10 * math.log10(own_signal / own_error))
     return {"sqnr_db": 10 * math.log10(signal / error), "worst_db": worst, "kept": kept / signal}
 

@@ -51,7 +51,9 @@ def hopper_sums(lhs: Tensor, rhs: Tensor, *, fast: bool, bits: int = BITS) -> Te
     out = torch.empty(m, right.shape[1], dtype=torch.float32, device="cpu")
     promote = 0 if fast else PROMOTED
     finite = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in (left, right)]
-    _library()(*(x.data_ptr() for x in finite), m, k, right.shape[1], promote, bits - 1, out.data_ptr())
+    _library()(
+        *(x.data_ptr() for x in finite), m, k, right.shape[1], promote, bits - 1, out.data_ptr()
+    )
     out = out[:, :n]
     if not (left.isfinite().all() and right.isfinite().all()):
         plain = (left @ right)[:, :n]
@@ -64,7 +66,9 @@ def in_place_of_float32(bits: int = BITS) -> Iterator[None]:
     """Registers the product before all others, for FP8 operands with one scale per tensor or row, on a CPU."""
 
     @framed
-    def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    def run(
+        lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+    ) -> Tensor:
         out = hopper_sums(lhs.values(), rhs.values(), fast=fast_accumulate, bits=bits)
         return times_scales(out, lhs.full_scale(), rhs.full_scale())
 
@@ -78,15 +82,21 @@ def in_place_of_float32(bits: int = BITS) -> Iterator[None]:
 
 def _refuse(spec: MmSpec) -> Refusal | None:
     """expanded operands too: where a product is emulated, its operands are made for this kernel, as codes."""
-    made_for = all(format in FP8 for format in spec.formats) and all(tile in ROW_OR_TENSOR for tile in spec.tiles)
+    made_for = all(format in FP8 for format in spec.formats) and all(
+        tile in ROW_OR_TENSOR for tile in spec.tiles
+    )
     if not made_for or spec.device.type != "cpu":
-        return Refusal("operands", "adds two FP8 operands with one scale per tensor or row, on a CPU")
+        return Refusal(
+            "operands", "adds two FP8 operands with one scale per tensor or row, on a CPU"
+        )
     return None
 
 
 @cache
 def _library() -> Any:
-    library = build.library("benchmarks", ("hopper_sums.cpp",), "Hopper's sums", "study them where there is one")
+    library = build.library(
+        "benchmarks", ("hopper_sums.cpp",), "Hopper's sums", "study them where there is one"
+    )
     function = library.hopper_sums
     function.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int32, c_void_p)
     function.restype = None

@@ -22,7 +22,11 @@ from narrowgauge.plan.roofline import time
 GIB = 2**30
 TOKENS = (4096, 8192)
 H100 = card("h100")
-ROOM = {"24 GB": card("rtx-4090"), "48 GB": of_memory("47.5GiB"), "80 GB": H100}  # as drivers report them
+ROOM = {
+    "24 GB": card("rtx-4090"),
+    "48 GB": of_memory("47.5GiB"),
+    "80 GB": H100,
+}  # as drivers report them
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,15 @@ def lines(run: Run) -> list[dict[str, Any]]:
             counted = planned(replace(run, tokens=tokens))
             timed = time(counted.work, H100)
             cards = [name for name, each in ROOM.items() if counted.allocated <= each.usable]
-            sizes = {"gib": round(counted.allocated / GIB, 2), "reserved_gib": round(counted.reserved / GIB, 2)}
+            sizes = {
+                "gib": round(counted.allocated / GIB, 2),
+                "reserved_gib": round(counted.reserved / GIB, 2),
+            }
             line[str(tokens)] = sizes | {"seconds": round(timed.seconds, 4), "cards": cards}
         found.append(line)
-        print(f"{each.name:20}", *(f"{tokens}: {line[str(tokens)]}" for tokens in TOKENS), flush=True)
+        print(
+            f"{each.name:20}", *(f"{tokens}: {line[str(tokens)]}" for tokens in TOKENS), flush=True
+        )
     return found
 
 
@@ -112,7 +121,10 @@ def table(found: list[dict[str, Any]]) -> str:
     for line in found:
         sizes = [f"{line[str(tokens)]['gib']:.1f}" for tokens in TOKENS]
         cards = " / ".join(next(iter(line[str(tokens)]["cards"]), "–") for tokens in TOKENS)
-        times = " / ".join(f"{line[str(tokens)]['seconds'] / first[str(tokens)]['seconds']:.2f}" for tokens in TOKENS)
+        times = " / ".join(
+            f"{line[str(tokens)]['seconds'] / first[str(tokens)]['seconds']:.2f}"
+            for tokens in TOKENS
+        )
         plus = "" if line is first else "+ "
         rows.append(
             f"| {plus}{line['case']} | {line['code']} | {sizes[0]} | {sizes[1]} | {cards} | {times} | {line['words']} |"
@@ -121,7 +133,9 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="benchmarks.limited_memory", description=__doc__.splitlines()[0]).parse_args()  # type: ignore[union-attr]
+    argparse.ArgumentParser(
+        prog="benchmarks.limited_memory", description=__doc__.splitlines()[0]
+    ).parse_args()  # type: ignore[union-attr]
     found = lines(Run(model=dict(LLAMA_8B)))
     record("limited_memory", found, RESULTS / "limited_memory.jsonl")
     print(table(found))

@@ -140,14 +140,18 @@ def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
     advances: dict[str, Callable[[], None]] = {}
     calls: dict[str, int] = {}
     for recipe in ("nn.Linear", *recipes):
-        model = nn.Sequential(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16))
+        model = nn.Sequential(
+            nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16)
+        )
         if recipe != "nn.Linear":
             ng.convert(model, recipe)
             advances[recipe] = partial(ng.advance, model)
         x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
 
-        def step(model: nn.Module = model, x: torch.Tensor = x, gradient: torch.Tensor = gradient) -> None:
+        def step(
+            model: nn.Module = model, x: torch.Tensor = x, gradient: torch.Tensor = gradient
+        ) -> None:
             model(x).backward(gradient)
             model.zero_grad(set_to_none=True)
             x.grad = None
@@ -162,7 +166,11 @@ def on_gpu(recipes: list[str]) -> list[dict[str, Any]]:
     timings = harness.measure(steps, rounds=GPU_ROUNDS, warmup=8, clock=least_clock)
     rows: list[dict[str, Any]] = []
     for recipe, timing in timings.items():
-        row = {"recipe": recipe, "host_us": round(min(timing.samples_s) * 1e6, 1), "calls": calls[recipe]}
+        row = {
+            "recipe": recipe,
+            "host_us": round(min(timing.samples_s) * 1e6, 1),
+            "calls": calls[recipe],
+        }
         if recipe in advances:
             extra = harness.ratio(timing, timings["nn.Linear"])
             row["extra"], row["quartiles"] = (
@@ -217,7 +225,10 @@ def beside(base: str) -> list[dict[str, Any]]:
     from benchmarks.same_loss import checked_out
 
     pairs = []
-    with tempfile.TemporaryDirectory(prefix="linear-overhead-") as name, checked_out(base, Path(name)) as tree:
+    with (
+        tempfile.TemporaryDirectory(prefix="linear-overhead-") as name,
+        checked_out(base, Path(name)) as tree,
+    ):
         for number in range(PAIRS):
             trees = (tree, ROOT) if number % 2 else (ROOT, tree)
             both = {each: advances_at(each, Path(name)) for each in trees}
@@ -230,7 +241,9 @@ def beside(base: str) -> list[dict[str, Any]]:
         for which, values in (("", here), ("base_", there)):
             row[f"{which}advance_us"] = round(min(each["us"] for each in values), 2)
             row[f"{which}calls"] = round(values[0]["calls"], 1)
-        rows.append(row | {"ratio": [round(each, 3) for each in (ratio.median, ratio.q1, ratio.q3)]})
+        rows.append(
+            row | {"ratio": [round(each, 3) for each in (ratio.median, ratio.q1, ratio.q3)]}
+        )
     return rows
 
 
@@ -240,7 +253,9 @@ def _torchao() -> nn.Module | None:
     except ImportError:
         return None
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    converted: nn.Module = convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    converted: nn.Module = convert_to_float8_training(
+        model, config=Float8LinearConfig(emulate=True)
+    )
     return converted
 
 
@@ -266,8 +281,12 @@ def measured(recipe: str) -> dict[str, Any]:
         runs["torchao"] = trip(peer)
     timings = harness.measure(runs, rounds=ROUNDS, warmup=3, clock=process_clock)
     found["times_us"] = {name: round(timing.median_s * 1e6, 1) for name, timing in timings.items()}
-    found["times_over_linear"] = round(harness.ratio(timings[recipe], timings["nn.Linear"]).median, 2)
-    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True)
+    found["times_over_linear"] = round(
+        harness.ratio(timings[recipe], timings["nn.Linear"]).median, 2
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True
+    )
     found["imported_lines"] = int(done.stdout)
     return found
 
@@ -276,9 +295,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", default="fp8-current")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, help="append the row, with versions, commit and command, to this file")
+    parser.add_argument(
+        "--json", type=Path, help="append the row, with versions, commit and command, to this file"
+    )
     parser.add_argument("--base", help="commit to compare `advance` with")
-    parser.add_argument("--advances", type=Path, help="write the times of this tree's `advance` into this file")
+    parser.add_argument(
+        "--advances", type=Path, help="write the times of this tree's `advance` into this file"
+    )
     options = parser.parse_args()
     if options.advances is not None:
         options.advances.write_text(json.dumps(advances()), encoding="utf-8")

@@ -31,7 +31,9 @@ def sentence(draw: random.Random, most: int = 10, colours: tuple[str, ...] = COL
 def question(draw: random.Random) -> Row:
     text, asked = sentence(draw, 14), draw.choice(("first", "second", "stone"))
     words = text.split()
-    place = {"first": 1, "second": 5}.get(draw.choice(("first", "second")) if draw.random() < 0.1 else asked)
+    place = {"first": 1, "second": 5}.get(
+        draw.choice(("first", "second")) if draw.random() < 0.1 else asked
+    )
     starts = [0]
     for word in words:
         starts.append(starts[-1] + len(word) + 1)
@@ -69,7 +71,9 @@ ROWS: dict[str, Callable[[random.Random], Row]] = {
 
 def write(path: Path, task: str, count: int, seed: int) -> Path:
     draw = random.Random(seed)
-    path.write_text("".join(json.dumps(ROWS[task](draw)) + "\n" for _ in range(count)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(ROWS[task](draw)) + "\n" for _ in range(count)), encoding="utf-8"
+    )
     return path
 
 
@@ -79,10 +83,14 @@ def save_encoder(folder: Path, auto: Any, seed: int, **options: Any) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     torch.manual_seed(seed)
     sizes = BertConfig(

@@ -51,11 +51,39 @@ LEFT_OUT = re.compile(
     r"(train|cli|diagnose|report|conversion|memory)/|__main__|errors|structure|fuse/(patterns|probe)|cuda_graphs|registry|selfcheck"
 )
 SILENT_FUNCTIONS = re.compile(r"__(repr|str)__|extra_repr|_?refuse|_?describe|summary|words")
-PYTEST = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "-rfE")
+PYTEST = (
+    "-x",
+    "-q",
+    "-m",
+    "not slow",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "--no-header",
+    "-rfE",
+)
 LIMIT_S = 3600  # of one call of pytest; a fault that makes it hang has been noticed
-COMPARISONS = {ast.Lt: (b"<", b"<="), ast.LtE: (b"<=", b"<"), ast.Gt: (b">", b">="), ast.GtE: (b">=", b">")}
+COMPARISONS = {
+    ast.Lt: (b"<", b"<="),
+    ast.LtE: (b"<=", b"<"),
+    ast.Gt: (b">", b">="),
+    ast.GtE: (b">=", b">"),
+}
 OTHER = {"0": "1", "1": "0", "-1": "-2", "-2": "-1"}  # dimension -> the one it is mistaken for
-REDUCTIONS = ("amax", "amin", "sum", "mean", "cumsum", "any", "all", "norm", "unsqueeze", "squeeze", "argmax")
+REDUCTIONS = (
+    "amax",
+    "amin",
+    "sum",
+    "mean",
+    "cumsum",
+    "any",
+    "all",
+    "norm",
+    "unsqueeze",
+    "squeeze",
+    "argmax",
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +119,9 @@ def area_of(file: str) -> str | None:
 
 def candidates(root: Path) -> dict[tuple[str, str], list[Fault]]:
     """(area, kind) -> every fault that could be made, in the order of files and lines."""
-    found: dict[tuple[str, str], list[Fault]] = {(area, kind): [] for area in SHARES for kind in KINDS}
+    found: dict[tuple[str, str], list[Fault]] = {
+        (area, kind): [] for area in SHARES for kind in KINDS
+    }
     package = root / PACKAGE
     for path in sorted(package.rglob("*.py")):
         area = area_of(path.relative_to(package).as_posix())
@@ -104,14 +134,18 @@ def candidates(root: Path) -> dict[tuple[str, str], list[Fault]]:
     return found
 
 
-def places(tree: ast.AST, scope: str = "", within: bool = False) -> Iterator[tuple[str, ast.AST, str]]:
+def places(
+    tree: ast.AST, scope: str = "", within: bool = False
+) -> Iterator[tuple[str, ast.AST, str]]:
     """(kind, node, function) wherever a fault can be inside a function; messages, annotations and refusals are passed by."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
             continue
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if not SILENT_FUNCTIONS.fullmatch(node.name):
-                yield from places(ast.Module(node.body, []), f"{scope}.{node.name}".lstrip("."), True)
+                yield from places(
+                    ast.Module(node.body, []), f"{scope}.{node.name}".lstrip("."), True
+                )
             continue
         if isinstance(node, ast.AnnAssign):
             node = ast.Module([ast.Expr(node.value)] if node.value else [], [])
@@ -133,9 +167,13 @@ def kind_of(node: ast.AST) -> str | None:
             return "swapped axes"
         case ast.Call() if _dimension(node):
             return "swapped axes"
-        case ast.Call(func=ast.Attribute(attr="to" | "float" | "double" | "type"), args=args) if not _is_device(args):
+        case ast.Call(func=ast.Attribute(attr="to" | "float" | "double" | "type"), args=args) if (
+            not _is_device(args)
+        ):
             return "dropped cast"
-        case ast.Subscript(value=value, slice=slice_) if ast.unparse(slice_) in OTHER and "shape" in ast.unparse(value):
+        case ast.Subscript(value=value, slice=slice_) if ast.unparse(
+            slice_
+        ) in OTHER and "shape" in ast.unparse(value):
             return "swapped axes"
         case ast.Constant(value=value) if type(value) is int and abs(value) < 2**16:
             return "off by one"
@@ -144,13 +182,16 @@ def kind_of(node: ast.AST) -> str | None:
 
 def _has_text(node: ast.AST) -> bool:
     return any(
-        isinstance(each, ast.JoinedStr) or (isinstance(each, ast.Constant) and isinstance(each.value, str))
+        isinstance(each, ast.JoinedStr)
+        or (isinstance(each, ast.Constant) and isinstance(each.value, str))
         for each in ast.walk(node)
     )
 
 
 def _is_device(arguments: Sequence[ast.AST]) -> bool:
-    return any("device" in ast.unparse(each) or isinstance(each, ast.Constant) for each in arguments)
+    return any(
+        "device" in ast.unparse(each) or isinstance(each, ast.Constant) for each in arguments
+    )
 
 
 def _dimension(call: ast.Call) -> ast.expr | None:
@@ -158,7 +199,9 @@ def _dimension(call: ast.Call) -> ast.expr | None:
     named = [each.value for each in call.keywords if each.arg == "dim"]
     alone = (
         call.args
-        if isinstance(call.func, ast.Attribute) and call.func.attr in REDUCTIONS and len(call.args) == 1
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in REDUCTIONS
+        and len(call.args) == 1
         else []
     )
     return next((each for each in [*named, *alone] if ast.unparse(each) in OTHER), None)
@@ -174,17 +217,40 @@ def fault_at(node: ast.AST, kind: str, source: list[bytes], file: str) -> Fault 
         case ast.UnaryOp():
             return Fault(kind, file, node.lineno, node.col_offset, node.col_offset + 1, "")
         case ast.Constant(value=value):
-            return Fault(kind, file, node.lineno, node.col_offset, node.end_col_offset, str(value + 1))
+            return Fault(
+                kind, file, node.lineno, node.col_offset, node.end_col_offset, str(value + 1)
+            )
         case ast.Subscript(slice=place):
-            return Fault(kind, file, place.lineno, place.col_offset, place.end_col_offset, OTHER[ast.unparse(place)])
+            return Fault(
+                kind,
+                file,
+                place.lineno,
+                place.col_offset,
+                place.end_col_offset,
+                OTHER[ast.unparse(place)],
+            )
         case ast.Call() if kind == "swapped axes":
             place = _dimension(node)
-            return Fault(kind, file, place.lineno, place.col_offset, place.end_col_offset, OTHER[ast.unparse(place)])
+            return Fault(
+                kind,
+                file,
+                place.lineno,
+                place.col_offset,
+                place.end_col_offset,
+                OTHER[ast.unparse(place)],
+            )
         case ast.Attribute() | ast.Call():  # from the dot on; brackets before it stay
             name: Any = node.func if isinstance(node, ast.Call) else node
             start = name.end_col_offset - len(name.attr) - 1
-            same_line = name.end_lineno == node.end_lineno and source[name.end_lineno - 1][start : start + 1] == b"."
-            return Fault(kind, file, name.end_lineno, start, node.end_col_offset, "") if same_line else None
+            same_line = (
+                name.end_lineno == node.end_lineno
+                and source[name.end_lineno - 1][start : start + 1] == b"."
+            )
+            return (
+                Fault(kind, file, name.end_lineno, start, node.end_col_offset, "")
+                if same_line
+                else None
+            )
         case _:
             return None
     if between[0].end_lineno != between[1].lineno:
@@ -203,7 +269,10 @@ def draw(root: Path, seed: int) -> list[tuple[str, Fault]]:
             random_.shuffle(found[area, kind])
         for number in range(count):
             kinds = [kind for kind in KINDS[number % len(KINDS) :] + KINDS if found[area, kind]]
-            pool, taken = found[area, kinds[0]], {fault.file for _, fault in chosen if fault.kind == kinds[0]}
+            pool, taken = (
+                found[area, kinds[0]],
+                {fault.file for _, fault in chosen if fault.kind == kinds[0]},
+            )
             fault = next((each for each in pool if each.file not in taken), pool[0])
             pool.remove(fault)
             chosen.append((area, fault))
@@ -216,7 +285,9 @@ def draw(root: Path, seed: int) -> list[tuple[str, Fault]]:
 def stages(root: Path, file: str) -> Iterator[tuple[str, list[str]]]:
     """Tests in the order in which they are likely to see a fault in `file`, each file once."""
     parts = Path(file).relative_to(PACKAGE).with_suffix("").parts
-    tests = [path.relative_to(root).as_posix() for path in sorted((root / "tests").rglob("test_*.py"))]
+    tests = [
+        path.relative_to(root).as_posix() for path in sorted((root / "tests").rglob("test_*.py"))
+    ]
     names = {part for part in parts if part != "__init__"}
     module = ".".join((PACKAGE, *parts)).removesuffix(".__init__")
     parents = {module, module.rpartition(".")[0]} - {PACKAGE}
@@ -232,7 +303,11 @@ def stages(root: Path, file: str) -> Iterator[tuple[str, list[str]]]:
     words = {*parts[:-1], *parts[-1].split("_")}
     near = [test for test in tests if mirrors(test)]
     yield "mirror", near
-    users = [test for test in tests if test not in near and (imports(test) or words & set(Path(test).parts[1:-1]))]
+    users = [
+        test
+        for test in tests
+        if test not in near and (imports(test) or words & set(Path(test).parts[1:-1]))
+    ]
     yield "importers", users
     yield "all", [test for test in tests if test not in near and test not in users]
 
@@ -281,8 +356,16 @@ def examine(fault: Fault, tree: Path, clean: Path, whole: bool) -> dict[str, obj
             if code in (0, 5):
                 continue
             if code in (2, 3, 4) or failed == ["the suite hung"] or run(clean, failed)[0] == 0:
-                return {"verdict": "caught", "stage": name, "by": failed[0] if failed else f"exit code {code}"}
-            return {"verdict": "unclear", "stage": name, "by": f"{failed} fails without the fault too"}
+                return {
+                    "verdict": "caught",
+                    "stage": name,
+                    "by": failed[0] if failed else f"exit code {code}",
+                }
+            return {
+                "verdict": "unclear",
+                "stage": name,
+                "by": f"{failed} fails without the fault too",
+            }
         return {"verdict": "survived", "stage": "all" if whole else "importers"}
     finally:
         target.write_text(source, encoding="utf-8")
@@ -311,7 +394,9 @@ def summary(results: Path) -> str:
         rows[*change, row.get("function", "")] = row
     verdicts = [row["verdict"] for row in rows.values()]
     caught, equivalent = verdicts.count("caught"), verdicts.count("equivalent")
-    lines = [f"{caught} of {len(rows)} faults caught, {equivalent} more change nothing that could be seen."]
+    lines = [
+        f"{caught} of {len(rows)} faults caught, {equivalent} more change nothing that could be seen."
+    ]
     for row in rows.values():
         if row["verdict"] != "caught":
             lines.append(
@@ -324,12 +409,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Does the suite notice one-line faults?")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="these of the fifty")
-    parser.add_argument("--jobs", type=int, default=2, help="copies of the tree that are tested at a time")
     parser.add_argument(
-        "--near", action="store_true", help="leave out the tests that have no visible connection with the module"
+        "--jobs", type=int, default=2, help="copies of the tree that are tested at a time"
+    )
+    parser.add_argument(
+        "--near",
+        action="store_true",
+        help="leave out the tests that have no visible connection with the module",
     )
     parser.add_argument("--list", action="store_true", help="say what would be changed, and end")
-    parser.add_argument("--equivalent", nargs=2, metavar=("NUMBER", "WHY"), help="record that a fault changes nothing")
+    parser.add_argument(
+        "--equivalent",
+        nargs=2,
+        metavar=("NUMBER", "WHY"),
+        help="record that a fault changes nothing",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
 
@@ -343,10 +437,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.equivalent:
         number, why = int(options.equivalent[0]), options.equivalent[1]
-        append({**rows[number], "seed": options.seed, "verdict": "equivalent", "argument": why}, options.results)
+        append(
+            {**rows[number], "seed": options.seed, "verdict": "equivalent", "argument": why},
+            options.results,
+        )
         print(summary(options.results))
         return 0
-    chosen = [(number, fault) for number, (_, fault) in faults if not options.only or number in options.only]
+    chosen = [
+        (number, fault)
+        for number, (_, fault) in faults
+        if not options.only or number in options.only
+    ]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         clean = copied(ROOT, Path(folder, "clean"))
         trees: Queue[Path] = Queue()
@@ -357,7 +458,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tree = trees.get()
             found = examine(fault, tree, clean, not options.near)
             trees.put(tree)
-            append({**environment(), **rows[number], "seed": options.seed, **found}, options.results)
+            append(
+                {**environment(), **rows[number], "seed": options.seed, **found}, options.results
+            )
             print(
                 f"{number:3} {found['verdict']:9} {fault.file}:{fault.line} {fault.kind}: {found.get('by', '')}",
                 flush=True,

@@ -39,7 +39,9 @@ CLIPPING = ("adamw-6-bytes", "adamw-8bit-stochastic-fp8-gradients", "adamw-8bit-
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.optimizer_convergence", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.optimizer_convergence", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cases", nargs="+", default=[])
@@ -51,14 +53,21 @@ def main() -> None:
     names = options.cases or list(cases())
     if options.quick:
         options.steps, options.seeds = 40, [0]
-        names = [name for name in names if name in (BASELINE, "adamw-fp32", "adamw-8bit", "adamw-4bit")]
+        names = [
+            name for name in names if name in (BASELINE, "adamw-fp32", "adamw-8bit", "adamw-4bit")
+        ]
     if BASELINE not in names:
         parser.error(f"--cases must include {BASELINE}, the reference of every pair")
     folder = options.output / f"{options.steps}-steps"
-    results = Experiment(train, names, options.seeds, {"steps": options.steps}, folder).results(options.jobs)
+    results = Experiment(train, names, options.seeds, {"steps": options.steps}, folder).results(
+        options.jobs
+    )
     lines = summarize(results, ["loss"], BASELINE)
     sizes = {each["recipe"]: each["state_bytes_per_parameter"] for each in results}
-    lines = [line | {"steps": options.steps, "state_bytes_per_parameter": sizes[line["recipe"]]} for line in lines]
+    lines = [
+        line | {"steps": options.steps, "state_bytes_per_parameter": sizes[line["recipe"]]}
+        for line in lines
+    ]
     print(markdown(lines))
     if not options.quick:
         record("optimizer-convergence", lines, options.results)
@@ -74,14 +83,23 @@ def cases() -> dict[str, tuple[torch.dtype, Callable[[nn.Module], torch.optim.Op
         BASELINE: (wide, lambda model: torch.optim.AdamW(model.parameters(), **adam))
     }
 
-    def add(name: str, dtype: torch.dtype, build: Callable[..., torch.optim.Optimizer], **settings: Any) -> None:
+    def add(
+        name: str, dtype: torch.dtype, build: Callable[..., torch.optim.Optimizer], **settings: Any
+    ) -> None:
         found[name] = (dtype, lambda model: build(groups(model), **settings))
 
     for states in ("fp32", "8bit", "fp8", "fp8-lm", "4bit"):
         add(f"adamw-{states}", wide, AdamW, **adam, states=states)
     for master in ("fp32", "bf16-remainder", "fp16-scaled", "stochastic"):
         add(f"adamw-8bit-{master}", torch.bfloat16, AdamW, **adam, states="8bit", master=master)
-    add("adamw-fp8-lm-fp16-scaled", torch.bfloat16, AdamW, **adam, states="fp8-lm", master="fp16-scaled")
+    add(
+        "adamw-fp8-lm-fp16-scaled",
+        torch.bfloat16,
+        AdamW,
+        **adam,
+        states="fp8-lm",
+        master="fp16-scaled",
+    )
     for states in ("8bit/fp32", "fp32/8bit"):
         add(f"adamw-{states.replace('/', '-')}", wide, AdamW, **adam, states=states)
     for name, dtype, build in (
@@ -94,10 +112,19 @@ def cases() -> dict[str, tuple[torch.dtype, Callable[[nn.Module], torch.optim.Op
         add(f"lion-{states}", wide, Lion, lr=LEARNING_RATE / 5, weight_decay=0.5, states=states)
         add(f"sgd-{states}", wide, SGD, lr=0.2, momentum=0.9, states=states)
     if find_spec("bitsandbytes"):
-        found["bitsandbytes-8bit"] = (wide, lambda model: _peer("bitsandbytes.optim", "AdamW8bit", model, adam))
+        found["bitsandbytes-8bit"] = (
+            wide,
+            lambda model: _peer("bitsandbytes.optim", "AdamW8bit", model, adam),
+        )
     if find_spec("torchao"):
-        found["torchao-8bit"] = (wide, lambda model: _peer("torchao.optim", "AdamW8bit", model, adam))
-        found["torchao-4bit"] = (wide, lambda model: _peer("torchao.optim", "AdamW4bit", model, adam))
+        found["torchao-8bit"] = (
+            wide,
+            lambda model: _peer("torchao.optim", "AdamW8bit", model, adam),
+        )
+        found["torchao-4bit"] = (
+            wide,
+            lambda model: _peer("torchao.optim", "AdamW4bit", model, adam),
+        )
     return found
 
 
@@ -129,10 +156,14 @@ def _clipped_by_previous(adam: dict[str, Any], model: nn.Module) -> torch.optim.
     return optimizer
 
 
-def _peer(module: str, name: str, model: nn.Module, settings: dict[str, Any]) -> torch.optim.Optimizer:
+def _peer(
+    module: str, name: str, model: nn.Module, settings: dict[str, Any]
+) -> torch.optim.Optimizer:
     from importlib import import_module
 
-    optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(model.parameters(), **settings)
+    optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(
+        model.parameters(), **settings
+    )
     return optimizer
 
 
@@ -157,7 +188,9 @@ def train(name: str, seed: int, steps: int) -> dict[str, float]:
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * share
         places = torch.randint(0, len(training) - TOKENS, (BATCH,), generator=draw)
-        loss(model, torch.stack([training[place : place + TOKENS] for place in places.tolist()])).backward()
+        loss(
+            model, torch.stack([training[place : place + TOKENS] for place in places.tolist()])
+        ).backward()
         if name not in CLIPPING:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -196,7 +229,10 @@ def corpus() -> Tensor:
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:
-    text = ["| case | state bytes per parameter | validation loss | difference | by seed |", "|---|---|---|---|---|"]
+    text = [
+        "| case | state bytes per parameter | validation loss | difference | by seed |",
+        "|---|---|---|---|---|",
+    ]
     for line in lines:
         seeds = ", ".join(f"{value:+.4f}" for value in line["loss_differences"])
         text.append(

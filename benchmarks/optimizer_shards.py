@@ -27,8 +27,12 @@ RANKS = (8, 16, 32, 64, 256, 1024)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.optimizer_shards", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--quick", action="store_true", help="the small model on 8 ranks, nothing recorded")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.optimizer_shards", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
+    parser.add_argument(
+        "--quick", action="store_true", help="the small model on 8 ranks, nothing recorded"
+    )
     options = parser.parse_args()
     lines = []
     print(
@@ -51,7 +55,9 @@ def main() -> None:
 def case(name: str, groups: list[dict[str, Any]], embeddings: str, ranks: int) -> dict[str, Any]:
     chosen = [{**group, "params": list(group["params"])} for group in groups]
     if embeddings == "same":
-        chosen = [{"params": [each for group in chosen for each in group["params"]], "embeddings": "same"}]
+        chosen = [
+            {"params": [each for group in chosen for each in group["params"]], "embeddings": "same"}
+        ]
     told = zero_balance(chosen, ranks, states="8bit")
     return {
         "case": f"{name} on {ranks}",
@@ -78,18 +84,31 @@ def of_rows(groups: list[dict[str, Any]], ranks: int) -> float:
 
 def groups_of(hidden: int, width: int, layers: int, narrow: int) -> list[dict[str, Any]]:
     """The parameters of a Llama as `narrowgauge.optim.groups` makes them: the embedding apart."""
-    shapes = {"q": (hidden, hidden), "k": (narrow, hidden), "v": (narrow, hidden), "o": (hidden, hidden)}
+    shapes = {
+        "q": (hidden, hidden),
+        "k": (narrow, hidden),
+        "v": (narrow, hidden),
+        "o": (hidden, hidden),
+    }
     shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     shapes |= {"input_norm": (hidden,), "post_norm": (hidden,)}
-    named = {f"layers.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}
+    named = {
+        f"layers.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()
+    }
     named |= {"norm": (hidden,), "lm_head": (VOCABULARY, hidden)}
 
     def made(items: dict[str, tuple[int, ...]]) -> list[tuple[str, nn.Parameter]]:
-        return [(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in items.items()]
+        return [
+            (name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in items.items()
+        ]
 
     return [
         {"params": made(named), "embeddings": "same"},
-        {"params": made({"embed_tokens": (VOCABULARY, hidden)}), "states": "fp32", "why": "embedding"},
+        {
+            "params": made({"embed_tokens": (VOCABULARY, hidden)}),
+            "states": "fp32",
+            "why": "embedding",
+        },
     ]
 
 

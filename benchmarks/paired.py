@@ -36,7 +36,8 @@ class Experiment:
         missing = [pair for pair in wanted if not self._file(*pair).exists()]
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             futures = {
-                pool.submit(self.train, recipe, seed, **self.settings): (recipe, seed) for recipe, seed in missing
+                pool.submit(self.train, recipe, seed, **self.settings): (recipe, seed)
+                for recipe, seed in missing
             }
             for future in as_completed(futures):
                 recipe, seed = futures[future]

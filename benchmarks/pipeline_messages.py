@@ -36,7 +36,10 @@ LAST = 50
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(HIDDEN, 3 * HIDDEN, bias=False),
+            nn.Linear(HIDDEN, HIDDEN, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -125,7 +128,9 @@ class Run:
             self.step()
 
 
-def gradient(recipe: str, steps: int, activations: str, weights: str = "", noise: float = 0.0) -> Tensor:
+def gradient(
+    recipe: str, steps: int, activations: str, weights: str = "", noise: float = 0.0
+) -> Tensor:
     """Of this rank's stage, after so many steps in 16-bit messages; the last batch with what is asked. weights: another recipe for it."""
     run = Run(recipe, 0, "16bit")
     run.train(steps)
@@ -143,7 +148,9 @@ def gradient(recipe: str, steps: int, activations: str, weights: str = "", noise
 
 def _far(found: Tensor, truth: Tensor) -> float:
     """|found - truth| / |truth| over both stages."""
-    squares = torch.tensor([float((found - truth).square().sum()), float(truth.square().sum())], dtype=torch.float64)
+    squares = torch.tensor(
+        [float((found - truth).square().sum()), float(truth.square().sum())], dtype=torch.float64
+    )
     dist.all_reduce(squares)
     return float((squares[0] / squares[1]).sqrt())
 
@@ -169,13 +176,20 @@ def training_row(recipe: str, steps: int, seed: int) -> dict[str, Any]:
     for form in ("16bit", "fp8"):
         run = Run(recipe, seed, form)
         run.train(steps)
-        end = torch.tensor(sum(run.losses[-LAST:]) / LAST if run.losses else 0.0, dtype=torch.float64)
+        end = torch.tensor(
+            sum(run.losses[-LAST:]) / LAST if run.losses else 0.0, dtype=torch.float64
+        )
         dist.broadcast(end, src=1)
         ends[form], sent = float(end), distributed_state(run.module).bytes_sent
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, sent)
     elements = steps * BATCH * LENGTH * HIDDEN
-    share = {key: value / (2 * elements) for rank in gathered for key, value in rank.items() if "activations" in key}
+    share = {
+        key: value / (2 * elements)
+        for rank in gathered
+        for key, value in rank.items()
+        if "activations" in key
+    }
     return {
         "what": "training", "recipe": recipe, "steps": steps, "seed": seed, "loss_16bit": ends["16bit"], "loss_fp8": ends["fp8"],
         "gap": ends["fp8"] - ends["16bit"], "bytes_of_bf16": share,
@@ -185,7 +199,11 @@ def training_row(recipe: str, steps: int, seed: int) -> dict[str, Any]:
 def _rank(rank: int, store: str, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    rows = [] if "gradient" not in options.only else gradient_rows(options.recipes, options.gradient_steps)
+    rows = (
+        []
+        if "gradient" not in options.only
+        else gradient_rows(options.recipes, options.gradient_steps)
+    )
     for recipe in options.recipes if "training" in options.only else ():
         rows += [training_row(recipe, options.steps, seed) for seed in options.seeds]
     if rank == 0:
@@ -204,14 +222,21 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     store = str(Path(tempfile.mkdtemp(prefix="pipeline-")) / "store")
-    ranks = [context.Process(target=_rank, args=(rank, store, options, results)) for rank in range(2)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, store, options, results)) for rank in range(2)
+    ]
     for each in ranks:
         each.start()
     rows = results.get()
     for each in ranks:
         each.join()
     for row in rows:
-        print({key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()})
+        print(
+            {
+                key: f"{value:.4g}" if isinstance(value, float) else value
+                for key, value in row.items()
+            }
+        )
     record("pipeline_messages", rows, RESULTS / "pipeline_messages.jsonl")
 
 

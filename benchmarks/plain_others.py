@@ -50,7 +50,9 @@ def own_settings(task: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def train(task: str, folder: Path, data: Path, output: Path, settings: dict[str, Any]) -> Any:
     """The trained model. settings: of narrowgauge's run, as far as they say the same."""
-    model = AUTO[task].from_pretrained(folder, **({"num_labels": 10} if task == "image-classification" else {}))
+    model = AUTO[task].from_pretrained(
+        folder, **({"num_labels": 10} if task == "image-classification" else {})
+    )
     arguments = transformers.TrainingArguments(
         str(output), max_steps=settings["steps"], per_device_train_batch_size=settings["batch_size"], seed=settings["seed"],
         learning_rate=settings["learning_rate"], warmup_steps=settings["warmup_steps"], weight_decay=settings["weight_decay"],
@@ -62,8 +64,14 @@ def train(task: str, folder: Path, data: Path, output: Path, settings: dict[str,
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         examples = [_encoded(task, tokenizer, row) for row in _rows(data)]
-        padded = transformers.DataCollatorForSeq2Seq if task == "seq2seq" else transformers.DataCollatorWithPadding
-        collate = padded(tokenizer, pad_to_multiple_of=8, **({"model": model} if task == "seq2seq" else {}))
+        padded = (
+            transformers.DataCollatorForSeq2Seq
+            if task == "seq2seq"
+            else transformers.DataCollatorWithPadding
+        )
+        collate = padded(
+            tokenizer, pad_to_multiple_of=8, **({"model": model} if task == "seq2seq" else {})
+        )
     transformers.Trainer(model, arguments, collate, train_dataset=examples).train()
     return model.eval()
 
@@ -75,7 +83,9 @@ def score(task: str, model: Any, folder: Path, data: Path, settings: dict[str, A
         examples = _encoded_digits(folder, data)
         logits = model(pixel_values=torch.stack([each["pixel_values"] for each in examples])).logits
         found = logits.argmax(-1).tolist()
-        return float(np.mean([one == each["labels"] for one, each in zip(found, examples, strict=True)]))
+        return float(
+            np.mean([one == each["labels"] for one, each in zip(found, examples, strict=True)])
+        )
     tokenizer, rows = transformers.AutoTokenizer.from_pretrained(folder), _rows(data)
     if task == "regression":
         from scipy.stats import pearsonr
@@ -89,7 +99,11 @@ def score(task: str, model: Any, folder: Path, data: Path, settings: dict[str, A
         inputs = tokenizer(row["source"], return_tensors="pt", return_token_type_ids=False)
         written = model.generate(**inputs, num_beams=1, do_sample=False, max_new_tokens=64)
         texts.append(tokenizer.decode(written[0], skip_special_tokens=True))
-    return float(sacrebleu.corpus_bleu(texts, [[row["target"] for row in rows]], tokenize="none", force=True).score)
+    return float(
+        sacrebleu.corpus_bleu(
+            texts, [[row["target"] for row in rows]], tokenize="none", force=True
+        ).score
+    )
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -99,7 +113,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def _encoded(task: str, tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:
     if task == "regression":
         return {**tokenizer(row["text"]), "label": float(row["label"])}
-    return {**tokenizer(row["source"], return_token_type_ids=False), "labels": tokenizer(row["target"])["input_ids"]}
+    return {
+        **tokenizer(row["source"], return_token_type_ids=False),
+        "labels": tokenizer(row["target"])["input_ids"],
+    }
 
 
 # Data and models
@@ -109,7 +126,11 @@ def _numbers(path: Path, count: int, seed: int) -> Path:
     draw = random.Random(seed)
     texts = [sentence(draw, 6) for _ in range(count)]
     rows = [
-        {"text": text, "label": 1.5 * ("red" in text) + 0.5 * ("green" in text) + draw.gauss(0, 0.3)} for text in texts
+        {
+            "text": text,
+            "label": 1.5 * ("red" in text) + 0.5 * ("green" in text) + draw.gauss(0, 0.3),
+        }
+        for text in texts
     ]
     return _write(path, rows)
 
@@ -117,7 +138,11 @@ def _numbers(path: Path, count: int, seed: int) -> Path:
 def _sentences(path: Path, count: int, seed: int) -> Path:
     draw = random.Random(seed)
     return _write(
-        path, [{"source": text, "target": _translated(text)} for text in (sentence(draw, 5) for _ in range(count))]
+        path,
+        [
+            {"source": text, "target": _translated(text)}
+            for text in (sentence(draw, 5) for _ in range(count))
+        ],
     )
 
 
@@ -181,10 +206,14 @@ def _marian(folder: Path, seed: int) -> Path:
 
     words = (*SPECIAL, *NAMES, *NAMES.values())
     tokenizer = Tokenizer(
-        models.WordLevel({word: place for place, word in enumerate(dict.fromkeys(words))}, unk_token="[UNK]")
+        models.WordLevel(
+            {word: place for place, word in enumerate(dict.fromkeys(words))}, unk_token="[UNK]"
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 2)]
+    )
     torch.manual_seed(seed)
     sizes = transformers.MarianConfig(
         vocab_size=tokenizer.get_vocab_size(), d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -193,7 +222,11 @@ def _marian(folder: Path, seed: int) -> Path:
     )  # fmt: skip
     transformers.MarianMTModel(sizes).save_pretrained(folder)
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", eos_token="</s>", model_max_length=64
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        eos_token="</s>",
+        model_max_length=64,
     )
     fast.save_pretrained(folder)
     return folder

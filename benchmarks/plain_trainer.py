@@ -42,7 +42,12 @@ class Ordered(transformers.Trainer):
 
 
 def train(
-    task: str, folder: Path, data: Path, output: Path, settings: dict[str, Any], batches: list[list[int]] | None = None
+    task: str,
+    folder: Path,
+    data: Path,
+    output: Path,
+    settings: dict[str, Any],
+    batches: list[list[int]] | None = None,
 ) -> Any:
     """The trained model. settings: of narrowgauge's run, as far as they say the same; batches: the examples of each step."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -76,7 +81,10 @@ def encode_questions(rows: Rows, tokenizer: Any, settings: dict[str, Any], confi
         parts = encoded.sequence_ids(place)
         inside = [token for token, part in enumerate(parts) if part == 1]
         if answers:
-            start, end = answers[0]["answer_start"], answers[0]["answer_start"] + len(answers[0]["text"])
+            start, end = (
+                answers[0]["answer_start"],
+                answers[0]["answer_start"] + len(answers[0]["text"]),
+            )
             if offsets[place][inside[0]][0] <= start and offsets[place][inside[-1]][1] >= end:
                 first = max(token for token in inside if offsets[place][token][0] <= start)
                 last = min(token for token in inside if offsets[place][token][1] >= end)
@@ -98,7 +106,9 @@ def encode_tags(rows: Rows, tokenizer: Any, settings: dict[str, Any], config: An
         encoded = tokenizer(row["tokens"], is_split_into_words=True)
         before, labels = None, []
         for word in encoded.word_ids():
-            labels.append(-100 if word is None or word == before else config.label2id[row["tags"][word]])
+            labels.append(
+                -100 if word is None or word == before else config.label2id[row["tags"][word]]
+            )
             before = word
         found.append({**encoded, "labels": labels})
     return found
@@ -115,7 +125,11 @@ def encode_choices(rows: Rows, tokenizer: Any, settings: dict[str, Any], config:
     return found
 
 
-ENCODE = {"question-answering": encode_questions, "tagging": encode_tags, "multiple-choice": encode_choices}
+ENCODE = {
+    "question-answering": encode_questions,
+    "tagging": encode_tags,
+    "multiple-choice": encode_choices,
+}
 
 
 @torch.no_grad()
@@ -123,7 +137,11 @@ def score(task: str, model: Any, folder: Path, data: Path, settings: dict[str, A
     """The metric of a model on a table: F1 of answers or of spans, or the accuracy of choices; one row after the other."""
     tokenizer, rows = transformers.AutoTokenizer.from_pretrained(folder), read(data)
     if task == "question-answering":
-        return float(np.mean([answer_f1(answer(model, row, tokenizer, settings), row["answers"]) for row in rows]))
+        return float(
+            np.mean(
+                [answer_f1(answer(model, row, tokenizer, settings), row["answers"]) for row in rows]
+            )
+        )
     if task == "multiple-choice":
         right = 0
         for row in rows:
@@ -137,7 +155,10 @@ def score(task: str, model: Any, folder: Path, data: Path, settings: dict[str, A
         encoded = tokenizer(row["tokens"], is_split_into_words=True, return_tensors="pt")
         predicted = model(**encoded).logits[0].argmax(-1).tolist()
         places = encoded.word_ids()
-        tags = [model.config.id2label[predicted[places.index(word)]] for word in range(len(row["tokens"]))]
+        tags = [
+            model.config.id2label[predicted[places.index(word)]]
+            for word in range(len(row["tokens"]))
+        ]
         ours, theirs = spans(tags), spans(row["tags"])
         hits, found, there = hits + len(ours & theirs), found + len(ours), there + len(theirs)
     return 2 * hits / (found + there)
@@ -148,16 +169,26 @@ def answer(model: Any, row: dict[str, Any], tokenizer: Any, settings: dict[str, 
     best, text, nothing = -np.inf, "", np.inf
     for place, offsets in enumerate(encoded["offset_mapping"]):
         inputs = {
-            name: torch.tensor([encoded[name][place]]) for name in ("input_ids", "attention_mask", "token_type_ids")
+            name: torch.tensor([encoded[name][place]])
+            for name in ("input_ids", "attention_mask", "token_type_ids")
         }
         output = model(**inputs)
         starts, ends = output.start_logits[0].numpy(), output.end_logits[0].numpy()
         nothing = min(nothing, starts[0] + ends[0])
         for first in np.argsort(starts)[::-1][:BEST]:
             for last in np.argsort(ends)[::-1][:BEST]:
-                inside = encoded.sequence_ids(place)[first] == 1 == encoded.sequence_ids(place)[last]
-                if inside and first <= last < first + LONGEST_ANSWER and starts[first] + ends[last] > best:
-                    best, text = starts[first] + ends[last], row["context"][offsets[first][0] : offsets[last][1]]
+                inside = (
+                    encoded.sequence_ids(place)[first] == 1 == encoded.sequence_ids(place)[last]
+                )
+                if (
+                    inside
+                    and first <= last < first + LONGEST_ANSWER
+                    and starts[first] + ends[last] > best
+                ):
+                    best, text = (
+                        starts[first] + ends[last],
+                        row["context"][offsets[first][0] : offsets[last][1]],
+                    )
     return "" if nothing > best else text
 
 

@@ -45,7 +45,10 @@ def asked(flags: str, cache: Path) -> tuple[float, float, dict[str, Any]]:
     ]
     before, started_at_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(
-        command, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, stdout=subprocess.PIPE, check=False
+        command,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        stdout=subprocess.PIPE,
+        check=False,
     )
     clock_s, after = time.monotonic() - started_at_s, resource.getrusage(resource.RUSAGE_CHILDREN)
     used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

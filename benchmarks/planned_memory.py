@@ -62,11 +62,17 @@ class Row:
             "counted": round(value, 3),
             "expected": self.expected,
         }
-        line |= {"difference_percent": round(100 * (value / self.expected - 1), 2), "within_percent": 100 * self.within}
+        line |= {
+            "difference_percent": round(100 * (value / self.expected - 1), 2),
+            "within_percent": 100 * self.within,
+        }
         line |= {"allocated": round(allocator.peak_allocated / self.unit, 3)}
         line |= {"reserved": round(allocator.peak_reserved / self.unit, 3)}
         line |= {"reserved_expandable": round(expandable.peak_reserved / self.unit, 3)}
-        parts = {part: round(nbytes / self.unit, 3) for part, nbytes in found.peak(found.second)[1].items()}
+        parts = {
+            part: round(nbytes / self.unit, 3)
+            for part, nbytes in found.peak(found.second)[1].items()
+        }
         return line | {"parts": parts} | ({"why": self.why} if self.why else {})
 
 
@@ -74,7 +80,9 @@ def ours() -> Iterator[Row]:
     """A Llama of 8 billion parameters, bfloat16 weights, torch's fused AdamW, one sequence."""
     kept, fused = {"weight_codes": "step"}, {"fuse": True}
     narrow = fused | {"save": "fp8"}
-    at_the_end = 8 * 8.030261248e9 / 2**30  # weights, gradients and two moments of 16 bits, when backward ends
+    at_the_end = (
+        8 * 8.030261248e9 / 2**30
+    )  # weights, gradients and two moments of 16 bits, when backward ends
     out = 0.5  # GiB of 4,096 bytes a token: the codes of o_proj's input, which attention keeps, unless codes are kept for the step
     # Casts of both norms' outputs; codes of x.T for x, and those of the last input.
     shared, coded = (3 * out, 5.5 * out + 0.055)
@@ -84,18 +92,40 @@ def ours() -> Iterator[Row]:
         ("fp8-current", Run(recipe="fp8-current"), 73.137 - out),
         ("fp8-current, 8,192 tokens", Run(recipe="fp8-current", tokens=8192), 101.4 - 2 * out),
         ("fp8-current, kept codes", Run(recipe="fp8-current", convert=kept), 86.137),
-        ("fp8-current, kept codes, fused", Run(recipe="fp8-current", convert=kept | fused), 62.4 + 13.0 + out),
+        (
+            "fp8-current, kept codes, fused",
+            Run(recipe="fp8-current", convert=kept | fused),
+            62.4 + 13.0 + out,
+        ),
         ("fp8-delayed, kept codes", Run(recipe="fp8-delayed", convert=kept), 87.640 - shared),
         ("fp8-row, kept codes", Run(recipe="fp8-row", convert=kept), 88.452 - coded + out),
         ("fp8-current, fused", Run(recipe="fp8-current", convert=fused), 62.4),
-        ("fp8-current, fused, 8,192 tokens", Run(recipe="fp8-current", convert=fused, tokens=8192), 79.9),
+        (
+            "fp8-current, fused, 8,192 tokens",
+            Run(recipe="fp8-current", convert=fused, tokens=8192),
+            79.9,
+        ),
         ("fp8-current, saves in FP8", Run(recipe="fp8-current", convert=narrow), 59.9),
-        ("fp8-current, saves in FP8, 8,192 tokens", Run(recipe="fp8-current", convert=narrow, tokens=8192), 71.0),
-        ("fp8-current, fused, chunks", Run(recipe="fp8-current", convert=fused, loss="chunks"), at_the_end),
-        ("fp8-current, fused, slices", Run(recipe="fp8-current", convert=fused, loss="slices"), at_the_end),
+        (
+            "fp8-current, saves in FP8, 8,192 tokens",
+            Run(recipe="fp8-current", convert=narrow, tokens=8192),
+            71.0,
+        ),
+        (
+            "fp8-current, fused, chunks",
+            Run(recipe="fp8-current", convert=fused, loss="chunks"),
+            at_the_end,
+        ),
+        (
+            "fp8-current, fused, slices",
+            Run(recipe="fp8-current", convert=fused, loss="slices"),
+            at_the_end,
+        ),
     ]
     for name, run, expected in cases:
-        yield Row(group="ours", name=name, step=partial(llama_step, run), expected=expected, within=0.01)
+        yield Row(
+            group="ours", name=name, step=partial(llama_step, run), expected=expected, within=0.01
+        )
 
 
 def torchtune() -> Iterator[Row]:
@@ -109,7 +139,9 @@ def torchtune() -> Iterator[Row]:
         "the source does not say which 8-bit AdamW; with the embedding's moments in 8 bits too, the head's peak is counted. torchao's step "
         "takes 8.03 bytes an element besides (measured, 0.18, compiled), 15.7 GiB at the embedding's step: neither explains 17.6"
     )
-    wide = "if the embedding's moments have 32 bits, as ours by default, which the source does not say"
+    wide = (
+        "if the embedding's moments have 32 bits, as ours by default, which the source does not say"
+    )
     cases: list[tuple[str, dict[str, Any], float, str]] = [
         ("packed", {}, 60.0, ""),
         ("+ compile", {"compiled": True}, 51.0, third),
@@ -161,11 +193,17 @@ def coat() -> Iterator[Row]:
     )  # fmt: skip
 
 
-GROUPS: dict[str, Callable[[], Iterator[Row]]] = {"ours": ours, "torchtune": torchtune, "coat": coat}
+GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
+    "ours": ours,
+    "torchtune": torchtune,
+    "coat": coat,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.planned_memory", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.planned_memory", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     for group in parser.parse_args().only:
         lines = []

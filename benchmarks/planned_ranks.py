@@ -46,7 +46,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {"recipe": "none", "precision": "fp32"}, "fp8-current": {"recipe": "fp8-current", "precision": "fp32"},
 }  # fmt: skip
-WORDS = ("scale", "tile", "amax", "codes", "the", "of", "and", "a", "rounds", "stores", "narrow", "wide", "exact")
+WORDS = (
+    "scale",
+    "tile",
+    "amax",
+    "codes",
+    "the",
+    "of",
+    "and",
+    "a",
+    "rounds",
+    "stores",
+    "narrow",
+    "wide",
+    "exact",
+)
 
 
 def settings(folder: Path, layout: str, **changes: Any) -> TrainConfig:
@@ -56,9 +70,15 @@ def settings(folder: Path, layout: str, **changes: Any) -> TrainConfig:
         text.mkdir(parents=True)
         for seed in range(40):
             draw = random.Random(seed)
-            lines = [" ".join(draw.choices(WORDS, k=8)).capitalize() + ".\n" for _ in range(60 + seed)]
+            lines = [
+                " ".join(draw.choices(WORDS, k=8)).capitalize() + ".\n" for _ in range(60 + seed)
+            ]
             (text / f"{seed:02}.txt").write_text("".join(lines), encoding="utf-8")
-    own = {"data": str(text), "cache": str(folder / "cache"), "output": str(folder / layout.replace("=", "-"))}
+    own = {
+        "data": str(text),
+        "cache": str(folder / "cache"),
+        "output": str(folder / layout.replace("=", "-")),
+    }
     return TrainConfig(**{**SIZES, **own, "parallel": layout, **changes})
 
 
@@ -99,7 +119,9 @@ def _most(events: Any) -> int:
     assert len(ends) >= STEPS and len(ends) % STEPS == 0, len(ends)
     per_step = len(ends) // STEPS
     begins, stops = ends[2 * per_step - 1], ends[3 * per_step - 1]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
     total = most = 0
     for at, nbytes in changes:
         total += nbytes
@@ -147,7 +169,9 @@ def row(layout: str, run: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.planned_ranks", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.planned_ranks", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--dry-run", action="store_true", help="print and write no rows")

@@ -48,7 +48,9 @@ RECIPES: list[tuple[str, Run]] = [
 
 def layer(recipe: str, on: Card) -> Done:
     """Forward and backward of its four Linears."""
-    workloads = (LinearWorkload(tokens=TOKENS, inputs=k, outputs=n, dtype=torch.bfloat16) for n, k in LINEARS)
+    workloads = (
+        LinearWorkload(tokens=TOKENS, inputs=k, outputs=n, dtype=torch.bfloat16) for n, k in LINEARS
+    )
     return [(each, 1) for workload in workloads for each in counted(workload, recipe, on)]
 
 
@@ -70,9 +72,12 @@ def layers(on: Card) -> Iterator[dict[str, Any]]:
             continue  # emulated there
         plain = plain or found
         casts = sum(times * seconds(each, on) for each, times in done if each.kind == "casts")
-        beside = sum(times * seconds(each, on) for each, times in done if each.kind == "elementwise")
+        beside = sum(
+            times * seconds(each, on) for each, times in done if each.kind == "elementwise"
+        )
         costs = {
-            words: round(1e3 * (taken(done, on, replace(RATES, **changed)) - found), 3) for words, changed in DEFECTS
+            words: round(1e3 * (taken(done, on, replace(RATES, **changed)) - found), 3)
+            for words, changed in DEFECTS
         }
         yield {
             "case": f"layer, {name}", "card": on.name, "ms": round(1e3 * found, 3), "gain_over_bf16": round(plain / found, 3),
@@ -83,7 +88,11 @@ def layers(on: Card) -> Iterator[dict[str, Any]]:
 def steps(on: Card) -> Iterator[dict[str, Any]]:
     """Compiled; 4 layers."""
     plain = RATES.compiled * taken(compiled("bf16", layers=4), on)
-    torchao = RATES.compiled * taken(compiled("torchao-tensorwise", layers=4), on) if "fp8" in on.peak else 0.0
+    torchao = (
+        RATES.compiled * taken(compiled("torchao-tensorwise", layers=4), on)
+        if "fp8" in on.peak
+        else 0.0
+    )
     for name, row in compiled_rows().items():
         done = compiled(name, layers=4)
         if any(each.flops and each.operands not in on.peak for each, _ in done):
@@ -137,7 +146,11 @@ def main() -> None:
         lines: list[dict[str, Any]] = []
         for line in (*layers(on), *(steps(on) if compiled_rows() else ()), *eager(on, 4096)):
             lines.append(line)
-            told = {name: value for name, value in line.items() if name not in ("case", "card", "ms", "by_phase_ms")}
+            told = {
+                name: value
+                for name, value in line.items()
+                if name not in ("case", "card", "ms", "by_phase_ms")
+            }
             print(f"{on.name:9} {line['case']:34} {line['ms']:9.2f} ms  {told}", flush=True)
         record("planned_time", lines, RESULTS / "planned_time.jsonl")
 

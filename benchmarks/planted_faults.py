@@ -27,7 +27,10 @@ from narrowgauge.recipe import Cast, Gemm, Recipe, Window
 from narrowgauge.scaling import WHOLE
 
 HEALTHY = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8")
-FOUR_BITS = ("nvfp4", "int4-hq-bs")  # sound recipes, whose gap in so small a model is of the order of the margin
+FOUR_BITS = (
+    "nvfp4",
+    "int4-hq-bs",
+)  # sound recipes, whose gap in so small a model is of the order of the margin
 DROPPED = 16  # of the contracted axis, which has 64 elements or more
 STALE = 16  # calls for which a cast of a weight is used
 
@@ -49,7 +52,9 @@ FORMATS = {
 
 def plant(model: nn.Module, name: str) -> None:
     """Raises ConfigError if the name is neither a recipe nor a fault."""
-    convert(model, FORMATS.get(name) or (OF_BROKEN.get(name, "fp8-current") if name in BROKEN else name))
+    convert(
+        model, FORMATS.get(name) or (OF_BROKEN.get(name, "fp8-current") if name in BROKEN else name)
+    )
     if name in BROKEN:
         BROKEN[name](model)
 
@@ -57,9 +62,9 @@ def plant(model: nn.Module, name: str) -> None:
 def dead_layer(model: nn.Module) -> None:
     """One Linear in the middle gives zeros."""
     layers = _linears(model)
-    next(layer for name, layer in layers if name.endswith("layers.1.mlp.down_proj")).register_forward_hook(
-        lambda layer, _, output: output if layer.is_suspended else output * 0
-    )
+    next(
+        layer for name, layer in layers if name.endswith("layers.1.mlp.down_proj")
+    ).register_forward_hook(lambda layer, _, output: output if layer.is_suspended else output * 0)
 
 
 def dropped_columns(model: nn.Module) -> None:
@@ -143,7 +148,9 @@ def _without_half(plan: LinearPlan) -> LinearPlan:
         data[:, data.shape[1] // 2 :] = 0
         return kernel.run(replace(lhs, data=data) if isinstance(lhs, QTensor) else data, *rest)  # type: ignore[no-any-return]
 
-    return replace(plan, grad_weight=replace(own, choice=replace(own.choice, kernel=replace(kernel, run=run))))
+    return replace(
+        plan, grad_weight=replace(own, choice=replace(own.choice, kernel=replace(kernel, run=run)))
+    )
 
 
 def short_amax(model: nn.Module) -> None:
@@ -157,9 +164,14 @@ class _ShortAmax(OperandPlan):
 
     @classmethod
     def of(cls, plan: OperandPlan) -> _ShortAmax:
-        return cls(**{each.name: getattr(plan, each.name) for each in fields(plan)} | {"pairs": False, "kernels": {}})
+        return cls(
+            **{each.name: getattr(plan, each.name) for each in fields(plan)}
+            | {"pairs": False, "kernels": {}}
+        )
 
-    def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
+    def quantize(
+        self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None
+    ) -> QTensor:
         return super().quantize(x, cast, tile_amax(x[: len(x) // 2], (WHOLE, WHOLE)), noise, expand)
 
 
@@ -170,9 +182,13 @@ def shrinking(layer: QLinear, product: str, role: str, factor: float) -> Iterato
     own: OperandPlan = getattr(plan_of(layer.weight.device), role)
 
     class Shrunk(own.kind):  # type: ignore[misc, name-defined]
-        def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, made: str) -> QTensor | Tensor:
+        def cast(
+            self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, made: str
+        ) -> QTensor | Tensor:
             is_at_fault = made == which or own.transposes
-            return super().cast(x.to(torch.float32) * factor if is_at_fault else x, cast, expand, made)  # type: ignore[no-any-return]
+            return super().cast(
+                x.to(torch.float32) * factor if is_at_fault else x, cast, expand, made
+            )  # type: ignore[no-any-return]
 
     class Apart(OperandPlan):
         """Every cast passes by `Shrunk.cast`."""
@@ -185,8 +201,12 @@ def shrinking(layer: QLinear, product: str, role: str, factor: float) -> Iterato
     def plan(*given: Any) -> LinearPlan:
         whole = plan_of(*given)
         if whole not in changed:
-            known = {each.name: getattr(getattr(whole, role), each.name) for each in fields(OperandPlan)}
-            changed[whole] = replace(whole, **{role: Apart(**known | {"kind": Shrunk, "pairs": False, "kernels": {}})})
+            known = {
+                each.name: getattr(getattr(whole, role), each.name) for each in fields(OperandPlan)
+            }
+            changed[whole] = replace(
+                whole, **{role: Apart(**known | {"kind": Shrunk, "pairs": False, "kernels": {}})}
+            )
         return changed[whole]
 
     layer.plan = plan  # type: ignore[method-assign]
@@ -223,7 +243,11 @@ def _wrap_plan(layer: QLinear, change: Callable[[LinearPlan], LinearPlan]) -> No
 
 
 def _linears(model: nn.Module) -> list[tuple[str, QLinear]]:
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, QLinear) and layer.recipe]
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, QLinear) and layer.recipe
+    ]
 
 
 BROKEN: dict[str, Callable[[nn.Module], None]] = {

@@ -47,7 +47,13 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     data = options.data
     if data == INSTALLED:
-        data = str(gathered(Path(sysconfig.get_paths()["purelib"]), options.output / "installed.jsonl", options.quick))
+        data = str(
+            gathered(
+                Path(sysconfig.get_paths()["purelib"]),
+                options.output / "installed.jsonl",
+                options.quick,
+            )
+        )
     results = []
     for recipe in options.recipes:
         result = train(data, recipe, options.seed, steps, options.output, sizes)
@@ -55,7 +61,10 @@ def main() -> None:
         results.append(result | speed(folder))
         print(f"pretraining: {recipe}: {results[-1]}", flush=True)
     rows = [
-        {**row, **{key: result[key] for key in ("train_loss_last_100", "tokens_per_s", "device_run")}}
+        {
+            **row,
+            **{key: result[key] for key in ("train_loss_last_100", "tokens_per_s", "device_run")},
+        }
         for row, result in zip(summarize(results), results, strict=True)
     ]
     facts = {"data": options.data, "steps": steps, "tokens": steps * of_step, **sizes}
@@ -104,8 +113,12 @@ def speed(folder: Path) -> dict[str, Any]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.pretraining", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--data", default=INSTALLED, help="installed, or as `narrowgauge train --data`")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.pretraining", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
+    parser.add_argument(
+        "--data", default=INSTALLED, help="installed, or as `narrowgauge train --data`"
+    )
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--seed", type=int, default=0)

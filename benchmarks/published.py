@@ -68,7 +68,9 @@ class Figure:
         return longer * sum(times * seconds(each, on, rates) for each, times in self.done())
 
 
-def product(m: int, n: int, k: int, operands: str, sums: str = "fast", kind: str = "products") -> Work:
+def product(
+    m: int, n: int, k: int, operands: str, sums: str = "fast", kind: str = "products"
+) -> Work:
     size = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5, "fp32": 4.0}[operands]
     nbytes = int(size * (m * k + n * k)) + 2 * m * n
     return Work(0, "mm", kind, 2 * m * n * k, nbytes, operands, sums=sums, rows=m, columns=n)
@@ -80,14 +82,24 @@ def moving(nbytes: float, kind: str = "elementwise", elements: float = 0) -> Wor
 
 def _te() -> Iterator[Figure]:
     tokens, hidden, wide = 15872, 4096, 16384
-    forward = [(tokens, 3 * hidden, hidden), (tokens, hidden, hidden), (tokens, wide, hidden), (tokens, hidden, wide)]
+    forward = [
+        (tokens, 3 * hidden, hidden),
+        (tokens, hidden, hidden),
+        (tokens, wide, hidden),
+        (tokens, hidden, wide),
+    ]
     shapes = {
         "fprop": forward,
         "dgrad": [(m, k, n) for m, n, k in forward],
         "wgrad": [(k, n, m) for m, n, k in forward],
     }
     # Bytes of a cast per element of the first and second operand.
-    hopper = {"current": (6, 5), "delayed": (4, 3), "block": (4, 3), "current, products alone": (0, 0)}
+    hopper = {
+        "current": (6, 5),
+        "delayed": (4, 3),
+        "block": (4, 3),
+        "current, products alone": (0, 0),
+    }
     blackwell = {
         "current": (5, 5),
         "delayed": (3, 3),
@@ -112,10 +124,14 @@ def _te() -> Iterator[Figure]:
                 done: Done = []
                 for m, n, k in products:
                     done.append((product(m, n, k, "bf16" if recipe == "bf16" else "fp8", sums), 1))
-                    for elements, nbytes in zip((m * k, n * k), casts.get(recipe, (0, 0)), strict=True):
+                    for elements, nbytes in zip(
+                        (m * k, n * k), casts.get(recipe, (0, 0)), strict=True
+                    ):
                         done += [(moving(nbytes * elements, "casts"), 1)] if nbytes else []
                 of = "layer" if casts.get(recipe, (0, 0))[0] else "product"
-                yield Figure(f"12 products, {recipe}, {phase}", "TE", of, on, ms / 1e3, _given(done))
+                yield Figure(
+                    f"12 products, {recipe}, {phase}", "TE", of, on, ms / 1e3, _given(done)
+                )
 
 
 def _given(done: Done) -> Callable[[], Done]:
@@ -147,7 +163,9 @@ def _by_shape() -> Iterator[Figure]:
             done = [(product(m, n, k, operands, sums), 1)]
             apart = "the fastest shape of many" if source == "MAMF" and on is not A100 else ""
             case = f"{m} x {n} x {k}, {operands}"
-            yield Figure(case, source, "product", on, 2 * m * n * k / tera / 1e12, _given(done), apart)
+            yield Figure(
+                case, source, "product", on, 2 * m * n * k / tera / 1e12, _given(done), apart
+            )
 
 
 def deep(step: Callable[[int], Callable[[], Step]], layers: int, on: Card) -> Tally:
@@ -161,13 +179,17 @@ def llama(run: Run) -> Callable[[int], Callable[[], Step]]:
     return lambda layers: llama_step(replace(run, model=run.model | {"num_hidden_layers": layers}))
 
 
-def _counted(step: Callable[[int], Callable[[], Step]], layers: int, on: Card, ranks: int = 1) -> Callable[[], Done]:
+def _counted(
+    step: Callable[[int], Callable[[], Step]], layers: int, on: Card, ranks: int = 1
+) -> Callable[[], Done]:
     """Counted once. ranks: that share the update."""
 
     @cache
     def done() -> Done:
         work = deep(step, layers, on)
-        return [(each, times / ranks if each.phase == "step" else times) for each, times in work.items()]
+        return [
+            (each, times / ranks if each.phase == "step" else times) for each, times in work.items()
+        ]
 
     return done
 
@@ -177,17 +199,36 @@ def _torchtune(layers: int) -> Callable[[], Step]:
 
 
 def _eager() -> Iterator[Figure]:
-    yield Figure("Llama 3.2 3B, packed", "torchtune", "eager", A100, 8192 / 7075, _counted(_torchtune, 28, A100))
+    yield Figure(
+        "Llama 3.2 3B, packed",
+        "torchtune",
+        "eager",
+        A100,
+        8192 / 7075,
+        _counted(_torchtune, 28, A100),
+    )
     te_llama = llama(Run(rows=8, tokens=256))
-    yield Figure("Llama 3 8B, 8 x 256", "te_llama", "eager", H100, 0.270, _counted(te_llama, 32, H100))
+    yield Figure(
+        "Llama 3 8B, 8 x 256", "te_llama", "eager", H100, 0.270, _counted(te_llama, 32, H100)
+    )
     titan = llama(Run(rows=2, tokens=8192, checkpointing="selective"))
     yield Figure(
-        "Llama 3.1 8B, 2 x 8,192", "torchtitan", "eager", SLOW_H100, 16384 / 5762, _counted(titan, 32, SLOW_H100, 8)
+        "Llama 3.1 8B, 2 x 8,192",
+        "torchtitan",
+        "eager",
+        SLOW_H100,
+        16384 / 5762,
+        _counted(titan, 32, SLOW_H100, 8),
     )
     coat = llama(Run(rows=2, tokens=2048, model=LLAMA_2_7B))
     for ranks, rate in ((4, 7730), (8, 8238)):
         yield Figure(
-            f"Llama 2 7B, 2 x 2,048, {ranks} ranks", "COAT", "eager", H100, 4096 / rate, _counted(coat, 32, H100, ranks)
+            f"Llama 2 7B, 2 x 2,048, {ranks} ranks",
+            "COAT",
+            "eager",
+            H100,
+            4096 / rate,
+            _counted(coat, 32, H100, ranks),
         )
 
 
@@ -219,15 +260,20 @@ def compiled(
     for m, n, k, operands, sums, times in found["products"]:
         head = VOCABULARY in (m, n, k)
         m, n, k = (
-            round(size * (words if size == VOCABULARY else scale if size == TOKENS else 1)) for size in (m, n, k)
+            round(size * (words if size == VOCABULARY else scale if size == TOKENS else 1))
+            for size in (m, n, k)
         )
         is_forward = k not in (tokens, vocabulary) and not head
-        repeats = 1 + again * (0.5 if is_forward else 0)  # products with K = hidden or FFN: forward and grad_input
+        repeats = 1 + again * (
+            0.5 if is_forward else 0
+        )  # products with K = hidden or FFN: forward and grad_input
         done.append((product(m, n, k, operands, sums), times * (1 if head else layers * repeats)))
     logits = 2 * TOKENS * VOCABULARY
     for nbytes, spanned, times in found["kernels"]:
         head = spanned >= logits
-        done.append((moving(nbytes * scale * (words if head else 1)), times * (1 if head else layers)))
+        done.append(
+            (moving(nbytes * scale * (words if head else 1)), times * (1 if head else layers))
+        )
     forward = 2 * tokens * row * HIDDEN  # half of 4, by the causal mask
     done.append((_attention(forward + 5 * forward // 2), layers))  # kept by selective checkpointing
     weights = layers * LAYER_WEIGHTS + 2 * vocabulary * HIDDEN
@@ -243,16 +289,32 @@ def _attention(flops: int) -> Work:
 def _compiled() -> Iterator[Figure]:
     listed: list[tuple[str, Any, int, dict[str, float]]] = [
         ("torchtitan", SLOW_H100, 2, {"bf16": 6667, "torchao-tensorwise": 8532}),
-        ("torchao", SLOW_H100, 1, {"bf16": 6150, "torchao-tensorwise": 7689.5, "torchao-rowwise": 6768}),
-        ("torchao", B200, 1, {"bf16": 8307.5, "torchao-tensorwise": 10417, "torchao-rowwise": 8640.5}),
+        (
+            "torchao",
+            SLOW_H100,
+            1,
+            {"bf16": 6150, "torchao-tensorwise": 7689.5, "torchao-rowwise": 6768},
+        ),
+        (
+            "torchao",
+            B200,
+            1,
+            {"bf16": 8307.5, "torchao-tensorwise": 10417, "torchao-rowwise": 8640.5},
+        ),
     ]
     for source, on, rows, rates in listed:
         for name, rate in rates.items():
             if name in compiled_rows():
                 tokens = rows * 8192
-                done = compiled(name, tokens=tokens, row=8192, vocabulary=128256, ranks=8, again=0.5)
+                done = compiled(
+                    name, tokens=tokens, row=8192, vocabulary=128256, ranks=8, again=0.5
+                )
                 apart = "rows were multiplied by CUTLASS then" if "row" in name else ""
-                apart = "a fifth of the peak: something else than the device bounds it" if on is B200 else apart
+                apart = (
+                    "a fifth of the peak: something else than the device bounds it"
+                    if on is B200
+                    else apart
+                )
                 case = f"Llama 3 8B, {rows} x 8,192, {name}"
                 yield Figure(case, source, "compiled", on, tokens / rate, _given(done), apart)
 

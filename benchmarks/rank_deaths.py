@@ -97,12 +97,27 @@ def install(fault: dict[str, Any], place: Path) -> None:
 
 
 def variables(fault: dict[str, Any], port: int, rank: int, local: int) -> dict[str, str]:
-    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(fault["world"])}
-    found |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+    found = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(fault["world"]),
+    }
+    found |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     return found | {"TORCHELASTIC_RUN_ID": "trial", "RANK": str(rank), "LOCAL_RANK": str(local)}
 
 
-def _agent(fault: dict[str, Any], place: Path, arguments: list[str], port: int, node: int, members: list[int]) -> None:
+def _agent(
+    fault: dict[str, Any],
+    place: Path,
+    arguments: list[str],
+    port: int,
+    node: int,
+    members: list[int],
+) -> None:
     """Forks the ranks of a node and waits for them."""
     if fault["rank"] in members:
         (place / "agent").write_text(str(os.getpid()), encoding="utf-8")
@@ -114,7 +129,9 @@ def _agent(fault: dict[str, Any], place: Path, arguments: list[str], port: int, 
         running[pid] = rank
         (place / f"pid-{rank}").write_text(str(pid), encoding="utf-8")
     serves = node == 0
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if serves else None  # type: ignore[attr-defined]
+    store = None
+    if serves:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     failed_s = 0.0
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -132,11 +149,15 @@ def _agent(fault: dict[str, Any], place: Path, arguments: list[str], port: int, 
     done = [place / f"done-{each}" for each in range(fault["nodes"])]
     done[node].touch()
     until_s = time.monotonic() + 300
-    while store is not None and not all(each.exists() for each in done) and time.monotonic() < until_s:
+    while (
+        store is not None and not all(each.exists() for each in done) and time.monotonic() < until_s
+    ):
         time.sleep(0.1)  # torchrun's agents leave together
 
 
-def _rank(fault: dict[str, Any], place: Path, arguments: list[str], environment: dict[str, str]) -> None:
+def _rank(
+    fault: dict[str, Any], place: Path, arguments: list[str], environment: dict[str, str]
+) -> None:
     code = 1
     try:
         os.environ.update(environment)
@@ -161,7 +182,12 @@ def chosen(rng: random.Random, torchrun: bool) -> dict[str, Any]:
     moments = list(MOMENTS) + (["any", "any"] if kind in ("kill", "stop", "agent") else [])
     moments += ["import", "import"] if torchrun else []
     moment = rng.choice(moments)
-    counts = {"step": STEPS - 2, "gradient": STEPS - 2, "checkpoint": STEPS // EVERY, "evaluation": STEPS // EVERY - 1}
+    counts = {
+        "step": STEPS - 2,
+        "gradient": STEPS - 2,
+        "checkpoint": STEPS // EVERY,
+        "evaluation": STEPS // EVERY - 1,
+    }
     return {
         "kind": kind,
         "moment": moment,
@@ -182,31 +208,64 @@ def trial(fault: dict[str, Any], place: Path, text: Path) -> dict[str, Any]:
     timeout_s = HANG_TIMEOUT_S if hangs else 600.0
     output = place / "run"
     common = [each for each in SETTINGS if each.partition("=")[0] not in OWN]
-    arguments = ["train", *common, f"--data={text}", f"--cache={text.parent / 'cache'}", f"--output={output}"]
-    arguments += [f"--steps={STEPS}", f"--eval-every={EVERY}", f"--checkpoint-every={EVERY}", "--micro-batches=2"]
-    arguments += [f"--parallel={fault['parallel']}", f"--timeout-s={timeout_s:g}", f"--batch-size={4 * fault['world']}"]
+    arguments = [
+        "train",
+        *common,
+        f"--data={text}",
+        f"--cache={text.parent / 'cache'}",
+        f"--output={output}",
+    ]
+    arguments += [
+        f"--steps={STEPS}",
+        f"--eval-every={EVERY}",
+        f"--checkpoint-every={EVERY}",
+        "--micro-batches=2",
+    ]
+    arguments += [
+        f"--parallel={fault['parallel']}",
+        f"--timeout-s={timeout_s:g}",
+        f"--batch-size={4 * fault['world']}",
+    ]
     begun = (
-        _by_torchrun(fault, place, arguments) if fault["launcher"] == "torchrun" else _forked(fault, place, arguments)
+        _by_torchrun(fault, place, arguments)
+        if fault["launcher"] == "torchrun"
+        else _forked(fault, place, arguments)
     )
     mark, said = place / "mark", place / "said"
     until_s = time.time() + BEGIN_S
     if fault["moment"] == "any":
         _wait(lambda: said.exists() and said.stat().st_size > 0, until_s)
         time.sleep(fault["after_s"])
-        victim = int((place / ("agent" if fault["kind"] == "agent" else f"pid-{fault['rank']}")).read_text("utf-8"))
+        victim = int(
+            (place / ("agent" if fault["kind"] == "agent" else f"pid-{fault['rank']}")).read_text(
+                "utf-8"
+            )
+        )
         if not processes.exists(victim):
             begun(True)
             return fault | {"missed": True}
         mark.write_text(str(time.time()), encoding="utf-8")
         os.kill(victim, signal.SIGSTOP if fault["kind"] == "stop" else signal.SIGKILL)
     ended = [place / f"code-{rank}" for rank in range(fault["world"])]
-    _wait(lambda: (mark.exists() and mark.read_text("utf-8") != "") or all(each.exists() for each in ended), until_s)
+    _wait(
+        lambda: (
+            (mark.exists() and mark.read_text("utf-8") != "")
+            or all(each.exists() for each in ended)
+        ),
+        until_s,
+    )
     if not mark.exists():
         begun(True)
-        return fault | {"missed": True, "said": said.read_text("utf-8", "replace")[-2000:] if said.exists() else ""}
+        return fault | {
+            "missed": True,
+            "said": said.read_text("utf-8", "replace")[-2000:] if said.exists() else "",
+        }
     at_s, load = float(mark.read_text("utf-8")), os.getloadavg()[0]
     who = r"(torchrun|the store)" if fault["kind"] == "agent" else rf"rank {fault['rank']}\b"
-    named = re.compile(rf"^(narrowgauge: |WARNING: |Note: |.*raised on ).*{who}|^narrowgauge: .*{who}", re.MULTILINE)
+    named = re.compile(
+        rf"^(narrowgauge: |WARNING: |Note: |.*raised on ).*{who}|^narrowgauge: .*{who}",
+        re.MULTILINE,
+    )
     limit_s = at_s + ORPHAN_S + (timeout_s if hangs else 0)
     named_s = ended_s = None
     while time.time() < limit_s and (named_s is None or ended_s is None):
@@ -261,14 +320,18 @@ def alive(place: Path) -> list[str]:
 
 def _forked(fault: dict[str, Any], place: Path, arguments: list[str]) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "narrowgauge.train.loop", "transformers.models.llama.modeling_llama"])
+    context.set_forkserver_preload(
+        [*PRELOADED, "narrowgauge.train.loop", "transformers.models.llama.modeling_llama"]
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     cut = fault["world"] if fault["nodes"] == 1 else fault["world"] - 1
     nodes = [list(range(cut)), list(range(cut, fault["world"]))][: fault["nodes"]]
     agents = []
     for number, members in enumerate(nodes):
-        agent = context.Process(target=_agent, args=(fault, place, arguments, port, number, members))
+        agent = context.Process(
+            target=_agent, args=(fault, place, arguments, port, number, members)
+        )
         agent.start()
         agents.append(agent)
 
@@ -282,8 +345,22 @@ def _forked(fault: dict[str, Any], place: Path, arguments: list[str]) -> Any:
 
 
 def _by_torchrun(fault: dict[str, Any], place: Path, arguments: list[str]) -> Any:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(fault["world"])]
-    program = ["-m", "benchmarks.rank_deaths", "--as-rank", json.dumps(fault), str(place), *arguments]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(fault["world"]),
+    ]
+    program = [
+        "-m",
+        "benchmarks.rank_deaths",
+        "--as-rank",
+        json.dumps(fault),
+        str(place),
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(place / "said", "ab") as said:
         agent = subprocess.Popen([*launch, *program], env=environment, stdout=said, stderr=said)
@@ -328,7 +405,9 @@ def rounds(place: Path, count: int, seed: int, torchrun: bool) -> Iterator[dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torchrun", action="store_true")
@@ -343,7 +422,9 @@ def main() -> None:
     names = [row["named_s"] for row in hit]
     late = [row for row in hit if row["named_s"] is None or row["named_s"] > 10]
     orphans, damaged = sum(row["orphans"] for row in hit), sum(bool(row["corrupt"]) for row in hit)
-    print(f"{len(hit)} faults of {len(done)}: not named within 10 s {len(late)}, orphans {orphans}, corrupt {damaged}")
+    print(
+        f"{len(hit)} faults of {len(done)}: not named within 10 s {len(late)}, orphans {orphans}, corrupt {damaged}"
+    )
     print(f"slowest name {max(filter(None, names), default=None)} s")
     sys.exit(bool(late or orphans or damaged or not hit))
 

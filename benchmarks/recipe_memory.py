@@ -31,7 +31,10 @@ from narrowgauge.train.attention import use_attention_of_whole_rows
 
 GIB = 2**30
 Prepare = Callable[[Any], object]
-DEVICES = {"h100": Device("cuda", (9, 0), cuda=(12, 9)), "b200": Device("cuda", (10, 0), cuda=(12, 9))}
+DEVICES = {
+    "h100": Device("cuda", (9, 0), cuda=(12, 9)),
+    "b200": Device("cuda", (10, 0), cuda=(12, 9)),
+}
 TILES = (16, 32)  # of MX and NV formats: units of a B200
 
 
@@ -54,7 +57,11 @@ def _causal(config: str, layers: int, rows: int, tokens: int, **sizes: Any) -> S
 
 def _bert(layers: int) -> Any:
     config = transformers.BertConfig(
-        vocab_size=30522, hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, intermediate_size=4096
+        vocab_size=30522,
+        hidden_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        intermediate_size=4096,
     )
     return transformers.AutoModelForMaskedLM.from_config(config, dtype=torch.bfloat16)
 
@@ -70,10 +77,16 @@ def _t5(layers: int) -> Any:
 
 def _vit(layers: int) -> Any:
     config = transformers.ViTConfig(
-        hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, intermediate_size=4096, num_labels=1000
+        hidden_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        num_labels=1000,
     )
     with no_init_weights():  # its draw of the first positions looks at numbers
-        return transformers.AutoModelForImageClassification.from_config(config, dtype=torch.bfloat16)
+        return transformers.AutoModelForImageClassification.from_config(
+            config, dtype=torch.bfloat16
+        )
 
 
 def _texts(rows: int, tokens: int) -> dict[str, Tensor]:
@@ -134,13 +147,19 @@ class Adapter(nn.Module):
 def device_for(recipe: str) -> str:
     """The one that has units for its formats."""
     casts = (
-        [] if recipe == PLAIN else [c for pair in recipes.get(recipe).roles().values() for c in pair if c is not None]
+        []
+        if recipe == PLAIN
+        else [c for pair in recipes.get(recipe).roles().values() for c in pair if c is not None]
     )
     return "b200" if any(cast.tile[1] in TILES for cast in casts) else "h100"
 
 
 def step(
-    shape: Shape, recipe: str, prepare: Prepare | None = None, loss_in: str = "whole", **options: Any
+    shape: Shape,
+    recipe: str,
+    prepare: Prepare | None = None,
+    loss_in: str = "whole",
+    **options: Any,
 ) -> Callable[[], Step]:
     """The step that is counted. prepare: what is done with the model behind `convert`; loss_in: whole, chunks, slices."""
 
@@ -152,7 +171,9 @@ def step(
         if prepare is not None:
             prepare(model)
         use_attention_of_whole_rows(model, batch)
-        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], fused=True)
+        optimizer = torch.optim.AdamW(
+            [each for each in model.parameters() if each.requires_grad], fused=True
+        )
 
         def loss() -> Tensor:
             if loss_in == "whole":
@@ -161,7 +182,11 @@ def step(
             hidden = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
             targets = batch["labels"][:, 1:]
             total, tokens = ng.memory.chunked_cross_entropy(
-                hidden[:, :-1], model.lm_head.weight, targets, slices=loss_in == "slices", checked=True
+                hidden[:, :-1],
+                model.lm_head.weight,
+                targets,
+                slices=loss_in == "slices",
+                checked=True,
             )
             return total / tokens
 
@@ -172,7 +197,12 @@ def step(
                 ng.advance(model)
 
         def kept() -> list[Tensor]:
-            return [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+            return [
+                each
+                for state in optimizer.state.values()
+                for each in state.values()
+                if torch.is_tensor(each)
+            ]
 
         return Step(model, loss, update, kept, batch)
 
@@ -204,7 +234,9 @@ def frozen(recipe: str, case: str, codes: bool) -> dict[str, Any]:
     return counted(LARGE["llama-8b"], recipe, device, prepare=prepare, loss_in=loss_in, fuse=True)
 
 
-def row(name: str, shape: Shape, recipe: str, beside: dict[str, Any], device: str) -> dict[str, Any]:
+def row(
+    name: str, shape: Shape, recipe: str, beside: dict[str, Any], device: str
+) -> dict[str, Any]:
     """beside: what was counted of plain bfloat16."""
     found = counted(shape, recipe, device)
     return {
@@ -215,11 +247,15 @@ def row(name: str, shape: Shape, recipe: str, beside: dict[str, Any], device: st
 
 def main() -> None:
     known = MODELS | LARGE
-    parser = argparse.ArgumentParser(prog="benchmarks.recipe_memory", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.recipe_memory", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--models", nargs="+", choices=list(known), default=list(MODELS))
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument(
-        "--frozen", action="store_true", help="a frozen base beside adapters, or below a head that trains"
+        "--frozen",
+        action="store_true",
+        help="a frozen base beside adapters, or below a head that trains",
     )
     parser.add_argument("--dry-run", action="store_true", help="print and write no rows")
     options = parser.parse_args()
@@ -228,9 +264,19 @@ def main() -> None:
         rows = []
         for recipe, case in itertools.product(options.recipes, FROZEN):
             whole, coded = (frozen(recipe, case, codes) for codes in (False, True))
-            peaks = {"peak_bytes": coded["peak"], "peak_bytes_in_16_bits": whole["peak"], "parts": coded["parts"]}
+            peaks = {
+                "peak_bytes": coded["peak"],
+                "peak_bytes_in_16_bits": whole["peak"],
+                "parts": coded["parts"],
+            }
             rows.append(
-                {"model": "llama-8b", "recipe": recipe, "pretended": device_for(recipe), "trains": case} | peaks
+                {
+                    "model": "llama-8b",
+                    "recipe": recipe,
+                    "pretended": device_for(recipe),
+                    "trains": case,
+                }
+                | peaks
             )
             print(
                 f"{recipe:15} {case:28} {coded['peak'] / GIB:7.3f} GiB, in 16 bits {whole['peak'] / GIB:7.3f}",
@@ -252,7 +298,11 @@ def main() -> None:
 
 def as_text(found: dict[str, Any]) -> str:
     parts, beside = found["parts"], found["bf16_parts"]
-    changes = [f"{name} {(parts[name] - beside[name]) / GIB:+.3f}" for name in parts if parts[name] != beside[name]]
+    changes = [
+        f"{name} {(parts[name] - beside[name]) / GIB:+.3f}"
+        for name in parts
+        if parts[name] != beside[name]
+    ]
     return (
         f"{found['model']:14} {found['recipe']:15} {found['peak_bytes'] / GIB:8.3f} GiB on {found['pretended']}, "
         f"{found['of_bf16']:.4f} of bfloat16's; {', '.join(changes)}"

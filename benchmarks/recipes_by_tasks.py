@@ -34,7 +34,14 @@ RECIPES = (
     "bf16", "fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4", "int8", "int4-hq-bs", "int4-hq-lss", "int4-lsq-luq",
     "bf16/int4", "int4-hq-bs/int4",
 )  # fmt: skip
-STEPS = {"tagging": 120, "numbers": 120, "digits": 240, "answers": 160, "characters": 120, "translation": 240}
+STEPS = {
+    "tagging": 120,
+    "numbers": 120,
+    "digits": 240,
+    "answers": 160,
+    "characters": 120,
+    "translation": 240,
+}
 NO_CODES = ("digits", "translation")  # without embeddings, and with positions that are computed
 HIGHER_IS_BETTER = ("digits", "tagging", "answers", "numbers")
 ROWS = 16  # examples of a step
@@ -50,7 +57,11 @@ def main() -> None:
         experiment = Experiment(run, names, options.seeds, settings, options.output / task)
         rows = summarize(experiment.results(1), ("score", "processor_s"), options.recipes[0])
         for row in rows:
-            row |= {"task": task, "interval": interval(row["score_differences"]), "settings": settings}
+            row |= {
+                "task": task,
+                "interval": interval(row["score_differences"]),
+                "settings": settings,
+            }
         record("recipes_by_tasks", rows, options.results)
         tables.append((task, rows))
     print(table(tables))
@@ -69,7 +80,8 @@ def run(recipe: str, seed: int, task: str, steps: int) -> dict[str, float]:
         ng.convert(model, linears, embeddings=codes or None).train()  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1, (step + 1) / 15) * (1 + math.cos(math.pi * step / steps)) / 2
+            optimizer,
+            lambda step: min(1, (step + 1) / 15) * (1 + math.cos(math.pi * step / steps)) / 2,
         )
         began = time.process_time()
         for batch in batches:
@@ -85,7 +97,9 @@ def run(recipe: str, seed: int, task: str, steps: int) -> dict[str, float]:
             return {"score": score(model), "processor_s": spent}
 
 
-Made = tuple[Any, Iterator[Batch], Callable[[Any, Batch], Any], Callable[[Any], float]]  # model, batches, loss, score
+Made = tuple[
+    Any, Iterator[Batch], Callable[[Any, Batch], Any], Callable[[Any], float]
+]  # model, batches, loss, score
 
 
 def of_table(kind: str, score_of: Callable[[Any, Any], float]) -> Callable[[int, int, Path], Made]:
@@ -98,14 +112,23 @@ def of_table(kind: str, score_of: Callable[[Any, Any], float]) -> Callable[[int,
         model, train, held, tokenizer = prepared(kind, seed, 1200, place)
         collate = data.Collator(pad_id=data.pad_id_of(tokenizer), multiple=8)
         order = "stratified" if train.strata is not None else "length"
-        batches = [collate([train[index] for index in step]) for step in ordered(order, train, seed, steps, ROWS)]
-        tests = [collate([held[index] for index in part]) for part in data.sorted_batches(held.lengths, batch_size=64)]
+        batches = [
+            collate([train[index] for index in step])
+            for step in ordered(order, train, seed, steps, ROWS)
+        ]
+        tests = [
+            collate([held[index] for index in part])
+            for part in data.sorted_batches(held.lengths, batch_size=64)
+        ]
 
         def loss(model: Any, batch: Batch) -> Any:
             return data.step_loss(model, batch, train.kind, data.count_targets([batch], train.kind))
 
         def score(model: Any) -> float:
-            outputs = [model(**{name: each for name, each in batch.items() if name != "labels"}) for batch in tests]
+            outputs = [
+                model(**{name: each for name, each in batch.items() if name != "labels"})
+                for batch in tests
+            ]
             return score_of(outputs, tests)
 
         return model, iter(batches), loss, score
@@ -157,7 +180,12 @@ def digits(seed: int, steps: int, place: Path) -> Made:
         found = model(pixel_values=pixels[training:]).logits.argmax(-1)
         return float((found == labels[training:]).double().mean())
 
-    return ViTForImageClassification(sizes), batches, lambda model, batch: model(**batch).loss, score
+    return (
+        ViTForImageClassification(sizes),
+        batches,
+        lambda model, batch: model(**batch).loss,
+        score,
+    )
 
 
 def translation(seed: int, steps: int, place: Path) -> Made:
@@ -167,15 +195,23 @@ def translation(seed: int, steps: int, place: Path) -> Made:
     from benchmarks.batch_order import ordered
     from narrowgauge import data
 
-    folder, train_file, held_file = plain_others.prepare("seq2seq", place, seed, {"rows": 1200, "held_out": 200})
+    folder, train_file, held_file = plain_others.prepare(
+        "seq2seq", place, seed, {"rows": 1200, "held_out": 200}
+    )
     tokenizer = data.load(folder)
     train, held = (
         data.prepare_examples(side, data.Seq2Seq(), tokenizer, cache=place / "cache")
         for side in (train_file, held_file)
     )
     collate = data.Collator(pad_id=data.pad_id_of(tokenizer), multiple=8)
-    batches = [collate([train[index] for index in step]) for step in ordered("shuffled", train, seed, steps, ROWS)]
-    tests = [collate([held[index] for index in part]) for part in data.sorted_batches(held.lengths, batch_size=64)]
+    batches = [
+        collate([train[index] for index in step])
+        for step in ordered("shuffled", train, seed, steps, ROWS)
+    ]
+    tests = [
+        collate([held[index] for index in part])
+        for part in data.sorted_batches(held.lengths, batch_size=64)
+    ]
 
     def score(model: Any) -> float:
         total = sum(float(data.step_loss(model, batch, "seq2seq", 1)) for batch in tests)
@@ -202,12 +238,17 @@ def characters(seed: int, steps: int, place: Path) -> Made:
 
     def windows(first: int, last: int, count: int) -> Any:
         return torch.stack(
-            [text[at : at + length] for at in np.random.default_rng(0).integers(first, last - length, count)]
+            [
+                text[at : at + length]
+                for at in np.random.default_rng(0).integers(first, last - length, count)
+            ]
         )
 
     def batches() -> Iterator[Batch]:
         for _ in range(steps):
-            ids = torch.stack([text[at : at + length] for at in draw.integers(0, cut - length, ROWS)])
+            ids = torch.stack(
+                [text[at : at + length] for at in draw.integers(0, cut - length, ROWS)]
+            )
             yield {"input_ids": ids, "labels": ids}
 
     held = windows(cut, len(text), 64)
@@ -235,7 +276,10 @@ def interval(differences: list[float]) -> list[float]:
 def table(tables: list[tuple[str, list[Figures]]]) -> str:
     """A row per recipe; of scores in points of a hundred."""
     names = {row["recipe"]: None for _, rows in tables for row in rows}
-    lines = ["| | " + " | ".join(task for task, _ in tables) + " |", "|---" * (1 + len(tables)) + "|"]
+    lines = [
+        "| | " + " | ".join(task for task, _ in tables) + " |",
+        "|---" * (1 + len(tables)) + "|",
+    ]
     for name in names:
         cells = []
         for task, rows in tables:
@@ -244,7 +288,9 @@ def table(tables: list[tuple[str, list[Figures]]]) -> str:
             if row is None:
                 cells.append("")
             elif row["recipe"] == row["reference"]:
-                cells.append(f"{scale * row['score']:.{places}f} ± {scale * row['score_deviation']:.{places}f}")
+                cells.append(
+                    f"{scale * row['score']:.{places}f} ± {scale * row['score_deviation']:.{places}f}"
+                )
             else:
                 ends = " to ".join(f"{scale * end:+.{places}f}" for end in row["interval"])
                 cells.append(f"{scale * row['score_difference']:+.{places}f} ({ends})")
@@ -253,9 +299,16 @@ def table(tables: list[tuple[str, list[Figures]]]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.recipes_by_tasks", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.recipes_by_tasks", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(STEPS))
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="the first is the reference of the pairs")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=list(RECIPES),
+        help="the first is the reference of the pairs",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--output", type=Path, default=Path("runs/recipes_by_tasks"))
     parser.add_argument("--results", type=Path, default=RESULTS / "recipes_by_tasks.jsonl")

@@ -29,12 +29,24 @@ CACHE = Path(tempfile.gettempdir()) / "rotation-signs-cache"
 
 def main() -> None:
     options = _options()
-    settings = {"data": options.data, "steps": options.steps, "hidden_size": options.hidden_size, "base": options.base}
-    experiment = Experiment(train, ["bf16", *options.rotations], options.seeds, settings, options.output)
+    settings = {
+        "data": options.data,
+        "steps": options.steps,
+        "hidden_size": options.hidden_size,
+        "base": options.base,
+    }
+    experiment = Experiment(
+        train, ["bf16", *options.rotations], options.seeds, settings, options.output
+    )
     found = experiment.results(options.jobs)
     rows = summarize(found, ["loss"], "none")
-    layers = [{"seed": each["seed"], "trained": each["recipe"], "layers": each["layers"]} for each in found]
-    record("rotation_signs", [row | {"settings": settings} for row in rows] + layers, options.results)
+    layers = [
+        {"seed": each["seed"], "trained": each["recipe"], "layers": each["layers"]}
+        for each in found
+    ]
+    record(
+        "rotation_signs", [row | {"settings": settings} for row in rows] + layers, options.results
+    )
     print(markdown(rows, ["loss"]))
     print(table([each for one in layers if one["trained"] == "none" for each in one["layers"]]))
 
@@ -50,7 +62,9 @@ def recipe(rotation: str, base: str) -> Any:
     return replace(found, name=f"{base}-{rotation}", output=replace(found.output, rotate=turn))
 
 
-def train(name: str, seed: int, data: str, steps: int, hidden_size: int, base: str) -> dict[str, Any]:
+def train(
+    name: str, seed: int, data: str, steps: int, hidden_size: int, base: str
+) -> dict[str, Any]:
     """One run: its validation loss, and what its layers look like at the end. name: of `ROTATIONS`, or bf16."""
     from narrowgauge import recipes
     from narrowgauge.diagnose.runs import read_metrics
@@ -90,7 +104,9 @@ def looks(run: Path, steps: int, base: str) -> Iterator[dict[str, Any]]:
         return lambda layer, given: inputs.update({name: given[0].detach().flatten(0, -2).float()})
 
     with reopened(checkpoint_ref.at_or_before(run, steps), config, task) as trainer:
-        layers = {name: each for name, each in trainer.model.named_modules() if isinstance(each, QLinear)}
+        layers = {
+            name: each for name, each in trainer.model.named_modules() if isinstance(each, QLinear)
+        }
         hooks = [each.register_forward_pre_hook(keep(name)) for name, each in layers.items()]
         [batch] = trainer.feed.draw(steps).batches
         with suspended(trainer.model), torch.no_grad():
@@ -101,7 +117,10 @@ def looks(run: Path, steps: int, base: str) -> Iterator[dict[str, Any]]:
             if "lm_head" not in name:
                 yield {
                     "layer": name,
-                    **{each: look(x, layers[name].weight.detach().float(), each, base) for each in ROTATIONS},
+                    **{
+                        each: look(x, layers[name].weight.detach().float(), each, base)
+                        for each in ROTATIONS
+                    },
                 }
 
 

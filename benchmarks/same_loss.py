@@ -41,7 +41,9 @@ def generated_text(seed: int = 0) -> str:
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 6))) for _ in range(300)]
     weights = [1 / rank for rank in range(1, len(words) + 1)]
-    return "".join(" ".join(draw.choices(words, weights, k=WORDS_PER_LINE)) + ".\n" for _ in range(LINES))
+    return "".join(
+        " ".join(draw.choices(words, weights, k=WORDS_PER_LINE)) + ".\n" for _ in range(LINES)
+    )
 
 
 @contextmanager
@@ -58,7 +60,9 @@ def checked_out(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, encoding="utf-8")
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, encoding="utf-8"
+    )
 
 
 def losses_of(tree: Path, text: Path, output: Path, recipe: str) -> dict[int, float]:
@@ -70,12 +74,21 @@ def losses_of(tree: Path, text: Path, output: Path, recipe: str) -> dict[int, fl
         "output": output,
         "cache": output.parent / f"{output.name}-cache",
     }
-    flags = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    flags = [
+        word
+        for key, value in settings.items()
+        for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
     command = [sys.executable, "-m", "narrowgauge", "train", *flags]
     # `-m` looks into the working directory first, so the code is this tree's and not the installed one's.
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8"
+        command,
+        cwd=tree,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
     )
     if done.returncode:
         raise RunFailed(
@@ -122,7 +135,9 @@ def compare(commit: str, recipe: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--base", default="main", help="commit to compare with (default: main)")
-    parser.add_argument("--recipe", default="fp8-current", help="recipe of the runs (default: fp8-current)")
+    parser.add_argument(
+        "--recipe", default="fp8-current", help="recipe of the runs (default: fp8-current)"
+    )
     options = parser.parse_args()
     try:
         differs = compare(options.base, options.recipe)

@@ -39,7 +39,13 @@ from narrowgauge.recipe import Recipe
 
 Note = Callable[[str, "Tensor | None"], None]
 
-SHAPES = {"whole": (32, 64, 48), "ragged": (37, 72, 41), "tiny": (3, 33, 7), "empty": (0, 64, 48), "long": (2, 40, 32)}
+SHAPES = {
+    "whole": (32, 64, 48),
+    "ragged": (37, 72, 41),
+    "tiny": (3, 33, 7),
+    "empty": (0, 64, 48),
+    "long": (2, 40, 32),
+}
 STEPS = 3
 
 
@@ -53,7 +59,11 @@ def recorded(only: str | None) -> dict[str, str]:
             continue
         for name, run in cases:
             torch.manual_seed(0)
-            run(lambda key, tensor, name=f"{group} {name}": found.__setitem__(f"{name}: {key}", _hash(tensor)))
+            run(
+                lambda key, tensor, name=f"{group} {name}": found.__setitem__(
+                    f"{name}: {key}", _hash(tensor)
+                )
+            )
             torch.compiler.reset() if group == "compiled" else None
     return found
 
@@ -63,7 +73,9 @@ def _hash(tensor: Tensor | None) -> str:
         return "none"
     tensor = tensor.detach().cpu().contiguous()
     form = f"{tensor.dtype}{list(tensor.shape)}".encode()
-    return hashlib.sha256(form + bytes(tensor.reshape(-1).view(torch.uint8).tolist())).hexdigest()[:16]
+    return hashlib.sha256(form + bytes(tensor.reshape(-1).view(torch.uint8).tolist())).hexdigest()[
+        :16
+    ]
 
 
 # --- one layer -------------------------------------------------------------------------------------------------------------------
@@ -75,7 +87,9 @@ def variants() -> list[Recipe]:
     for recipe in recipes.ALL:
         other = "original" if recipe.save == "quantized" else "quantized"
         rotate = recipe.grad_weight.rotate
-        if recipe.grad_weight.rhs is not None and not (rotate is not None and rotate.signs == "random"):
+        if recipe.grad_weight.rhs is not None and not (
+            rotate is not None and rotate.signs == "random"
+        ):
             found.append(replace(recipe, save=other, name=f"{recipe.name}-{other}"))
     mixed = recipes.get("int4-hq-bs")
     found.append(mixed.with_gemm(grad_input=recipes.BF16.grad_input))
@@ -85,7 +99,9 @@ def variants() -> list[Recipe]:
     found.append(recipes.get("int8").with_gemm(output=recipes.MXFP8.output))
     eager = recipes.get("int4-hq-lss")
     sample = replace(eager.grad_input.sample, max_variance=float("inf"))
-    always = {name: replace(getattr(eager, name), sample=sample) for name in ("grad_input", "grad_weight")}
+    always = {
+        name: replace(getattr(eager, name), sample=sample) for name in ("grad_input", "grad_weight")
+    }
     found.append(eager.with_gemm(**always))
     return found
 
@@ -96,14 +112,24 @@ def _layers() -> Iterator[tuple[str, Callable[[Note], None]]]:
             yield f"{recipe.name} {shape} float32", _layer(recipe, SHAPES[shape], torch.float32)
         yield f"{recipe.name} whole bfloat16", _layer(recipe, SHAPES["whole"], torch.bfloat16)
         for left_out in ("x", "weight", "bias", "x weight"):
-            yield f"{recipe.name} without {left_out}", _layer(recipe, SHAPES["whole"], torch.float32, left_out)
-        yield f"{recipe.name} no advance", _layer(recipe, SHAPES["ragged"], torch.float32, advances=False)
+            yield (
+                f"{recipe.name} without {left_out}",
+                _layer(recipe, SHAPES["whole"], torch.float32, left_out),
+            )
+        yield (
+            f"{recipe.name} no advance",
+            _layer(recipe, SHAPES["ragged"], torch.float32, advances=False),
+        )
         if not recipe.has_memory:
             yield f"{recipe.name} function", _function(recipe)
 
 
 def _layer(
-    recipe: Recipe, shape: tuple[int, int, int], dtype: torch.dtype, left_out: str = "", advances: bool = True
+    recipe: Recipe,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    left_out: str = "",
+    advances: bool = True,
 ) -> Callable[[Note], None]:
     def run(note: Note) -> None:
         tokens, k, n = shape
@@ -114,8 +140,14 @@ def _layer(
         optimizer = torch.optim.AdamW(trained, lr=1e-2) if trained else None
         for step in range(STEPS):
             for micro in range(2):
-                x = (torch.randn(tokens, k) * (1 + 10 * step)).to(dtype).requires_grad_("x" not in left_out.split())
-                layer.observer = _observer(note, f"step {step} sees") if step == 1 and micro == 1 else None
+                x = (
+                    (torch.randn(tokens, k) * (1 + 10 * step))
+                    .to(dtype)
+                    .requires_grad_("x" not in left_out.split())
+                )
+                layer.observer = (
+                    _observer(note, f"step {step} sees") if step == 1 and micro == 1 else None
+                )
                 y = layer(x[None] if micro else x)
                 note(f"step {step}.{micro} y", y)
                 if y.requires_grad:
@@ -158,7 +190,9 @@ def _observer(note: Note, name: str) -> Callable[..., None]:
     def see(gemm: str, role: str, original: Tensor, operand: Any) -> None:
         value = ng.dequantize(operand) if isinstance(operand, ng.QTensor) else operand
         note(f"{name} {gemm} {role} original", original)
-        note(f"{name} {gemm} {role} operand", value.flatten().sort().values)  # in whichever orientation it was shown
+        note(
+            f"{name} {gemm} {role} operand", value.flatten().sort().values
+        )  # in whichever orientation it was shown
 
     return see
 
@@ -185,7 +219,10 @@ def _models() -> Iterator[tuple[str, Callable[[Note], None]]]:
         for kind in ("bfloat16", "float16"):
             yield f"{recipe} autocast {kind}", _model(recipe, autocast=getattr(torch, kind))
         for reentrant in (False, True):
-            yield f"{recipe} checkpointing{' reentrant' if reentrant else ''}", _model(recipe, reentrant=reentrant)
+            yield (
+                f"{recipe} checkpointing{' reentrant' if reentrant else ''}",
+                _model(recipe, reentrant=reentrant),
+            )
         yield f"{recipe} frozen", _model(recipe, frozen=True)
     for states in ("8bit", "fp32"):
         yield f"fp8-delayed AdamW {states}", _model("fp8-delayed", states=states)
@@ -224,7 +261,9 @@ def _model(
         for step in range(STEPS):
             for _ in range(2):
                 ids = torch.randint(0, 96, (2, 9))
-                with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+                with torch.autocast(
+                    "cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None
+                ):
                     loss = model(input_ids=ids, labels=ids).loss
                 note(f"step {step} loss", loss)
                 loss.backward()
@@ -258,7 +297,9 @@ def _compiled() -> Iterator[tuple[str, Callable[[Note], None]]]:
 
 def _compiled_layer(recipe: str, backend: str) -> Callable[[Note], None]:
     def run(note: Note) -> None:
-        model: Any = ng.convert(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64)), recipe)
+        model: Any = ng.convert(
+            nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64)), recipe
+        )
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         for step in range(2):
@@ -287,7 +328,11 @@ def difference(base: dict[str, str], here: dict[str, str]) -> str:
     if missing or len(base) != len(here):
         return f"{len(base)} numbers at BASE, {len(here)} here; missing {missing[:1]}"
     differing = [key for key in base if base[key] != here[key]]
-    return f"{len(differing)} of {len(base)} numbers differ, first {differing[0]!r}" if differing else ""
+    return (
+        f"{len(differing)} of {len(base)} numbers differ, first {differing[0]!r}"
+        if differing
+        else ""
+    )
 
 
 def _recorded_at(commit: str, only: str | None) -> dict[str, str]:
@@ -299,9 +344,13 @@ def _recorded_at(commit: str, only: str | None) -> dict[str, str]:
             command = [sys.executable, str(Path(__file__).resolve()), "--record", str(path)]
             command += ["--only", only] if only else []
             environment = {**os.environ, "PYTHONPATH": str(tree)}
-            done = subprocess.run(command, cwd=name, env=environment, capture_output=True, encoding="utf-8")
+            done = subprocess.run(
+                command, cwd=name, env=environment, capture_output=True, encoding="utf-8"
+            )
             if done.returncode:
-                raise RunFailed(f"same-numbers: recording {commit} failed:\n{done.stdout}{done.stderr}")
+                raise RunFailed(
+                    f"same-numbers: recording {commit} failed:\n{done.stdout}{done.stderr}"
+                )
         found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
@@ -331,9 +380,15 @@ def main() -> int:
         return 0
     if base is None:
         base = json.loads(options.against.read_text(encoding="utf-8"))
-        base = {key: value for key, value in base.items() if options.only is None or key.startswith(options.only)}
+        base = {
+            key: value
+            for key, value in base.items()
+            if options.only is None or key.startswith(options.only)
+        }
     differs = difference(base, here)
-    print(f"same-numbers: {f'CHANGED: {differs}' if differs else f'{len(here)} numbers are equal to the last bit'}.")
+    print(
+        f"same-numbers: {f'CHANGED: {differs}' if differs else f'{len(here)} numbers are equal to the last bit'}."
+    )
     return 1 if differs else 0
 
 

@@ -48,16 +48,24 @@ WARM, LEARNING_RATE = 150, 2e-3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.saved_in_fp8", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.saved_in_fp8", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--only", choices=["gradients", "training"])
     parser.add_argument(
-        "--recipes", nargs="+", default=["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8"]
+        "--recipes",
+        nargs="+",
+        default=["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8"],
     )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--width", type=int, choices=list(SIZES), default=128, help="of the models that are trained")
     parser.add_argument(
-        "--text", type=Path, help="train on the bytes of this file instead of Python's standard library"
+        "--width", type=int, choices=list(SIZES), default=128, help="of the models that are trained"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="train on the bytes of this file instead of Python's standard library",
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/saved_in_fp8"))
@@ -74,23 +82,34 @@ def main() -> None:
             record("saved-in-fp8-gradients", rows, options.results)
     if options.only != "gradients":
         text = str(options.text or "")
-        folder = options.output / "-".join([f"{options.steps}-steps", str(options.width), Path(text).stem or "stdlib"])
+        folder = options.output / "-".join(
+            [f"{options.steps}-steps", str(options.width), Path(text).stem or "stdlib"]
+        )
         settings = {"steps": options.steps, "width": options.width, "text": text}
         found = Experiment(train, SAVES, options.seeds, settings, folder).results(options.jobs)
-        same = {"steps": options.steps, "sizes": SIZES[options.width], "text": Path(text).name or "standard library"}
+        same = {
+            "steps": options.steps,
+            "sizes": SIZES[options.width],
+            "text": Path(text).name or "standard library",
+        }
         lines = [line | same for line in summarize(found, ["loss"], BASELINE)]
         judged = verdicts(found)
         for line in [*lines, *map(seeds_text.sentences, judged)]:
             print(line)
         if not options.quick:
             record("saved-in-fp8-training", lines, options.results)
-            record("saved-in-fp8-verdicts", [each.numbers() | same for each in judged], options.results)
+            record(
+                "saved-in-fp8-verdicts", [each.numbers() | same for each in judged], options.results
+            )
 
 
 def verdicts(found: list[Figures]) -> list[Verdict]:
     """On each `save` beside "exact", over seeds."""
     runs = [
-        Runs(name=save, values={each["seed"]: each["loss"] for each in found if each["recipe"] == save})
+        Runs(
+            name=save,
+            values={each["seed"]: each["loss"] for each in found if each["recipe"] == save},
+        )
         for save in SAVES
     ]
     return judge_all(runs, "loss")
@@ -127,7 +146,9 @@ def gradients(names: list[str], seeds: list[int], warm: int) -> Iterator[dict[st
         for kind in KINDS:
             values = {save: found[name, kind, save] for save in SAVES}
             lost = {
-                f"{save}_most_lost_db": round(max(a - b for a, b in zip(values["exact"], values[save], strict=True)), 2)
+                f"{save}_most_lost_db": round(
+                    max(a - b for a, b in zip(values["exact"], values[save], strict=True)), 2
+                )
                 for save in SAVES[1:]
             }
             means = {f"{save}_db": round(statistics.mean(each), 2) for save, each in values.items()}
@@ -137,14 +158,18 @@ def gradients(names: list[str], seeds: list[int], warm: int) -> Iterator[dict[st
 def sqnr_db(truth: dict[str, Tensor], got: dict[str, Tensor], words: tuple[str, ...]) -> float:
     chosen = [name for name in truth if any(word in name for word in words)]
     signal = sum(float(truth[name].double().square().sum()) for name in chosen)
-    noise = sum(float((got[name].double() - truth[name].double()).square().sum()) for name in chosen)
+    noise = sum(
+        float((got[name].double() - truth[name].double()).square().sum()) for name in chosen
+    )
     return 10 * math.log10(signal / noise)
 
 
 def gradient(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss(model, batch).backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+    }
 
 
 def train(name: str, seed: int, steps: int, width: int, text: str) -> dict[str, float]:
@@ -168,16 +193,22 @@ def language_model(sizes: dict[str, int], seed: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=4, use_cache=False, **sizes))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, num_hidden_layers=4, use_cache=False, **sizes)
+    )
 
 
 def optimized(model: nn.Module, text: Tensor, steps: int, seed: int) -> Iterator[int]:
     """AdamW, warm-up over a tenth and half a cosine, gradients clipped at norm 1; yields after each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
     draw = torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min((step + 1) / (0.1 * steps), 0.5 * (1 + math.cos(math.pi * step / steps)))
+            group["lr"] = LEARNING_RATE * min(
+                (step + 1) / (0.1 * steps), 0.5 * (1 + math.cos(math.pi * step / steps))
+            )
         loss(model, batch_of(text, draw)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

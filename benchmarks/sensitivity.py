@@ -34,15 +34,37 @@ SIZES: dict[str, Any] = {
     "steps": 120, "warmup_steps": 5, "learning_rate": 3e-3, "eval_every": 0, "eval_tokens": 4096, "eval_wide": False,
     "checkpoint_every": 0, "tensor_every": 0, "sample_tokens": 0, "log_every": 1000, "threads": 1, "device": "cpu",
 }  # fmt: skip
-WORDS = ["scale", "tile", "amax", "codes", "the", "of", "and", "a", "rounds", "stores", "narrow", "wide", "exact"]
+WORDS = [
+    "scale",
+    "tile",
+    "amax",
+    "codes",
+    "the",
+    "of",
+    "and",
+    "a",
+    "rounds",
+    "stores",
+    "narrow",
+    "wide",
+    "exact",
+]
 # Name -> (whether it can tell, the text, settings).
 DESIGNS: dict[str, tuple[bool, str, Mapping[str, Any]]] = {
-    "three steps at a learning rate of 1e-6": (False, "words", {"steps": 3, "warmup_steps": 0, "learning_rate": 1e-6}),
+    "three steps at a learning rate of 1e-6": (
+        False,
+        "words",
+        {"steps": 3, "warmup_steps": 0, "learning_rate": 1e-6},
+    ),
     "one step": (False, "words", {"steps": 1, "warmup_steps": 0}),
     "two steps": (False, "words", {"steps": 2, "warmup_steps": 0}),
     "40 steps at 1e-9": (False, "words", {"learning_rate": 1e-9, "steps": 40}),
     "40 steps at 1e-6": (False, "words", {"learning_rate": 1e-6, "steps": 40}),
-    "warm-up longer than the run": (False, "words", {"steps": 12, "warmup_steps": 4000, "learning_rate": 1e-4}),
+    "warm-up longer than the run": (
+        False,
+        "words",
+        {"steps": 12, "warmup_steps": 4000, "learning_rate": 1e-4},
+    ),
     "letters at random": (False, "noise", {}),
     "all but the norms frozen": (False, "words", {"freeze": "*proj*,embed*,lm_head*"}),
     "an evaluation of 48 tokens": (False, "words", {"eval_tokens": 48, "steps": 40}),
@@ -53,10 +75,16 @@ DESIGNS: dict[str, tuple[bool, str, Mapping[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.sensitivity", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.sensitivity", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--results", type=Path, default=RESULTS / "sensitivity.jsonl")
-    parser.add_argument("--designs", nargs="+", choices=DESIGNS, default=list(DESIGNS), metavar="NAME")
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="beside bf16 and the positive control")
+    parser.add_argument(
+        "--designs", nargs="+", choices=DESIGNS, default=list(DESIGNS), metavar="NAME"
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", default=list(RECIPES), help="beside bf16 and the positive control"
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS)
     options = parser.parse_args()
     loop._write_report = lambda folder: None  # a third of such a run
@@ -77,7 +105,9 @@ def write_text(folder: Path, kind: str) -> Path:
     for number in range(60):
         draw = random.Random(number)
         lines = [" ".join(draw.choices(WORDS, k=8)) + ".\n" for _ in range(30 + number)]
-        text = "".join(lines) if kind == "words" else "".join(draw.choices("abcdefghijklmnop", k=3000))
+        text = (
+            "".join(lines) if kind == "words" else "".join(draw.choices("abcdefghijklmnop", k=3000))
+        )
         (folder / f"{number:02}.txt").write_text(text, encoding="utf-8")
     return folder
 

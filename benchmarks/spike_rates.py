@@ -35,14 +35,20 @@ HEIGHTS = (0.1, 0.25, 0.5, 1.0, 2.0)  # nats
 
 def main() -> None:
     options = _options()
-    curves = {" ".join(f"{key}={value}" for key, value in changes.items()): changes for changes in TRAINED}
+    curves = {
+        " ".join(f"{key}={value}" for key, value in changes.items()): changes for changes in TRAINED
+    }
     rows = []
     for name, changes in curves.items():
         rows.append(show(name, trained(options.data, options.steps, **changes)))
     for folder in options.runs:
         rows.append(show(folder.name, read(folder)))
     judged = sum(row["judged"] for row in rows)
-    total = {"curve": "all", "judged": judged, "false_alarms": sum(row["false_alarms"] for row in rows)}
+    total = {
+        "curve": "all",
+        "judged": judged,
+        "false_alarms": sum(row["false_alarms"] for row in rows),
+    }
     print(total)
     record("spike_rates", [*rows, total], options.results)
 
@@ -66,7 +72,9 @@ def trained(data: Path, steps: int, *, batch: int, rate: float, recipe: str) -> 
 def read(folder: Path) -> Curve:
     events = runs.read_metrics(folder / "metrics.jsonl")
     return [
-        (event["loss"], event["grad_norm"]) for event in events if event["event"] == "step" and "grad_norm" in event
+        (event["loss"], event["grad_norm"])
+        for event in events
+        if event["event"] == "step" and "grad_norm" in event
     ]
 
 
@@ -98,7 +106,9 @@ def share(curve: Curve, height: float, length: int, factor: float) -> float:
     return statistics.fmean(planted(curve, place, height, length, factor) for place in places)
 
 
-def planted(curve: Sequence[tuple[float, float]], place: int, height: float, length: int, factor: float) -> bool:
+def planted(
+    curve: Sequence[tuple[float, float]], place: int, height: float, length: int, factor: float
+) -> bool:
     watch, first = Spikes(), max(place - 100, 0)
     for step, point in enumerate(curve[first:place]):
         watch.add(step, *point)
@@ -107,7 +117,9 @@ def planted(curve: Sequence[tuple[float, float]], place: int, height: float, len
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.spike_rates", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.spike_rates", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("runs", nargs="*", type=Path, help="folders that narrowgauge train wrote")
     parser.add_argument("--data", type=Path, required=True, help="any text file")
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -62,7 +62,11 @@ def llama_step(run: Run) -> Callable[[], Step]:
                 return model(input_ids=ids, labels=ids, use_cache=False).loss
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
             total, valid = ng.memory.chunked_cross_entropy(
-                hidden[:, :-1], model.lm_head.weight, ids[:, 1:], checked=True, slices=run.loss == "slices"
+                hidden[:, :-1],
+                model.lm_head.weight,
+                ids[:, 1:],
+                checked=True,
+                slices=run.loss == "slices",
             )
             return total / valid
 
@@ -75,13 +79,21 @@ def optimizer_of(model: nn.Module, run: Run) -> Any:
     if run.states == "torch":
         return torch.optim.AdamW(model.parameters(), fused=True)
     named: dict[str, Any] = {"master": run.master} if run.master else {}
-    optimizer = ng.optim.AdamW(ng.optim.groups(model, embeddings=run.embeddings), states=run.states, **named)
+    optimizer = ng.optim.AdamW(
+        ng.optim.groups(model, embeddings=run.embeddings), states=run.states, **named
+    )
     if run.in_backward:
         ng.optim.in_backward(optimizer)
     return optimizer
 
 
-def step_of(model: nn.Module, loss: Callable[[], Tensor], batch: Any, optimizer: Any, converted: bool = False) -> Step:
+def step_of(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    batch: Any,
+    optimizer: Any,
+    converted: bool = False,
+) -> Step:
     def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
@@ -89,7 +101,12 @@ def step_of(model: nn.Module, loss: Callable[[], Tensor], batch: Any, optimizer:
             ng.advance(model)
 
     def states() -> Iterable[Tensor]:
-        return [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+        return [
+            each
+            for state in optimizer.state.values()
+            for each in state.values()
+            if torch.is_tensor(each)
+        ]
 
     return Step(model, loss, update, states, batch)
 
@@ -112,8 +129,14 @@ class _OlmoBlock(nn.Module):
     def __init__(self, width: int, middle: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.gate_up, self.down = nn.Linear(width, 2 * middle, bias=False), nn.Linear(middle, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.gate_up, self.down = (
+            nn.Linear(width, 2 * middle, bias=False),
+            nn.Linear(middle, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, width = x.shape
@@ -143,7 +166,9 @@ def _halves_turned(x: Tensor) -> Tensor:
 class _Olmo(nn.Module):
     """OLMo 7B: 32 blocks of 4,096."""
 
-    def __init__(self, vocabulary: int = 50304, width: int = 4096, middle: int = 11008, blocks: int = 32) -> None:
+    def __init__(
+        self, vocabulary: int = 50304, width: int = 4096, middle: int = 11008, blocks: int = 32
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(_OlmoBlock(width, middle, 32) for _ in range(blocks))

@@ -30,11 +30,15 @@ class _RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.scale
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(
+            x
+        ) * self.scale
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 3072, middle: int = 8192, heads: int = 24, groups: int = 8) -> None:
+    def __init__(
+        self, width: int = 3072, middle: int = 8192, heads: int = 24, groups: int = 8
+    ) -> None:
         super().__init__()
         self.heads, self.groups, self.head = heads, groups, width // heads
         self.before, self.behind = _RmsNorm(width), _RmsNorm(width)
@@ -84,7 +88,9 @@ def compiled_units() -> float:
         torch.compile(block, backend="aot_eager_decomp_partition")(x)
     torch._dynamo.reset()
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
-    return sum(nbytes for place, nbytes in storages.items() if place not in weights) / (x.numel() * x.element_size())
+    return sum(nbytes for place, nbytes in storages.items() if place not in weights) / (
+        x.numel() * x.element_size()
+    )
 
 
 class _CompiledBlock(Block):
@@ -124,7 +130,11 @@ class _CompiledLoss(torch.autograd.Function):
 
 class _Decoder(nn.Module):
     def __init__(
-        self, block: Callable[[], nn.Module], vocabulary: int = 128256, width: int = 3072, blocks: int = 28
+        self,
+        block: Callable[[], nn.Module],
+        vocabulary: int = 128256,
+        width: int = 3072,
+        blocks: int = 28,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -157,7 +167,9 @@ def torchtune_step(flags: Torchtune) -> Callable[[], Step]:
 
     def build() -> Step:
         with bfloat16_weights():
-            model = _Decoder((lambda: _CompiledBlock(units)) if flags.compiled else Block, blocks=flags.layers).train()
+            model = _Decoder(
+                (lambda: _CompiledBlock(units)) if flags.compiled else Block, blocks=flags.layers
+            ).train()
         if flags.checkpointing:
             ng.memory.checkpoint(model, "full", keep_last=False)
         ids = torch.zeros(2, 4096, dtype=torch.int64)
@@ -169,7 +181,9 @@ def torchtune_step(flags: Torchtune) -> Callable[[], Step]:
                 return model(ids)
 
         def loss() -> Tensor:
-            logits = [part @ model.embedding.weight.T for part in hidden().chunk(flags.chunks, dim=1)]
+            logits = [
+                part @ model.embedding.weight.T for part in hidden().chunk(flags.chunks, dim=1)
+            ]
             if flags.chunks == 1:  # whole ones are widened by the model
                 logits = [logits.pop().float()]
             parts = zip(logits, ids.chunk(flags.chunks, dim=1), strict=True)
@@ -183,7 +197,9 @@ def torchtune_step(flags: Torchtune) -> Callable[[], Step]:
 def _loss(logits: Tensor, targets: Tensor, compiled: bool) -> Tensor:
     if compiled:
         return _CompiledLoss.apply(logits)
-    return cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="sum")
+    return cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="sum"
+    )
 
 
 def _gone(x: Tensor) -> Any:
@@ -207,7 +223,9 @@ class _InBackward:
     """An AdamW of its own for each weight, which steps when its gradient is whole."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.each = {weight: torch.optim.AdamW([weight], fused=True) for weight in model.parameters()}
+        self.each = {
+            weight: torch.optim.AdamW([weight], fused=True) for weight in model.parameters()
+        }
         for weight in self.each:
             weight.register_post_accumulate_grad_hook(self._stepped)
 
@@ -217,7 +235,9 @@ class _InBackward:
 
     @property
     def state(self) -> dict[Any, Any]:
-        return {weight: state for each in self.each.values() for weight, state in each.state.items()}
+        return {
+            weight: state for each in self.each.values() for weight, state in each.state.items()
+        }
 
     def step(self) -> None:
         """Nothing is left to do."""

@@ -56,20 +56,38 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     prepare(options.data, folder, options.pairs)
     file = folder / "settings.toml"
-    file.write_text(SETTINGS.format(folder=folder, steps=options.steps, every=options.steps // 5), encoding="utf-8")
+    file.write_text(
+        SETTINGS.format(folder=folder, steps=options.steps, every=options.steps // 5),
+        encoding="utf-8",
+    )
     study = folder / "study"
-    asked = [str(file), f"--recipes={','.join(options.recipes)}", f"--seeds={options.seeds}", f"--output={study}"]
+    asked = [
+        str(file),
+        f"--recipes={','.join(options.recipes)}",
+        f"--seeds={options.seeds}",
+        f"--output={study}",
+    ]
     command = [sys.executable, "-m", "narrowgauge", "study", *asked]
     kill(command, study, options.kills, random.Random(0))
     subprocess.run(command, check=True)
     logs = sorted(study.glob("*-seed*/metrics.jsonl"))
     resumed = {path.parent.name: steps for path in logs if (steps := resumptions(path))}
     same = same_without_a_kill(study, folder, next(iter(resumed), ""))
-    event = [event for event in read_metrics(study / "metrics.jsonl") if event["event"] == "study"][-1]
-    shown = {"steps": options.steps, "pairs": options.pairs, "study": ["narrowgauge", "study", *asked]}
+    event = [event for event in read_metrics(study / "metrics.jsonl") if event["event"] == "study"][
+        -1
+    ]
+    shown = {
+        "steps": options.steps,
+        "pairs": options.pairs,
+        "study": ["narrowgauge", "study", *asked],
+    }
     about = {"metric": event["metric"], "reference": event["reference"], "resumed": resumed}
     about |= {"same_losses_without_a_kill": same, "train_s": sum(map(trained_s, logs))}
-    record("study_translation", [row | about | {"settings": shown} for row in event["verdicts"]], options.results)
+    record(
+        "study_translation",
+        [row | about | {"settings": shown} for row in event["verdicts"]],
+        options.results,
+    )
 
 
 def prepare(data: Path, folder: Path, pairs: int) -> None:
@@ -84,14 +102,21 @@ def prepare(data: Path, folder: Path, pairs: int) -> None:
     }
     for part in ("train", "val"):
         both = zip(lines[f"{part}.en"], lines[f"{part}.de"], strict=True)
-        rows = [json.dumps({"en": english, "de": german}, ensure_ascii=False) for english, german in both]
+        rows = [
+            json.dumps({"en": english, "de": german}, ensure_ascii=False)
+            for english, german in both
+        ]
         (folder / f"{part}.jsonl").write_text(
-            "".join(row + "\n" for row in rows[: pairs if part == "train" else None]), encoding="utf-8"
+            "".join(row + "\n" for row in rows[: pairs if part == "train" else None]),
+            encoding="utf-8",
         )
     found = translate.bpe(lines["train.en"][:pairs] + lines["train.de"][:pairs], vocabulary=1000)
     found.no_truncation()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=found, pad_token=translate.PAD, eos_token=translate.END, unk_token=translate.UNKNOWN
+        tokenizer_object=found,
+        pad_token=translate.PAD,
+        eos_token=translate.END,
+        unk_token=translate.UNKNOWN,
     )
     padding = tokenizer.pad_token_id
     model = MarianMTModel(
@@ -129,7 +154,12 @@ def resumptions(log: Path) -> list[int]:
 
 def trained_s(log: Path) -> float:
     """Seconds that a run spent in its steps."""
-    return float(max((event["elapsed_s"] for event in read_metrics(log) if event["event"] == "step"), default=0.0))
+    return float(
+        max(
+            (event["elapsed_s"] for event in read_metrics(log) if event["event"] == "step"),
+            default=0.0,
+        )
+    )
 
 
 def holders(study: Path) -> list[tuple[str, int]]:
@@ -140,7 +170,9 @@ def holders(study: Path) -> list[tuple[str, int]]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                with contextlib.suppress(ValueError, KeyError):  # held, and its name not written yet
+                with contextlib.suppress(
+                    ValueError, KeyError
+                ):  # held, and its name not written yet
                     found.append((path.parent.name, json.loads(lock.read())["pid"]))
     return found
 
@@ -151,9 +183,15 @@ def same_without_a_kill(study: Path, folder: Path, name: str) -> bool | None:
         return None
     again = folder / "again"
     shutil.rmtree(again, ignore_errors=True)
-    text = (study / name / "asked.toml").read_text(encoding="utf-8").replace(str(study / name), str(again))
+    text = (
+        (study / name / "asked.toml")
+        .read_text(encoding="utf-8")
+        .replace(str(study / name), str(again))
+    )
     (folder / "again.toml").write_text(text, encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "narrowgauge", "train", str(folder / "again.toml")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "narrowgauge", "train", str(folder / "again.toml")], check=True
+    )
     left, right = (losses(study / name), losses(again))
     return left == right
 
@@ -161,12 +199,20 @@ def same_without_a_kill(study: Path, folder: Path, name: str) -> bool | None:
 def losses(run: Path) -> dict[tuple[str, int], float]:
     """Of its steps and evaluations."""
     events = read_metrics(run / "metrics.jsonl")
-    return {(event["event"], event["step"]): event["loss"] for event in events if event["event"] in ("step", "eval")}
+    return {
+        (event["event"], event["step"]): event["loss"]
+        for event in events
+        if event["event"] in ("step", "eval")
+    }
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.study_translation", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--data", type=Path, required=True, help="folder with Multi30k's train and val, .en and .de")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.study_translation", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with Multi30k's train and val, .en and .de"
+    )
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=250)

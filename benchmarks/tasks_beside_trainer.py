@@ -22,7 +22,11 @@ from benchmarks.made_tasks import ROWS, save_encoder, write
 from benchmarks.paired import Experiment, markdown, summarize
 
 PLAIN, OURS = "trainer", "narrowgauge"
-OTHERS = {"regression": "pearson", "image-classification": "accuracy", "seq2seq": "bleu"}  # in `plain_others`
+OTHERS = {
+    "regression": "pearson",
+    "image-classification": "accuracy",
+    "seq2seq": "bleu",
+}  # in `plain_others`
 OWN_METRIC = {"question-answering": "f1", "tagging": "f1", "multiple-choice": "accuracy", **OTHERS}
 MARGINS = {"image-classification": 0.02, "seq2seq": 2.0}  # of the others 0.01
 TAGS = ("O", "B-cold", "B-warm", "I-cold", "I-warm")
@@ -44,8 +48,12 @@ def main() -> None:
         )
         rows = summarize(experiment.results(options.jobs), ("score", "own_score"), PLAIN)
         for row in rows:
-            row |= {"task": task, "metric": OWN_METRIC[task]} | verdict(task, row["score_differences"])
-        record("tasks_beside_trainer", [row | {"settings": settings} for row in rows], options.results)
+            row |= {"task": task, "metric": OWN_METRIC[task]} | verdict(
+                task, row["score_differences"]
+            )
+        record(
+            "tasks_beside_trainer", [row | {"settings": settings} for row in rows], options.results
+        )
         print(
             f"{task}, {OWN_METRIC[task]}\n{markdown(rows, ('score', 'own_score'))}\n95 % of the difference: {rows[-1]['interval']}, "
             f"equivalent within {rows[-1]['margin']}: p = {rows[-1]['p_equivalent']:.4f}"
@@ -67,7 +75,10 @@ def run(recipe: str, seed: int, task: str, settings: dict[str, Any]) -> dict[str
             folder, train, held_out = plain_others.prepare(task, place, seed, settings)
             return _pair(plain, recipe, task, folder, train, held_out, place, settings)
         labels = (
-            {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}
+            {
+                "id2label": dict(enumerate(TAGS)),
+                "label2id": {tag: number for number, tag in enumerate(TAGS)},
+            }
             if task == "tagging"
             else {}
         )
@@ -80,10 +91,21 @@ def run(recipe: str, seed: int, task: str, settings: dict[str, Any]) -> dict[str
 
 
 def _pair(
-    plain: Any, recipe: str, task: str, folder: Path, train: Path, held_out: Path, place: Path, settings: dict[str, Any]
+    plain: Any,
+    recipe: str,
+    task: str,
+    folder: Path,
+    train: Path,
+    held_out: Path,
+    place: Path,
+    settings: dict[str, Any],
 ) -> dict[str, float]:
     if recipe == PLAIN:
-        given = {"batches": by_length(task, folder, train, place, settings)} if settings["order"] == "length" else {}
+        given = (
+            {"batches": by_length(task, folder, train, place, settings)}
+            if settings["order"] == "length"
+            else {}
+        )
         model = plain.train(task, folder, train, place / "out", settings, **given)
         found = plain.score(task, model, folder, held_out, settings)
         return {"score": found, "own_score": found}
@@ -92,7 +114,9 @@ def _pair(
     return {"score": plain.score(task, model, folder, held_out, settings), "own_score": own}
 
 
-def by_length(task: str, folder: Path, train: Path, place: Path, settings: dict[str, Any]) -> list[list[int]]:
+def by_length(
+    task: str, folder: Path, train: Path, place: Path, settings: dict[str, Any]
+) -> list[list[int]]:
     """The examples of each step of narrowgauge's run on answers, tags or choices."""
     from narrowgauge import data
 
@@ -101,8 +125,12 @@ def by_length(task: str, folder: Path, train: Path, place: Path, settings: dict[
         "tagging": lambda: data.Tagging(tags=TAGS),
         "multiple-choice": data.Choices,
     }
-    limits = data.Limits(max_length=settings["max_length"] if task == "question-answering" else None)
-    examples = data.prepare_examples(train, columns[task](), data.load(folder), cache=place / "order", limits=limits)
+    limits = data.Limits(
+        max_length=settings["max_length"] if task == "question-answering" else None
+    )
+    examples = data.prepare_examples(
+        train, columns[task](), data.load(folder), cache=place / "order", limits=limits
+    )
     sampler = data.LengthBatchSampler(
         examples.lengths, data.Batching(batch_size=settings["batch_size"], seed=settings["seed"])
     )
@@ -112,26 +140,42 @@ def by_length(task: str, folder: Path, train: Path, place: Path, settings: dict[
     return found[: settings["steps"]]
 
 
-def ours(task: str, folder: Path, train: Path, held_out: Path, output: Path, settings: dict[str, Any]) -> float:
+def ours(
+    task: str, folder: Path, train: Path, held_out: Path, output: Path, settings: dict[str, Any]
+) -> float:
     from narrowgauge.diagnose.runs import read_metrics
     from narrowgauge.train import loop
     from narrowgauge.train.config.settings import TrainConfig
 
     shared = {
         key: settings[key]
-        for key in ("steps", "batch_size", "learning_rate", "warmup_steps", "weight_decay", "beta2", "seed")
+        for key in (
+            "steps",
+            "batch_size",
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "beta2",
+            "seed",
+        )
     }
     from benchmarks import plain_others
 
     own = plain_others.own_settings(task, settings)
-    own |= {"max_length": settings["max_length"], "stride": settings["stride"]} if task == "question-answering" else {}
+    own |= (
+        {"max_length": settings["max_length"], "stride": settings["stride"]}
+        if task == "question-answering"
+        else {}
+    )
     code = loop.run(TrainConfig(
         task=task, model=str(folder), data=str(train), validation_data=str(held_out), output=str(output), recipe="none",
         precision="fp32", threads=1, device="cpu", eval_every=0, checkpoint_every=0, tensor_every=0, best="none",
         eval_tokens=2**30, **shared, **own,
     ))  # fmt: skip
     assert code == 0, f"the run ended with exit code {code}"
-    [found] = [event for event in read_metrics(output / "metrics.jsonl") if event["event"] == "eval"]
+    [found] = [
+        event for event in read_metrics(output / "metrics.jsonl") if event["event"] == "eval"
+    ]
     return float(found[OWN_METRIC[task]])
 
 
@@ -139,17 +183,29 @@ def verdict(task: str, differences: list[float]) -> dict[str, Any]:
     """interval: 95 % of the mean, Student's, [] of fewer than two; p_equivalent: of a true mean beyond the margin."""
     from narrowgauge.diagnose.paired_tests import half_width, p_equivalent
 
-    margin, middle, half = MARGINS.get(task, 0.01), statistics.mean(differences), half_width(differences)
+    margin, middle, half = (
+        MARGINS.get(task, 0.01),
+        statistics.mean(differences),
+        half_width(differences),
+    )
     interval = [] if half is None else [middle - half, middle + half]
-    return {"interval": interval, "margin": margin, "p_equivalent": p_equivalent(differences, margin)}
+    return {
+        "interval": interval,
+        "margin": margin,
+        "p_equivalent": p_equivalent(differences, margin),
+    }
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.tasks_beside_trainer", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.tasks_beside_trainer", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--tasks", nargs="+", choices=[*ROWS, *OTHERS], default=[*ROWS, *OTHERS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--order", choices=("length", "shuffled"), default="shuffled", help="batches of the Trainer")
+    parser.add_argument(
+        "--order", choices=("length", "shuffled"), default="shuffled", help="batches of the Trainer"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=Path("runs/tasks_beside_trainer"))
     parser.add_argument("--results", type=Path, default=RESULTS / "tasks_beside_trainer.jsonl")

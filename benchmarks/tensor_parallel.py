@@ -35,13 +35,27 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import narrowgauge as ng
 from benchmarks.harness import RESULTS, measure, record, rows, table
 from narrowgauge.distributed import tensor_parallel
 
-RECIPES = ("bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8", "int4-hq-bs")
+RECIPES = (
+    "bf16",
+    "fp8-current",
+    "fp8-delayed",
+    "fp8-row",
+    "fp8-block",
+    "mxfp8",
+    "int8",
+    "int4-hq-bs",
+)
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 
@@ -65,11 +79,22 @@ class Half(nn.Module):
 
 class Blocks(nn.Module):
     def __init__(
-        self, blocks: int, width: int, inner: int, shards: int = 1, enter: Any = None, leave: Any = None
+        self,
+        blocks: int,
+        width: int,
+        inner: int,
+        shards: int = 1,
+        enter: Any = None,
+        leave: Any = None,
     ) -> None:
         super().__init__()
-        names = (("q_proj", "k_proj", "v_proj", "o_proj"), width), (("gate_proj", "up_proj", "down_proj"), inner)
-        self.halves = nn.ModuleList(Half(each, width, size, shards) for _ in range(blocks) for each, size in names)
+        names = (
+            (("q_proj", "k_proj", "v_proj", "o_proj"), width),
+            (("gate_proj", "up_proj", "down_proj"), inner),
+        )
+        self.halves = nn.ModuleList(
+            Half(each, width, size, shards) for _ in range(blocks) for each, size in names
+        )
         self.enter, self.leave = enter or nn.Identity(), leave or nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +119,9 @@ class Leave(nn.Module):
 
 def summed(x: Tensor) -> Tensor:
     """By the collectives that DTensor takes, whose own cost is not in question here."""
-    return functional_collectives.wait_tensor(functional_collectives.all_reduce(x, "sum", dist.group.WORLD))
+    return functional_collectives.wait_tensor(
+        functional_collectives.all_reduce(x, "sum", dist.group.WORLD)
+    )
 
 
 class _Enter(torch.autograd.Function):
@@ -127,7 +154,9 @@ def parallelized(model: Blocks, mesh: DeviceMesh, activations: str | None) -> Bl
         if activations == "fp8":
             rows, enter = tensor_parallel.RowwiseParallel(), tensor_parallel.GatherInput()
         parallelize_module(half, mesh, enter)
-        plan = {name: ColwiseParallel(use_local_output=True) for name in half.names[:-1]} | {half.names[-1]: rows}
+        plan = {name: ColwiseParallel(use_local_output=True) for name in half.names[:-1]} | {
+            half.names[-1]: rows
+        }
         parallelize_module(half, mesh, plan)
     return model
 
@@ -136,14 +165,18 @@ def own(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def case(recipe: str, kind: str, options: argparse.Namespace, mesh: DeviceMesh) -> tuple[Callable[[], None], nn.Module]:
+def case(
+    recipe: str, kind: str, options: argparse.Namespace, mesh: DeviceMesh
+) -> tuple[Callable[[], None], nn.Module]:
     """One step: forward, backward, the weights moved, the step ended."""
     torch.manual_seed(0)
     shape = options.blocks, options.width, options.inner
     if kind == "local":
         model: nn.Module = Blocks(*shape, mesh.size(), Enter(), Leave())
     else:
-        model = parallelized(Blocks(*shape), mesh, {"dtensor": None, "sp-16bit": "16bit", "sp-fp8": "fp8"}[kind])
+        model = parallelized(
+            Blocks(*shape), mesh, {"dtensor": None, "sp-16bit": "16bit", "sp-fp8": "fp8"}[kind]
+        )
     if recipe != "none":
         ng.convert(model, {"*": recipe})
     tokens = options.tokens // (mesh.size() if kind.startswith("sp") else 1)
@@ -178,7 +211,9 @@ def cpu_clock(step: Callable[[], object], calls: int) -> float:
 
 def on_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks
+    )
     mesh = init_device_mesh("cpu", (options.ranks,))
     found = []
     for recipe in options.recipes:
@@ -193,10 +228,26 @@ def on_rank(rank: int, options: argparse.Namespace, store: str) -> None:
         )
         if rank == 0:
             print(recipe, table(timings, baseline="local"), sep="\n", end="\n\n", flush=True)
-        sizes = {"ranks": options.ranks, "blocks": options.blocks, "width": options.width, "inner": options.inner}
+        sizes = {
+            "ranks": options.ranks,
+            "blocks": options.blocks,
+            "width": options.width,
+            "inner": options.inner,
+        }
         for line in rows(timings, baseline="local"):
-            sent = bytes_of(made[line["case"]], options) | {"calls": calls_of(made[line["case"]][0])}
-            found.append({"recipe": recipe, "clock": options.clock, **sizes, "tokens": options.tokens, **line, **sent})
+            sent = bytes_of(made[line["case"]], options) | {
+                "calls": calls_of(made[line["case"]][0])
+            }
+            found.append(
+                {
+                    "recipe": recipe,
+                    "clock": options.clock,
+                    **sizes,
+                    "tokens": options.tokens,
+                    **line,
+                    **sent,
+                }
+            )
             if rank == 0:
                 print(recipe, line["case"], sent, flush=True)
     if rank == 0 and not options.dry_run:
@@ -211,22 +262,33 @@ def calls_of(step: Callable[[], None]) -> int:
     return pstats.Stats(profile).total_calls  # type: ignore[attr-defined,no-any-return]
 
 
-def bytes_of(made: tuple[Callable[[], None], nn.Module], options: argparse.Namespace) -> dict[str, float]:
+def bytes_of(
+    made: tuple[Callable[[], None], nn.Module], options: argparse.Namespace
+) -> dict[str, float]:
     """Bytes per number of x that messages of FP8 take in a step, gathered and summed; nothing for the others."""
     step, model = made
-    via = [each for module in model.modules() if (each := tensor_parallel.messages_of(module)) is not None]
+    via = [
+        each
+        for module in model.modules()
+        if (each := tensor_parallel.messages_of(module)) is not None
+    ]
     for each in via:
         each.bytes_sent.clear()
     if not via:
         return {}
     step()
     numbers = 2 * 2 * options.blocks * options.tokens * options.width  # x and gy of each half
-    kinds = {kind: sum(each.bytes_sent[kind] for each in via) / numbers for kind in ("all-gather", "all-to-all")}
+    kinds = {
+        kind: sum(each.bytes_sent[kind] for each in via) / numbers
+        for kind in ("all-gather", "all-to-all")
+    }
     return {f"bytes_per_number_{kind}": value for kind, value in kinds.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.tensor_parallel", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.tensor_parallel", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=512)

@@ -44,16 +44,18 @@ MOST_SAVES = 5
 BEGIN_S = 300.0
 PATIENCE_S = 60.0
 AGENT_S = 8.0
-SIZES = (
-    "--hidden-size=32 --layers=2 --heads=2 --intermediate-size=48 --sequence-length=16 --vocab-size=300 --batch-size=4"
-)
+SIZES = "--hidden-size=32 --layers=2 --heads=2 --intermediate-size=48 --sequence-length=16 --vocab-size=300 --batch-size=4"
 RUN = "--steps=1000000 --warmup-steps=2 --eval-every=0 --eval-tokens=256 --tensor-every=0 --sample-tokens=0"
 SETTINGS = f"{SIZES} {RUN} --threads=1 --device=cpu --recipe=fp8-delayed".split()
 
 
 def _rank(arguments: list[str], variables: dict[str, str], said: str) -> None:
     os.environ.update(variables)
-    with open(said, "a", encoding="utf-8") as file, contextlib.redirect_stderr(file), contextlib.redirect_stdout(file):
+    with (
+        open(said, "a", encoding="utf-8") as file,
+        contextlib.redirect_stderr(file),
+        contextlib.redirect_stdout(file),
+    ):
         code = cli.main(arguments)
     os._exit(code)
 
@@ -66,17 +68,33 @@ class Start:
         context.set_forkserver_preload(
             [*PRELOADED, "narrowgauge.train.loop", "transformers.models.llama.modeling_llama"]
         )
-        arguments = ["train", *SETTINGS, f"--data={place / 'text'}", f"--cache={place / 'cache'}", *more]
+        arguments = [
+            "train",
+            *SETTINGS,
+            f"--data={place / 'text'}",
+            f"--cache={place / 'cache'}",
+            *more,
+        ]
         arguments += ["--parallel=fsdp", f"--micro-batches={2 // world}"]
         self.said = place / "said.txt"
         self.said.write_text("", encoding="utf-8")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(world)}
-        shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "WORLD_SIZE": str(world),
+        }
+        shared |= {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": "1",
+        }
         self.processes = []
         for rank in range(world):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-            process = context.Process(target=_rank, args=(arguments, own, str(self.said)), daemon=True)
+            process = context.Process(
+                target=_rank, args=(arguments, own, str(self.said)), daemon=True
+            )
             process.start()
             self.processes.append(process)
 
@@ -100,7 +118,11 @@ class Start:
 def told(output: Path) -> list[int]:
     """The steps whose checkpoints the run has told of, in the order of its log."""
     with contextlib.suppress(FileNotFoundError):
-        return [event["step"] for event in read_metrics(output / "metrics.jsonl") if event["event"] == "checkpoint"]
+        return [
+            event["step"]
+            for event in read_metrics(output / "metrics.jsonl")
+            if event["event"] == "checkpoint"
+        ]
     return []
 
 
@@ -111,7 +133,9 @@ def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
     for _ in range(kills):
         world = rng.choice(WORLDS)
         before, size = told(output), _bytes(output)
-        start = Start(place, world, (f"--output={output}", "--resume", "--checkpoint-every=1", "--keep=2"))
+        start = Start(
+            place, world, (f"--output={output}", "--resume", "--checkpoint-every=1", "--keep=2")
+        )
         until_s = time.monotonic() + BEGIN_S
         saves, any_moment = rng.randrange(2, MOST_SAVES + 1), rng.random() < AT_ANY_MOMENT
         seen_s: list[float] = []  # when each save was seen
@@ -121,11 +145,19 @@ def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
             seen_s += [time.monotonic()] * (_saves(output, size) - len(seen_s))
             time.sleep(0.005)
         ready = any_moment or len(seen_s) >= saves
-        between_s = START_S if any_moment else (seen_s[-1] - seen_s[0]) / (len(seen_s) - 1) if ready else 0.0
+        between_s = (
+            START_S
+            if any_moment
+            else (seen_s[-1] - seen_s[0]) / (len(seen_s) - 1)
+            if ready
+            else 0.0
+        )
         time.sleep(rng.uniform(0, between_s))
         victims = list(range(world)) if rng.random() < 0.2 else [rng.randrange(world)]
         start.kill(victims)
-        begun = _bytes(output) > size  # before that, ranks wait for each other to start, and torchrun's agent ends them
+        begun = (
+            _bytes(output) > size
+        )  # before that, ranks wait for each other to start, and torchrun's agent ends them
         codes, ended_s = start.ended(PATIENCE_S if begun else AGENT_S)
         drafts = list((output / "checkpoints").glob(".tmp-step-*")) if output.exists() else []
         storage.recover(output / "checkpoints", manifest.STEP.pattern)  # as the next start does
@@ -160,7 +192,9 @@ def _saves(output: Path, size: int) -> int:
 def _wrong(start: Start, codes: list[int | None], victims: list[int], ready: bool) -> list[str]:
     """Survivors end with 6, which names the dead; warnings and other errors are wrong."""
     said = start.said.read_text("utf-8")
-    survivors = {code for rank, code in enumerate(codes) if rank not in victims and code is not None}
+    survivors = {
+        code for rank, code in enumerate(codes) if rank not in victims and code is not None
+    }
     found = [f"exit codes {codes}"] if survivors - {6, -signal.SIGKILL} else []
     found += [] if ready else ["it did not begin"]
     return found + ([said[-800:]] if found or "passed over" in said or "Traceback" in said else [])
@@ -179,7 +213,21 @@ def _corrupt(folder: Path) -> list[str]:
 
 def write_text(folder: Path) -> None:
     folder.mkdir(parents=True)
-    words = ["scale", "tile", "amax", "codes", "the", "of", "and", "a", "rounds", "stores", "narrow", "wide", "exact"]
+    words = [
+        "scale",
+        "tile",
+        "amax",
+        "codes",
+        "the",
+        "of",
+        "and",
+        "a",
+        "rounds",
+        "stores",
+        "narrow",
+        "wide",
+        "exact",
+    ]
     for seed in range(40):
         draw = random.Random(seed)
         lines = [" ".join(draw.choices(words, k=8)).capitalize() + ".\n" for _ in range(20 + seed)]
@@ -213,12 +261,16 @@ def differences(place: Path) -> list[str]:
 
 def _losses(output: Path) -> dict[int, float]:
     return {
-        event["step"]: event["loss"] for event in read_metrics(output / "metrics.jsonl") if event["event"] == "step"
+        event["step"]: event["loss"]
+        for event in read_metrics(output / "metrics.jsonl")
+        if event["event"] == "step"
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -229,11 +281,19 @@ def main() -> None:
             print(len(done), row, flush=True)
         differing = differences(Path(place))
     found = summary("kill -9 of random ranks of narrowgauge train", done)
-    found |= {"ended_by_agent": sum(row["ended_by_agent"] for row in done), "steps": done[-1]["told"]}
+    found |= {
+        "ended_by_agent": sum(row["ended_by_agent"] for row in done),
+        "steps": done[-1]["told"],
+    }
     found["other_losses_or_tensors"] = len(differing)
     print(found, *differing[:3], sep="\n")
     record("checkpoint-kills", [found], RESULTS / "checkpoint_kills.jsonl")
-    sys.exit(any(found[key] for key in ("corrupt", "lost_steps", "wrong", "hung", "other_losses_or_tensors")))
+    sys.exit(
+        any(
+            found[key]
+            for key in ("corrupt", "lost_steps", "wrong", "hung", "other_losses_or_tensors")
+        )
+    )
 
 
 if __name__ == "__main__":

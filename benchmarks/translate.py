@@ -25,7 +25,9 @@ VOCABULARY = 4000
 WIDTH = 192
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 LONGEST = 48  # tokens of a sentence; 60 of the 29,000 pairs are longer and are cut
-SORTED_TOGETHER = 50  # batches whose sentences are sorted by length before they are cut, then shuffled
+SORTED_TOGETHER = (
+    50  # batches whose sentences are sorted by length before they are cut, then shuffled
+)
 
 
 def main() -> None:
@@ -42,7 +44,13 @@ def main() -> None:
 
 
 def train(
-    recipe: str, seed: int, data: str, epochs: int, batch_size: int, learning_rate: float, pairs: int
+    recipe: str,
+    seed: int,
+    data: str,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    pairs: int,
 ) -> dict[str, float]:
     """One run from scratch; BLEU and loss (nats per token) on the validation set, and the seconds of training."""
     import torch
@@ -53,7 +61,10 @@ def train(
     corpus = {name: (Path(data) / name).read_text(encoding="utf-8").splitlines() for name in
               ("train.en", "train.de", "val.en", "val.de")}  # fmt: skip
     tokenizer = bpe(corpus["train.en"] + corpus["train.de"])
-    encoded = {name: [encoding.ids for encoding in tokenizer.encode_batch(lines)] for name, lines in corpus.items()}
+    encoded = {
+        name: [encoding.ids for encoding in tokenizer.encode_batch(lines)]
+        for name, lines in corpus.items()
+    }
     training = list(zip(encoded["train.en"], encoded["train.de"], strict=True))[: pairs or None]
     torch.manual_seed(seed)
     model = build(tokenizer)
@@ -63,7 +74,9 @@ def train(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     steps = -(-len(training) // batch_size) * epochs
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, learning_rate, total_steps=steps, pct_start=0.1
+    )
     started_at_s = time.monotonic()
     model.train()
     for epoch in range(epochs):
@@ -87,7 +100,10 @@ def bpe(lines: list[str], vocabulary: int = VOCABULARY) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.train_from_iterator(
-        lines, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[PAD, END, UNKNOWN], show_progress=False)
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary, special_tokens=[PAD, END, UNKNOWN], show_progress=False
+        ),
     )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {END}", special_tokens=[(END, tokenizer.token_to_id(END))]
@@ -119,7 +135,9 @@ def batches(pairs: list[Any], size: int, seed: int) -> Iterator[list[Any]]:
     order = shuffle.sample(range(len(pairs)), len(pairs))
     cut = []
     for start in range(0, len(order), size * SORTED_TOGETHER):
-        near = sorted(order[start : start + size * SORTED_TOGETHER], key=lambda index: len(pairs[index][1]))
+        near = sorted(
+            order[start : start + size * SORTED_TOGETHER], key=lambda index: len(pairs[index][1])
+        )
         cut += [near[first : first + size] for first in range(0, len(near), size)]
     shuffle.shuffle(cut)
     return ([pairs[index] for index in part] for part in cut)
@@ -137,15 +155,22 @@ def loss_of(model: Any, part: list[Any], smoothing: float) -> Any:
     import torch
 
     padding = model.config.pad_token_id
-    source, target = padded([source for source, _ in part], padding), padded([target for _, target in part], padding)
+    source, target = (
+        padded([source for source, _ in part], padding),
+        padded([target for _, target in part], padding),
+    )
     begun = torch.nn.functional.pad(target[:, :-1], (1, 0), value=padding)
-    logits = model(input_ids=source, attention_mask=source != padding, decoder_input_ids=begun).logits
+    logits = model(
+        input_ids=source, attention_mask=source != padding, decoder_input_ids=begun
+    ).logits
     return torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), target.flatten(), ignore_index=padding, label_smoothing=smoothing
     )
 
 
-def evaluate(model: Any, tokenizer: Any, pairs: list[Any], references: list[str]) -> dict[str, float]:
+def evaluate(
+    model: Any, tokenizer: Any, pairs: list[Any], references: list[str]
+) -> dict[str, float]:
     import sacrebleu
     import torch
 
@@ -163,7 +188,11 @@ def evaluate(model: Any, tokenizer: Any, pairs: list[Any], references: list[str]
             tokens += count
             source = padded([source for source, _ in part], padding)
             written = model.generate(
-                input_ids=source, attention_mask=source != padding, max_new_tokens=LONGEST, num_beams=1, do_sample=False
+                input_ids=source,
+                attention_mask=source != padding,
+                max_new_tokens=LONGEST,
+                num_beams=1,
+                do_sample=False,
             )
             for index, text in zip(near, tokenizer.decode_batch(written.tolist()), strict=True):
                 found[index] = text
@@ -172,9 +201,18 @@ def evaluate(model: Any, tokenizer: Any, pairs: list[Any], references: list[str]
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.translate", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.en, train.de, val.en, val.de")
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="the first is the reference of the pairs")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.translate", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with train.en, train.de, val.en, val.de"
+    )
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=list(RECIPES),
+        help="the first is the reference of the pairs",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64)

@@ -75,17 +75,27 @@ def step(recipe: str, size: int, micro_batches: int, tokens: int, way: str) -> C
 
 
 def measured(recipe: str, size: int, micro_batches: int, tokens: int) -> dict[str, Any]:
-    runs = {way: step(recipe, size, micro_batches, tokens, way) for way in ("trusted", "compared", "recast")}
+    runs = {
+        way: step(recipe, size, micro_batches, tokens, way)
+        for way in ("trusted", "compared", "recast")
+    }
     try:
         timings = harness.measure(runs, rounds=ROUNDS, warmup=4, sample_s=0.02, clock=least_clock)
     finally:
         weight_cache.fingerprint = fingerprint  # type: ignore[attr-defined]
-    row: dict[str, Any] = {"recipe": recipe, "size": size, "micro_batches": micro_batches or "eval", "tokens": tokens}
+    row: dict[str, Any] = {
+        "recipe": recipe,
+        "size": size,
+        "micro_batches": micro_batches or "eval",
+        "tokens": tokens,
+    }
     least = {way: min(timing.samples_s) for way, timing in timings.items()}
     row["trusted_ms"] = round(least["trusted"] * 1e3, 4)
     for way in ("compared", "recast"):
         extra = harness.ratio(timings[way], timings["trusted"])
-        row[f"{way}_extra"] = [round(each - 1, 3) for each in (least[way] / least["trusted"], extra.q1, extra.q3)]
+        row[f"{way}_extra"] = [
+            round(each - 1, 3) for each in (least[way] / least["trusted"], extra.q1, extra.q3)
+        ]
     return row
 
 
@@ -94,7 +104,9 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--sizes", nargs="+", type=int, default=(64, 512, 1024))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="append the rows, with versions, commit and command, to this file")
+    parser.add_argument(
+        "--json", type=Path, help="append the rows, with versions, commit and command, to this file"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for recipe in options.recipes:

@@ -19,25 +19,37 @@ import narrowgauge as ng
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="fp8-delayed")
     parser.add_argument("--micro-batches", type=int, default=1, help="of each rank, in a step")
     options = parser.parse_args()
     plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     accelerator = accelerate.Accelerator(
-        cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, gradient_accumulation_steps=options.micro_batches
+        cpu=not torch.cuda.is_available(),
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=options.micro_batches,
     )
     rank, ranks = accelerator.process_index, accelerator.num_processes
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     model = ng.convert(transformers.LlamaForCausalLM(config), options.recipe)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     ng.distribute(model)
-    accelerator.print(f"{ranks} ranks, {'shards' if accelerator.is_fsdp2 else 'copies'} of the model")
+    accelerator.print(
+        f"{ranks} ranks, {'shards' if accelerator.is_fsdp2 else 'copies'} of the model"
+    )
 
     tokens = torch.arange(32, device=accelerator.device)
     count = options.micro_batches * ranks  # micro-batches of a step
@@ -45,7 +57,9 @@ def main() -> None:
         losses = torch.zeros(count, device=accelerator.device)
         for turn in range(options.micro_batches):
             number = turn * ranks + rank
-            batch = torch.stack([(tokens * (3 + step * count + number + each)) % 256 for each in range(4)])
+            batch = torch.stack(
+                [(tokens * (3 + step * count + number + each)) % 256 for each in range(4)]
+            )
             with accelerator.accumulate(model):
                 loss = model(input_ids=batch, labels=batch).loss
                 losses[number] = loss.detach()

@@ -34,7 +34,9 @@ class Regression(lightning.LightningModule):
         if self.model is not None:  # Lightning calls this more than once
             return
         torch.manual_seed(0)  # the same weights on every rank
-        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
+        self.model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        )
         ng.convert(self.model, self.recipe)
         if self.trainer.world_size > 1:
             for module in [*self.model.children(), self.model]:
@@ -69,9 +71,13 @@ class Regression(lightning.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="fp8-delayed")
-    parser.add_argument("--precision", default="32-true", help="of Lightning: 32-true, bf16-mixed or bf16-true")
+    parser.add_argument(
+        "--precision", default="32-true", help="of Lightning: 32-true, bf16-mixed or bf16-true"
+    )
     parser.add_argument("--clip", type=float, help="the largest norm of the gradient")
     parser.add_argument("--micro-batches", type=int, default=1, help="of each rank, in a step")
     parser.add_argument("--save", default="", help="a checkpoint after the last step, of all ranks")

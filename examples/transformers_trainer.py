@@ -27,7 +27,9 @@ class Losses(transformers.TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if state.is_world_process_zero:
-            print(f"{args.world_size} ranks, {'shards' if isinstance(model, FSDPModule) else 'copies'} of the model")
+            print(
+                f"{args.world_size} ranks, {'shards' if isinstance(model, FSDPModule) else 'copies'} of the model"
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and "loss" in logs:
@@ -35,18 +37,27 @@ class Losses(transformers.TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fsdp", action="store_true", help="shard the model instead of copying it")
     parser.add_argument("--recipe", default="fp8-delayed")
     parser.add_argument("--micro-batches", type=int, default=1, help="of each rank, in a step")
     options = parser.parse_args()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.arange(32)
-    rows = [{"input_ids": (tokens * (3 + each)) % 256, "labels": (tokens * (3 + each)) % 256} for each in range(64)]
+    rows = [
+        {"input_ids": (tokens * (3 + each)) % 256, "labels": (tokens * (3 + each)) % 256}
+        for each in range(64)
+    ]
     sharded = {"fsdp": True, "fsdp_config": {"version": 2}} if options.fsdp else {}
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(  # which starts the process group
@@ -56,7 +67,9 @@ def main() -> None:
         )  # fmt: skip
         ng.convert(model, options.recipe)
         ng.distribute(model, replicas=dist.group.WORLD if dist.is_initialized() else None)
-        transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Losses()]).train()
+        transformers.Trainer(
+            model=model, args=arguments, train_dataset=rows, callbacks=[Losses()]
+        ).train()
 
 
 if __name__ == "__main__":

@@ -133,7 +133,9 @@ def refuse_wrappers(*tensors: object) -> None:
     if dry_run_on() is not None:
         return
     for x in tensors:
-        if isinstance(x, Tensor) and (type(x).__torch_dispatch__ is not _PLAIN or x.is_neg() or x._is_zerotensor()):
+        if isinstance(x, Tensor) and (
+            type(x).__torch_dispatch__ is not _PLAIN or x.is_neg() or x._is_zerotensor()
+        ):
             address(x)
 
 
@@ -146,7 +148,11 @@ def address(x: Tensor | None) -> int:
         return 0
     found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
     if (found == 0 or x.is_neg()) and x.numel() and dry_run_on() is None:
-        why = "whose memory holds the negatives of its numbers" if found else "whose memory is elsewhere"
+        why = (
+            "whose memory holds the negatives of its numbers"
+            if found
+            else "whose memory is elsewhere"
+        )
         raise BackendError(
             f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, {why}. "
             "Pass plain tensors, or take the backend of plain torch.",
@@ -194,7 +200,11 @@ def identity(x: Tensor) -> int:
         return x.data_ptr()
     # In a dry run each view of a fake tensor is another Python object, so id() would not match a
     # gradient with its cached casts: 13 GiB of casts then looked alive (docs/log.md).
-    return id(x) if dry_run_on() is None else x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
+    return (
+        id(x)
+        if dry_run_on() is None
+        else x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
+    )
 
 
 Key = tuple[Any, ...]
@@ -223,7 +233,9 @@ def own(tensor: Tensor, taken: set[int]) -> Tensor:
     """
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     place = dense.untyped_storage()
-    is_alone = place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken
+    is_alone = (
+        place.nbytes() == dense.numel() * dense.element_size() and place.data_ptr() not in taken
+    )
     alone = dense if is_alone else dense.clone()
     taken.add(alone.untyped_storage().data_ptr())
     return alone

@@ -69,7 +69,9 @@ class Part:
     refuse: Callable[[], str] = lambda: ""
 
 
-def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: object | None = None) -> list[str]:
+def refuse(
+    model: nn.Module, optimizer: Any, device: torch.device, scaler: object | None = None
+) -> list[str]:
     """Reasons why a step cannot be captured, one clause each; [] if it can."""
     reasons = []
     if device.type != "cuda":
@@ -78,9 +80,14 @@ def refuse(model: nn.Module, optimizer: Any, device: torch.device, scaler: objec
         reasons.append("written for NVIDIA GPUs")
     reasons += refuse_run(model, optimizer, scaler)
     if device.type == "cuda":  # reasons that `make_capturable` removes
-        kind, groups = type(optimizer).__name__, [group for group in optimizer.param_groups if "capturable" in group]
+        kind, groups = (
+            type(optimizer).__name__,
+            [group for group in optimizer.param_groups if "capturable" in group],
+        )
         if not all(group["capturable"] for group in groups):
-            reasons.append(f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable")
+            reasons.append(
+                f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable"
+            )
         elif not all(isinstance(group["lr"], Tensor) for group in groups):
             reasons.append(
                 f"lr of {kind} is a number, which a graph would keep; call narrowgauge.cuda_graphs.make_capturable"
@@ -104,9 +111,13 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
             reasons.append(f"{which} samples rows, which the host decides after each step")
     if isinstance(optimizer, NarrowOptimizer):
         if optimizer.stepping is not None:
-            reasons.append("the optimizer steps inside backward, before the gradient's norm is known")
+            reasons.append(
+                "the optimizer steps inside backward, before the gradient's norm is known"
+            )
     elif not all("capturable" in group for group in optimizer.param_groups):
-        reasons.append(f"{type(optimizer).__name__} has no capturable=True: it counts its steps on the host")
+        reasons.append(
+            f"{type(optimizer).__name__} has no capturable=True: it counts its steps on the host"
+        )
     if scaler is not None:
         reasons.append("a GradScaler decides on the host whether to step")
     return reasons
@@ -142,7 +153,9 @@ class CudaRecorder:
         torch.cuda.synchronize(self.device)
         # thread_local: CUDA calls of other threads, such as pinning a batch, do not break the
         # capture.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+        ):
             call()
         return graph.replay
 
@@ -163,14 +176,23 @@ class Graphs:
     """
 
     def __init__(
-        self, recorder: CudaRecorder, device: torch.device, warmup: int = WARMUP, most_shapes: int = MOST_SHAPES
+        self,
+        recorder: CudaRecorder,
+        device: torch.device,
+        warmup: int = WARMUP,
+        most_shapes: int = MOST_SHAPES,
     ) -> None:
         if warmup < 1 or most_shapes < 1:
             raise ConfigError(
                 f"Graphs: warmup = {warmup} and most_shapes = {most_shapes}; both must be at least 1.",
                 code="cuda-graphs.counts",
             )
-        self.recorder, self.device, self.warmup, self.most_shapes = recorder, device, warmup, most_shapes
+        self.recorder, self.device, self.warmup, self.most_shapes = (
+            recorder,
+            device,
+            warmup,
+            most_shapes,
+        )
         self.notes: list[str] = []
         # (part, reason) pairs that `notes` already contains
         self._noted: set[tuple[str, str]] = set()
@@ -179,12 +201,17 @@ class Graphs:
     def run(self, name: str, part: Part, inputs: Batch | None = None) -> None:
         """Run the part on these inputs, eagerly or by replaying its graph."""
         inputs = inputs or {}
-        key = name, tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items()))
+        key = (
+            name,
+            tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(inputs.items())),
+        )
         state = self._parts.setdefault(key, _PartState())
         if state.replay is not None:
             _copy(inputs, state.static)
         else:
-            static = {key: torch.empty_like(value, device=self.device) for key, value in inputs.items()}
+            static = {
+                key: torch.empty_like(value, device=self.device) for key, value in inputs.items()
+            }
             _copy(inputs, static)
             if state.runs < self.warmup or not part.ready() or self._stays_eager(name, part, key):
                 state.runs += 1
@@ -220,7 +247,10 @@ class Graphs:
         elif self.captured.get(name, 0) >= self.most_shapes:
             shapes = ", ".join(f"{input} {list(shape)}" for input, shape, _ in key[1])
             others = f"the others stay eager, such as {shapes}. Lower length_buckets."
-            why, note = "shapes", f"{name}: more than {self.most_shapes} shapes of micro-batches, {others}"
+            why, note = (
+                "shapes",
+                f"{name}: more than {self.most_shapes} shapes of micro-batches, {others}",
+            )
         else:
             return False
         if (name, why) not in self._noted:
@@ -296,14 +326,22 @@ class GraphedStep:
                 f"cuda graphs: {'; '.join(reasons)}. Train without them, or change that.",
                 code="cuda-graphs.unsupported",
             )
-        self.model, self.optimizer, self.clip = model, optimizer, float("inf") if clip is None else clip
+        self.model, self.optimizer, self.clip = (
+            model,
+            optimizer,
+            float("inf") if clip is None else clip,
+        )
         self.device = device
-        self.graphs = Graphs(recorder or CudaRecorder(device, generators), device, warmup, most_shapes)
+        self.graphs = Graphs(
+            recorder or CudaRecorder(device, generators), device, warmup, most_shapes
+        )
         if isinstance(optimizer, NarrowOptimizer) and optimizer.casting is not None:
             # The optimizer would cast the weights in its own step as well; the graph below casts
             # them once.
             optimizer.cast_weights(None)
-            self.graphs.notes.append("update: the optimizer's step casts no weights any more; graphs cast them.")
+            self.graphs.notes.append(
+                "update: the optimizer's step casts no weights any more; graphs cast them."
+            )
         self._backward = backward
         self._loss = torch.zeros((), device=device)
         self._readings = torch.zeros(2, device=device)
@@ -345,7 +383,12 @@ class GraphedStep:
         eager, replayed = partial(self._update, self.optimizer.step), self._replayed
         part = Part(eager)
         if replayed is not None:
-            part = Part(eager, partial(self._update, replayed.capture), replayed.before_replay, refuse=replayed.refuse)
+            part = Part(
+                eager,
+                partial(self._update, replayed.capture),
+                replayed.before_replay,
+                refuse=replayed.refuse,
+            )
         self.graphs.run("update", part)
         self._end()
 

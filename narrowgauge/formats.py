@@ -61,7 +61,9 @@ class Format:
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """Encode x (any float dtype) as codes of dtype `storage` and the same shape."""
-        raise TypeError(f"{type(self).__name__} does not define encode; use one of {', '.join(NAMES)}.")
+        raise TypeError(
+            f"{type(self).__name__} does not define encode; use one of {', '.join(NAMES)}."
+        )
 
     def decode(self, codes: Tensor) -> Tensor:
         """Decode codes to float32 of the same shape, exactly."""
@@ -73,12 +75,16 @@ class Format:
         return self._decode_bits(codes)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
-        raise TypeError(f"{type(self).__name__} does not define its codes; use one of {', '.join(NAMES)}.")
+        raise TypeError(
+            f"{type(self).__name__} does not define its codes; use one of {', '.join(NAMES)}."
+        )
 
     @property
     def smallest(self) -> float:
         """The smallest magnitude above zero."""
-        raise TypeError(f"{type(self).__name__} does not define smallest; use one of {', '.join(NAMES)}.")
+        raise TypeError(
+            f"{type(self).__name__} does not define smallest; use one of {', '.join(NAMES)}."
+        )
 
     @property
     def codes_per_byte(self) -> int:
@@ -131,7 +137,10 @@ class FloatFormat(Format):
     reserved: int = 0
 
     def __post_init__(self) -> None:
-        if self.bits != 1 + self.exponent + self.mantissa or not 0 <= self.reserved < 2 ** (self.bits - 1) - 1:
+        if (
+            self.bits != 1 + self.exponent + self.mantissa
+            or not 0 <= self.reserved < 2 ** (self.bits - 1) - 1
+        ):
             raise ConfigError(
                 f"{self.name}: {self.bits} bits with exponent = {self.exponent}, mantissa = {self.mantissa}, reserved = {self.reserved}; "
                 "bits is one for the sign and those of both fields, and codes other than zero must be left.",
@@ -168,7 +177,11 @@ class FloatFormat(Format):
         x = x.to(torch.float32)
         y = x.clamp(-self.max, self.max)
         # 2 ** floor(log2 |y|), no smaller than the smallest normal; infinity where y is NaN.
-        power = (y.view(torch.int32) & FLOAT32_EXPONENT_BITS).view(torch.float32).clamp_(min=self.smallest_normal)
+        power = (
+            (y.view(torch.int32) & FLOAT32_EXPONENT_BITS)
+            .view(torch.float32)
+            .clamp_(min=self.smallest_normal)
+        )
         # A float format is a float32 with fewer mantissa bits: round at the gap of x's binade.
         if noise is None and self.mantissa == 0:
             y = self._nearest_power(y.abs(), power)
@@ -277,13 +290,17 @@ class ExponentFormat(Format):
         bits = x.abs().view(torch.int32)
         normal = (bits + 0x3FFFFF + ((bits >> FLOAT32_MANTISSA) & 1)) >> FLOAT32_MANTISSA
         # Below 2**-126 float32 is subnormal: codes 0 and 1 meet at 1.5 * 2**-127.
-        code = torch.where(bits < 0x00800000, (bits > 0x00600000).to(torch.int32), normal).clamp_(max=254)
+        code = torch.where(bits < 0x00800000, (bits > 0x00600000).to(torch.int32), normal).clamp_(
+            max=254
+        )
         # Tested on the bits: under flush-to-zero a subnormal compares equal to zero.
         negative = x.signbit() & (bits > 0)
         return torch.where(x.isnan() | negative, 255, code).to(torch.uint8)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
-        bits = torch.where(codes == 0, 0x00400000, codes << FLOAT32_MANTISSA)  # 2**-127 is subnormal in float32
+        bits = torch.where(
+            codes == 0, 0x00400000, codes << FLOAT32_MANTISSA
+        )  # 2**-127 is subnormal in float32
         return torch.where(codes == 255, float("nan"), bits.to(torch.int32).view(torch.float32))
 
 
@@ -311,7 +328,11 @@ class TableFormat(Format):
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         levels, boundaries = _table(self, x.device), _boundaries(self, x.device)
         # contiguous(): bucketize copies a strided input and warns.
-        y = torch.where(x.isnan(), 0.0, x.to(torch.float32)).clamp_(levels[0], levels[-1]).contiguous()
+        y = (
+            torch.where(x.isnan(), 0.0, x.to(torch.float32))
+            .clamp_(levels[0], levels[-1])
+            .contiguous()
+        )
         if noise is None:
             return torch.bucketize(y, boundaries).to(torch.uint8)
         below = (torch.bucketize(y, levels, right=True) - 1).clamp_(0, len(levels) - 2)
@@ -373,10 +394,24 @@ _NF4_LEVELS = (
 
 # e4m3 reserves only NaN; e5m2 reserves infinity and three NaNs (OCP FP8, as torch's dtypes).
 E4M3 = FloatFormat(
-    name="e4m3", bits=8, exponent=4, mantissa=3, max=448, storage=torch.float8_e4m3fn, has_nan=True, reserved=1
+    name="e4m3",
+    bits=8,
+    exponent=4,
+    mantissa=3,
+    max=448,
+    storage=torch.float8_e4m3fn,
+    has_nan=True,
+    reserved=1,
 )
 E5M2 = FloatFormat(
-    name="e5m2", bits=8, exponent=5, mantissa=2, max=57344, storage=torch.float8_e5m2, has_nan=True, reserved=4
+    name="e5m2",
+    bits=8,
+    exponent=5,
+    mantissa=2,
+    max=57344,
+    storage=torch.float8_e5m2,
+    has_nan=True,
+    reserved=4,
 )
 E3M2 = FloatFormat(name="e3m2", bits=6, exponent=3, mantissa=2, max=28, storage=torch.uint8)
 E2M3 = FloatFormat(name="e2m3", bits=6, exponent=2, mantissa=3, max=7.5, storage=torch.uint8)
@@ -397,11 +432,17 @@ DYNAMIC_SIGNED = TableFormat(
     name="dynamic-signed", bits=8, max=1, storage=torch.uint8, levels=_dynamic_levels(signed=True)
 )
 DYNAMIC_UNSIGNED = TableFormat(
-    name="dynamic-unsigned", bits=8, max=1, storage=torch.uint8, levels=_dynamic_levels(signed=False)
+    name="dynamic-unsigned",
+    bits=8,
+    max=1,
+    storage=torch.uint8,
+    levels=_dynamic_levels(signed=False),
 )
 
 # All formats above in definition order: the registry that docs, reports and tests use.
-ALL: tuple[Format, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Format))
+ALL: tuple[Format, ...] = tuple(
+    each for each in list(globals().values()) if isinstance(each, Format)
+)
 NAMES: tuple[str, ...] = tuple(format.name for format in ALL)
 
 

@@ -31,8 +31,28 @@ KIND = "narrowgauge checkpoint"
 SHARD_BYTES = 2**29
 # Names of torch's types that safetensors 0.8 both writes and reads. It writes float8_e8m0fnu too, but fails to read it back.
 DTYPES = frozenset(
-    {"float64", "float32", "float16", "bfloat16", "complex64", "bool", "float8_e4m3fn", "float8_e5m2"}
-    | {"float8_e4m3fnuz", "float8_e5m2fnuz", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
+    {
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "complex64",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    }
+    | {
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint64",
+        "uint32",
+        "uint16",
+        "uint8",
+    }
 )
 NAME, FACTS, INDEX = "manifest.json", "facts.json", "index.json"
 STEP = re.compile(r"step-\d{8}")
@@ -41,7 +61,9 @@ FILE = re.compile(r"([a-z][a-z0-9_]{0,40})-\d+\.safetensors|facts\.json")
 RANK_FILE = re.compile(r"rank-\d{5,8}-\d+\.safetensors|index\.json")
 SAVE = re.compile(r"[0-9a-f]{32}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-LISTING = reading.Kind(most_bytes=64 * reading.MIB, error=CheckpointError, step="Restore the checkpoint.")
+LISTING = reading.Kind(
+    most_bytes=64 * reading.MIB, error=CheckpointError, step="Restore the checkpoint."
+)
 # A file of a checkpoint: the manifest lists its size, so this limit is not needed.
 PART = replace(LISTING, most_bytes=2**62)
 
@@ -78,7 +100,11 @@ class Manifest:
 
     def refuse(self) -> str:
         """Reason why the contents are invalid, or ''."""
-        if not isinstance(self.step, int) or isinstance(self.step, bool) or not 0 <= self.step < 10**8:
+        if (
+            not isinstance(self.step, int)
+            or isinstance(self.step, bool)
+            or not 0 <= self.step < 10**8
+        ):
             return f"has step = {self.step!r}, not a whole number from 0 to 99999999"
         needed = INDEX if self.save else FACTS
         if needed not in self.files:
@@ -94,7 +120,11 @@ class Manifest:
             if is_foreign or listed.keys() != {"bytes", "sha256"}:
                 return f"lists a file {name!r}"
             # type() and not isinstance(): JSON's true is an int to isinstance.
-            if type(listed["bytes"]) is not int or listed["bytes"] < 0 or not SHA256.fullmatch(listed["sha256"]):
+            if (
+                type(listed["bytes"]) is not int
+                or listed["bytes"] < 0
+                or not SHA256.fullmatch(listed["sha256"])
+            ):
                 return f"lists no size and SHA-256 of {name!r}"
         return ""
 
@@ -111,7 +141,8 @@ def read(folder: Path) -> Manifest:
     """
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError(
-            f"{folder}: is not a folder. Remove it, or restore the checkpoint.", code="checkpoint.not-a-folder"
+            f"{folder}: is not a folder. Remove it, or restore the checkpoint.",
+            code="checkpoint.not-a-folder",
         )
     data = reading.bytes_of(folder / NAME, LISTING)
     reason = "was changed or cut"
@@ -122,7 +153,9 @@ def read(folder: Path) -> Manifest:
                 f"{folder}: has format {body['format']}, but this narrowgauge reads formats up to {FORMAT}. "
                 "Upgrade narrowgauge."
             )
-        manifest = Manifest(body["step"], body["groups"], body["ties"], body["files"], body.get("save", ""))
+        manifest = Manifest(
+            body["step"], body["groups"], body["ties"], body["files"], body.get("save", "")
+        )
         # Compares bytes and not only the hash: white space would not change the parsed contents.
         if manifest.signed() == data:
             reason = manifest.refuse()
@@ -131,11 +164,14 @@ def read(folder: Path) -> Manifest:
     if not reason and STEP.fullmatch(folder.name) and folder.name != f"step-{manifest.step:08d}":
         reason = f"is that of step {manifest.step}"
     if reason:
-        raise CheckpointError(f"{folder}: its manifest {reason}. Restore the checkpoint.", code="checkpoint.manifest")
+        raise CheckpointError(
+            f"{folder}: its manifest {reason}. Restore the checkpoint.", code="checkpoint.manifest"
+        )
     if foreign := set(os.listdir(folder)) ^ {*manifest.files, NAME}:
         names = ", ".join(sorted(foreign))
         raise CheckpointError(
-            f"{folder}: has missing or foreign files: {names}. Restore the checkpoint.", code="checkpoint.files"
+            f"{folder}: has missing or foreign files: {names}. Restore the checkpoint.",
+            code="checkpoint.files",
         )
     return manifest
 
@@ -183,12 +219,15 @@ def verify(path: Path) -> None:
 def newest_first(folder: Path) -> list[Path]:
     """Folders named as checkpoints, the largest step first."""
     try:
-        return sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), reverse=True)
+        return sorted(
+            (path for path in folder.iterdir() if STEP.fullmatch(path.name)), reverse=True
+        )
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: cannot be listed: {error.strerror}. Check its permissions.", code="checkpoint.unlistable"
+            f"{folder}: cannot be listed: {error.strerror}. Check its permissions.",
+            code="checkpoint.unlistable",
         ) from error
 
 
@@ -201,10 +240,13 @@ def prune(folder: Path, keep: int | Path) -> None:
     """
     if isinstance(keep, int) and keep < 1:
         raise CheckpointError(
-            f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.", code="checkpoint.prune"
+            f"prune: keep = {keep} would remove every checkpoint. Keep at least 1.",
+            code="checkpoint.prune",
         )
     whole = filter(_looks_whole, newest_first(folder))
-    doomed = list(whole)[keep:] if isinstance(keep, int) else [path for path in whole if path != keep]
+    doomed = (
+        list(whole)[keep:] if isinstance(keep, int) else [path for path in whole if path != keep]
+    )
     with storage.refusals("remove old checkpoints from", folder):
         for path in doomed:
             storage.discard(path)

@@ -52,7 +52,9 @@ class QTensor:
         """Construct as with checked=True, in half the time: each GEMM constructs two."""
         # Bypasses the frozen dataclass's __init__, which sets each field by object.__setattr__.
         self = object.__new__(cls)
-        self.__dict__.update(data=data, scale=scale, cast=cast, inner=inner, global_scale=global_scale)
+        self.__dict__.update(
+            data=data, scale=scale, cast=cast, inner=inner, global_scale=global_scale
+        )
         return self
 
     def __post_init__(self, checked: bool) -> None:
@@ -65,7 +67,9 @@ class QTensor:
         wrong, code = "", ""
         # Packed codes are uint8 like the storage of some formats, so `is_packed` decides by
         # codes_per_byte.
-        if (data.dtype not in (cast.format.storage, *_VALUES) and not self.is_packed) or scale.dtype != torch.float32:
+        if (
+            data.dtype not in (cast.format.storage, *_VALUES) and not self.is_packed
+        ) or scale.dtype != torch.float32:
             code = "qtensor.dtype"
             wrong = (
                 f"data is {data.dtype} and scale {scale.dtype}; {cast.format} needs codes in {cast.format.storage}, packed ones in "
@@ -91,7 +95,8 @@ class QTensor:
             wrong = f"global_scale is {list(whole.shape)} {whole.dtype}; it must be a single float32 without axes"
         if wrong:
             raise ShapeError(
-                f"QTensor: {wrong}. Build the tensor with quantize() from a two-dimensional one.", code=code
+                f"QTensor: {wrong}. Build the tensor with quantize() from a two-dimensional one.",
+                code=code,
             )
 
     @property
@@ -120,7 +125,9 @@ class QTensor:
     def to(self, device: torch.device) -> QTensor:
         """Copy to `device`."""
         shared = None if self.global_scale is None else self.global_scale.to(device)
-        return replace(self, data=self.data.to(device), scale=self.scale.to(device), global_scale=shared)
+        return replace(
+            self, data=self.data.to(device), scale=self.scale.to(device), global_scale=shared
+        )
 
     def one_to_a_byte(self) -> Tensor:
         """Codes [outer, inner], unpacked if two share a byte."""
@@ -153,8 +160,14 @@ class QTensor:
             return self
         format = self.cast.format
         # The values are representable, so torch's cast is exact and need not round.
-        codes = self.data.to(format.storage) if format.storage != torch.uint8 else format.encode(self.data)
-        return replace(self, data=format.pack(codes) if format.codes_per_byte > 1 else codes, checked=True)
+        codes = (
+            self.data.to(format.storage)
+            if format.storage != torch.uint8
+            else format.encode(self.data)
+        )
+        return replace(
+            self, data=format.pack(codes) if format.codes_per_byte > 1 else codes, checked=True
+        )
 
     def full_scale(self) -> Tensor:
         """Scales [outer tiles, inner tiles] float32, multiplied by the per-tensor scale."""

@@ -89,11 +89,18 @@ class Window:
     algorithm: Algorithm = "max"
 
     def __post_init__(self) -> None:
-        _require(self, "length", is_whole(self.length), "it must be a whole number of steps, at least 1.")
+        _require(
+            self, "length", is_whole(self.length), "it must be a whole number of steps, at least 1."
+        )
         exponent = is_whole(self.margin, -LARGEST_MARGIN) and self.margin <= LARGEST_MARGIN
         limits = f"from {-LARGEST_MARGIN} to {LARGEST_MARGIN}."
         _require(self, "margin", exponent, f"it is an exponent of two, a whole number {limits}")
-        _require(self, "algorithm", self.algorithm in ("max", "most_recent"), "choose 'max' or 'most_recent'.")
+        _require(
+            self,
+            "algorithm",
+            self.algorithm in ("max", "most_recent"),
+            "choose 'max' or 'most_recent'.",
+        )
 
     def __str__(self) -> str:
         margin = f", margin {self.margin}" if self.margin else ""
@@ -117,7 +124,12 @@ class ClippedRms:
     clip: float = 2.475
 
     def __post_init__(self) -> None:
-        _require(self, "clip", is_positive(self.clip), "it must be a positive number of standard deviations.")
+        _require(
+            self,
+            "clip",
+            is_positive(self.clip),
+            "it must be a positive number of standard deviations.",
+        )
 
     def __str__(self) -> str:
         return f"{self.clip:g} rms"
@@ -140,7 +152,12 @@ class LearnedStep:
 
     def __post_init__(self) -> None:
         for name in ("cold_steps", "residual_every"):
-            _require(self, name, is_whole(getattr(self, name)), "it must be a whole number of at least 1.")
+            _require(
+                self,
+                name,
+                is_whole(getattr(self, name)),
+                "it must be a whole number of at least 1.",
+            )
 
     def __str__(self) -> str:
         return "learned step"
@@ -186,8 +203,12 @@ class Cast:
         _require(self, "scale", isinstance(self.scale, ScaleRule), wanted)
         wanted = "it must be CURRENT or a Window(...), ClippedRms(...) or LearnedStep(...)."
         _require(self, "calibrate", isinstance(self.calibrate, Calibrate), wanted)
-        is_pair = isinstance(self.tile, tuple) and all(is_whole(size, -math.inf) for size in self.tile)
-        _require(self, "tile", is_pair, "it must be a tuple of two whole numbers, such as (1, 128).")
+        is_pair = isinstance(self.tile, tuple) and all(
+            is_whole(size, -math.inf) for size in self.tile
+        )
+        _require(
+            self, "tile", is_pair, "it must be a tuple of two whole numbers, such as (1, 128)."
+        )
         sizes = len(self.tile) == 2 and all(size == WHOLE or size >= 1 for size in self.tile)
         _require(self, "tile", sizes, "give two sizes of at least 1, or -1 for a whole axis.")
         if isinstance(self.calibrate, Window) and not self.is_per_tensor:
@@ -203,11 +224,14 @@ class Cast:
                 f"tile {self.tile} and scale {self.scale}. Use an integer format, tile=(-1, -1) and scale=FP32.",
                 code="cast.learned-step",
             )
-        _require(self, "rounding", self.rounding in ("nearest", "stochastic"), "choose 'nearest' or 'stochastic'.")
-        headroom = is_positive(self.headroom) and 1 <= self.headroom <= LARGEST_HEADROOM
-        wanted = (
-            f"it must be a number from 1 (none) to {LARGEST_HEADROOM}: more than the rules can saturate by would only"
+        _require(
+            self,
+            "rounding",
+            self.rounding in ("nearest", "stochastic"),
+            "choose 'nearest' or 'stochastic'.",
         )
+        headroom = is_positive(self.headroom) and 1 <= self.headroom <= LARGEST_HEADROOM
+        wanted = f"it must be a number from 1 (none) to {LARGEST_HEADROOM}: more than the rules can saturate by would only"
         _require(self, "headroom", headroom, f"{wanted} waste resolution.")
 
     @property
@@ -229,7 +253,13 @@ class Cast:
 
     def __str__(self) -> str:
         outer, inner = ("all" if size == WHOLE else str(size) for size in self.tile)
-        tile = "tensor" if self.is_per_tensor else "row" if self.tile == (1, WHOLE) else f"{outer}x{inner}"
+        tile = (
+            "tensor"
+            if self.is_per_tensor
+            else "row"
+            if self.tile == (1, WHOLE)
+            else f"{outer}x{inner}"
+        )
         words = [str(self.format), tile, str(self.scale)]
         if self.calibrate != CURRENT:
             words.append(str(self.calibrate))
@@ -260,10 +290,19 @@ class Hadamard:
     signs: Literal["none", "fixed", "random"] = "none"
 
     def __post_init__(self) -> None:
-        power = is_whole(self.block, 2) and self.block <= LARGEST_BLOCK and not self.block & (self.block - 1)
+        power = (
+            is_whole(self.block, 2)
+            and self.block <= LARGEST_BLOCK
+            and not self.block & (self.block - 1)
+        )
         wanted = f"it must be a power of two from 2 to {LARGEST_BLOCK}. Gemm(rotate=None) does not rotate."
         _require(self, "block", power, wanted)
-        _require(self, "signs", self.signs in ("none", "fixed", "random"), "choose 'none', 'fixed' or 'random'.")
+        _require(
+            self,
+            "signs",
+            self.signs in ("none", "fixed", "random"),
+            "choose 'none', 'fixed' or 'random'.",
+        )
 
     def __str__(self) -> str:
         return f"Hadamard {self.block}" + (f", {self.signs} signs" if self.signs != "none" else "")
@@ -294,7 +333,9 @@ class LeverageScore:
 
     def __str__(self) -> str:
         always = self.max_variance == math.inf
-        limit = "" if always else f" while it adds less than {self.max_variance:g} relative variance"
+        limit = (
+            "" if always else f" while it adds less than {self.max_variance:g} relative variance"
+        )
         return f"{self.keep:.0%} of rows by leverage score{limit}"
 
 
@@ -324,8 +365,14 @@ class Gemm:
         _require(self, "rotate", isinstance(self.rotate, Hadamard | None), wanted)
         wanted = "it must be a LeverageScore(...), or None for all rows."
         _require(self, "sample", isinstance(self.sample, LeverageScore | None), wanted)
-        _require(self, "fast_accumulate", isinstance(self.fast_accumulate, bool), "choose True or False.")
-        windows = [cast for cast in (self.lhs, self.rhs) if cast is not None and isinstance(cast.calibrate, Window)]
+        _require(
+            self, "fast_accumulate", isinstance(self.fast_accumulate, bool), "choose True or False."
+        )
+        windows = [
+            cast
+            for cast in (self.lhs, self.rhs)
+            if cast is not None and isinstance(cast.calibrate, Window)
+        ]
         if self.rotate is not None and windows:
             raise ConfigError(
                 "Gemm: a Window remembers amax of the tensor as it is, and the rotated one has another. "
@@ -336,7 +383,9 @@ class Gemm:
     def __str__(self) -> str:
         wide = self.lhs is None and self.rhs is None
         words = "16-bit" if wide else f"{self.lhs or '16-bit'} x {self.rhs or '16-bit'}"
-        return ", ".join([words, *(str(part) for part in (self.rotate, self.sample) if part is not None)])
+        return ", ".join(
+            [words, *(str(part) for part in (self.rotate, self.sample) if part is not None)]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +412,12 @@ class WideBlocks:
         share = is_positive(self.share) and self.share < 1
         _require(self, "share", share, "it must lie between 0 and 1. wide_blocks=None keeps none.")
         for name in ("first", "first_from", "smallest"):
-            _require(self, name, is_whole(getattr(self, name), 0), "it must be a whole number of blocks, 0 or more.")
+            _require(
+                self,
+                name,
+                is_whole(getattr(self, name), 0),
+                "it must be a whole number of blocks, 0 or more.",
+            )
 
     def of(self, count: int) -> frozenset[int]:
         """Indices, from 0, of the blocks that stay in bf16 in a stack of `count`."""
@@ -411,14 +465,28 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise ConfigError(f"Recipe: name is {self.name!r}; it must be a string.", code="recipe.name")
+            raise ConfigError(
+                f"Recipe: name is {self.name!r}; it must be a string.", code="recipe.name"
+            )
         for product, gemm in self.gemms().items():
-            _require(self, product, isinstance(gemm, Gemm), "it must be a Gemm. Gemm() leaves it in 16 bits.")
+            _require(
+                self,
+                product,
+                isinstance(gemm, Gemm),
+                "it must be a Gemm. Gemm() leaves it in 16 bits.",
+            )
         wide = isinstance(self.wide_blocks, WideBlocks | None)
         _require(self, "wide_blocks", wide, "it must be a WideBlocks(...), or None.")
-        _require(self, "save", self.save in ("original", "quantized"), "choose 'original' or 'quantized'.")
+        _require(
+            self,
+            "save",
+            self.save in ("original", "quantized"),
+            "choose 'original' or 'quantized'.",
+        )
         choices = ("recast", "straight-through")
-        _require(self, "backward", self.backward in choices, "choose 'recast' or 'straight-through'.")
+        _require(
+            self, "backward", self.backward in choices, "choose 'recast' or 'straight-through'."
+        )
         self._check_operands()
         if self.backward == "straight-through":
             self._check_straight_through()
@@ -458,7 +526,11 @@ class Recipe:
                 "Use signs='fixed' in grad_weight, or save='original'.",
             )
         for role, casts in self.roles().items():
-            windows = {(c.calibrate, c.format) for c in casts if c is not None and isinstance(c.calibrate, Window)}
+            windows = {
+                (c.calibrate, c.format)
+                for c in casts
+                if c is not None and isinstance(c.calibrate, Window)
+            }
             if len(windows) > 1:
                 self._refuse(
                     "recipe.two-windows",
@@ -467,7 +539,8 @@ class Recipe:
                 )
         if self.output.sample is not None:
             self._refuse(
-                "recipe.sampled-output", "output samples rows. Only the products of the gradient can; use sample=None."
+                "recipe.sampled-output",
+                "output samples rows. Only the products of the gradient can; use sample=None.",
             )
 
     def _check_straight_through(self) -> None:
@@ -511,7 +584,12 @@ class Recipe:
 
     def _casts(self) -> list[tuple[str, Cast]]:
         """(role, cast) of all operands that are cast."""
-        return [(role, cast) for role, casts in self.roles().items() for cast in casts if cast is not None]
+        return [
+            (role, cast)
+            for role, casts in self.roles().items()
+            for cast in casts
+            if cast is not None
+        ]
 
     def roles(self) -> dict[str, tuple[Cast | None, Cast | None]]:
         """The two casts of each tensor: as it is, and transposed."""
@@ -526,7 +604,11 @@ class Recipe:
 
         Roles without delayed scaling are absent.
         """
-        return {role: (c.calibrate, c.format) for role, c in self._casts() if isinstance(c.calibrate, Window)}
+        return {
+            role: (c.calibrate, c.format)
+            for role, c in self._casts()
+            if isinstance(c.calibrate, Window)
+        }
 
     @property
     def has_memory(self) -> bool:
@@ -570,12 +652,18 @@ class Recipe:
             )
         # A 16-bit grad_weight reads x itself, so there are no codes to save.
         save = "original" if changes.get("grad_weight") == Gemm() else self.save
-        suffix = "".join(f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items())
+        suffix = "".join(
+            f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items()
+        )
         gemms: dict[str, Any] = self.gemms() | changes
         backward = self.backward
         if backward == "straight-through" and gemms["output"] != self.output:
             backward = "recast"
-            gemms |= {name: _recast(gemms[name]) for name in ("grad_input", "grad_weight") if name not in changes}
+            gemms |= {
+                name: _recast(gemms[name])
+                for name in ("grad_input", "grad_weight")
+                if name not in changes
+            }
         return replace(self, name=self.name + suffix, save=save, backward=backward, **gemms)
 
 

@@ -26,7 +26,14 @@ from narrowgauge.recipe import (
     WideBlocks,
     Window,
 )
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2, WHOLE
+from narrowgauge.scaling import (
+    E4M3_TWO_LEVEL,
+    E4M3_TWO_LEVEL_CEIL,
+    E8M0_CEIL,
+    E8M0_FLOOR,
+    POW2,
+    WHOLE,
+)
 
 SUMMARIES: dict[str, str] = {
     "bf16": "every operand in bfloat16, of a float16 model in float16: the reference that the others are compared with",
@@ -61,10 +68,15 @@ def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
     gradients are bit-identical to the gradients with save="original". No codes are saved of o_proj's
     input, which attention saves anyway.
     """
-    forward, gradient = Cast(format=E4M3, calibrate=calibrate), Cast(format=E5M2, calibrate=calibrate)
+    forward, gradient = (
+        Cast(format=E4M3, calibrate=calibrate),
+        Cast(format=E5M2, calibrate=calibrate),
+    )
     backward = Gemm(lhs=gradient, rhs=forward)
     output = Gemm(lhs=forward, rhs=forward, fast_accumulate=True)
-    return Recipe(name=name, output=output, grad_input=backward, grad_weight=backward, save="quantized")
+    return Recipe(
+        name=name, output=output, grad_input=backward, grad_weight=backward, save="quantized"
+    )
 
 
 def _uniform(name: str, cast: Cast, fast_accumulate: bool = False) -> Recipe:
@@ -155,7 +167,9 @@ NVFP4 = Recipe(
 # Quartet's clipped-RMS scale, without its clip masks, 0.044. The paper's forward is
 # `MXFP4.with_gemm(output=MXFP8.output)`.
 _MX_FORWARD = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
-_MX_BACKWARD = Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3)
+_MX_BACKWARD = Cast(
+    format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3
+)
 _MX_GRADIENT = Gemm(lhs=_MX_BACKWARD, rhs=_MX_BACKWARD, rotate=Hadamard(block=64, signs="random"))
 MXFP4 = Recipe(
     name="mxfp4",
@@ -252,7 +266,10 @@ def names() -> tuple[str, ...]:
 # Shorthand -> (recommended recipe for the format, reason). The same on all hardware: only the
 # backend differs.
 SHORTHANDS: dict[str, tuple[str, str]] = {
-    "fp8": ("fp8-current", "native from compute capability 8.9 on, needs no state, emulated exactly elsewhere"),
+    "fp8": (
+        "fp8-current",
+        "native from compute capability 8.9 on, needs no state, emulated exactly elsewhere",
+    ),
     "int4": (
         "int4-hq-bs",
         "needs no state and no learning of steps; 4-bit codes run on INT8 units, or emulated exactly",
@@ -273,7 +290,8 @@ def get(name: str) -> Recipe:
     """
     if not isinstance(name, str):
         raise ConfigError(
-            f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.", code="recipes.not-a-name"
+            f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.",
+            code="recipes.not-a-name",
         )
     name = SHORTHANDS[name][0] if name in SHORTHANDS else name
     if name == AUTO:

@@ -133,7 +133,9 @@ def _power_of_two_floor(amax: Tensor, format: Format, carry: int = 0) -> Tensor:
     # NaN are clamped, so that adding the carry cannot overflow int32; `_guard` turns them into NaN.
     bits = amax.view(torch.int32).clamp(max=_LARGEST_FINITE) + carry
     exponent = (bits & _EXPONENT_BITS) - (_floor_log2(format.max) << _MANTISSA)
-    lowest, highest = ((_floor_log2(power) + 127) << _MANTISSA for power in (smallest_scale(format), LARGEST_SCALE))
+    lowest, highest = (
+        (_floor_log2(power) + 127) << _MANTISSA for power in (smallest_scale(format), LARGEST_SCALE)
+    )
     return _guard(exponent.clamp(lowest, highest).view(torch.float32), amax)
 
 
@@ -146,7 +148,9 @@ def two_level_scales(amax: Tensor, format: Format, rule: ScaleRule) -> tuple[Ten
     if amax.numel() == 0:
         return rule(amax, format), amax.new_ones(())
     largest = amax.amax()
-    whole = _quotient(largest, E4M3.max * format.max).clamp(min=smallest_scale(format) / E4M3.smallest)
+    whole = _quotient(largest, E4M3.max * format.max).clamp(
+        min=smallest_scale(format) / E4M3.smallest
+    )
     whole, wanted = _guard(whole, largest), _quotient(amax, format.max)
     # Subnormals are set to zero, whether or not the division flushes them: rounding up would
     # otherwise turn a surviving subnormal into 2**-9.
@@ -190,7 +194,14 @@ E8M0_CEIL = ScaleRule("e8m0-ceil", _power_of_two_ceil, power_of_two=True)
 E8M0_FLOOR = ScaleRule("e8m0-floor", _power_of_two_floor, power_of_two=True)
 E4M3_TWO_LEVEL = ScaleRule("e4m3-two-level", _e4m3_relative, two_level=True)
 E4M3_TWO_LEVEL_CEIL = ScaleRule("e4m3-two-level-ceil", _e4m3_relative_ceil, two_level=True)
-RULES: tuple[ScaleRule, ...] = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
+RULES: tuple[ScaleRule, ...] = (
+    FP32,
+    POW2,
+    E8M0_CEIL,
+    E8M0_FLOOR,
+    E4M3_TWO_LEVEL,
+    E4M3_TWO_LEVEL_CEIL,
+)
 
 
 def to_exponents(scale: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ def require_module(model: object, verb: str) -> None:
     """Raise ConfigError if `model` is not an nn.Module. verb: function named in the message."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.", code="convert.not-a-module"
+            f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.",
+            code="convert.not-a-module",
         )
 
 
@@ -106,11 +107,15 @@ def blocks(model: nn.Module) -> dict[str, Block]:
         for index, (child, member) in enumerate(members.items()):
             for name, module in member.named_modules():
                 if isinstance(module, nn.Linear):
-                    found[".".join(filter(None, (stack, child, name)))] = Block(stack, index, len(members))
+                    found[".".join(filter(None, (stack, child, name)))] = Block(
+                        stack, index, len(members)
+                    )
     return found
 
 
-def outermost(model: nn.Module, is_stack: Callable[[nn.Module], bool]) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+def outermost(
+    model: nn.Module, is_stack: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     """Yield (name, {child name: module}) of each stack that is not nested in another stack.
 
     named_modules visits a shared module once, under its first name.
@@ -129,7 +134,11 @@ def _is_stack(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.Sequential) and len({type(member) for member in members}) > 1:
         return False
-    holding = [member for member in members if any(isinstance(inner, nn.Linear) for inner in member.modules())]
+    holding = [
+        member
+        for member in members
+        if any(isinstance(inner, nn.Linear) for inner in member.modules())
+    ]
     return holding == members and not any(isinstance(member, nn.Linear) for member in members)
 
 
@@ -194,7 +203,11 @@ def read_weights(owner: nn.Module) -> frozenset[str]:
     Empty if the source is not available.
     """
     found = _read_weights(type(owner).forward)
-    return frozenset(child for child, tests in found if all(_may_be(test, wanted, owner) for test, wanted in tests))
+    return frozenset(
+        child
+        for child, tests in found
+        if all(_may_be(test, wanted, owner) for test, wanted in tests)
+    )
 
 
 def _may_be(test: str, wanted: bool, owner: nn.Module) -> bool:
@@ -211,7 +224,9 @@ def _may_be(test: str, wanted: bool, owner: nn.Module) -> bool:
 
 
 @cache
-def _read_weights(forward: Callable[..., Any]) -> frozenset[tuple[str, tuple[tuple[str, bool], ...]]]:
+def _read_weights(
+    forward: Callable[..., Any],
+) -> frozenset[tuple[str, tuple[tuple[str, bool], ...]]]:
     """(child, conditions) for each child weight that a forward method uses in a matmul.
 
     The conditions are (test, value) pairs on the module's settings under which the branch runs.
@@ -257,7 +272,11 @@ def _operands(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         return [*node.args, *(each.value for each in node.keywords)] if name in _PRODUCTS else []
-    return [node.left, node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult) else []
+    return (
+        [node.left, node.right]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+        else []
+    )
 
 
 # Name parts that DDP, FSDP, torch.compile and activation checkpointing insert.

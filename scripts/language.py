@@ -108,7 +108,11 @@ def measure(package: Path) -> dict[str, Measured]:
 
 def figures(found: dict[str, Measured]) -> dict[str, dict[str, float]]:
     return {
-        name: {"indirect": each.indirect_percent, "comments": each.comment_percent, "long": each.long_percent}
+        name: {
+            "indirect": each.indirect_percent,
+            "comments": each.comment_percent,
+            "long": each.long_percent,
+        }
         for name, each in sorted(found.items())
     }
 
@@ -132,7 +136,9 @@ def failures(now: dict[str, dict[str, float]], limits: dict[str, dict[str, float
     return problems
 
 
-def lowered(now: dict[str, dict[str, float]], limits: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def lowered(
+    now: dict[str, dict[str, float]], limits: dict[str, dict[str, float]]
+) -> dict[str, dict[str, float]]:
     """The stricter of today's figure and the limit, for each figure, but never stricter than its target."""
     result = {}
     for name, figure in now.items():
@@ -148,17 +154,29 @@ def lowered(now: dict[str, dict[str, float]], limits: dict[str, dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", nargs="*", help="folders of narrowgauge/; all if none")
-    parser.add_argument("--worst", type=int, default=0, metavar="N", help="print N indirect sentences, longest first")
-    parser.add_argument("--check", action="store_true", help="fail where a folder is above its limit")
+    parser.add_argument(
+        "--worst",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print N indirect sentences, longest first",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fail where a folder is above its limit"
+    )
     parser.add_argument("--lower", action="store_true", help="lower the limits to today's figures")
     options = parser.parse_args()
     found = measure(PACKAGE)
     unknown = sorted(set(options.folders) - set(found))
     if unknown:
-        parser.error(f"no such folder of narrowgauge/: {', '.join(unknown)}. Known: {', '.join(sorted(found))}.")
+        parser.error(
+            f"no such folder of narrowgauge/: {', '.join(unknown)}. Known: {', '.join(sorted(found))}."
+        )
     if options.worst:
         chosen = [each for name in options.folders or ["all"] for each in found[name].indirect]
-        for path, number, sentence in sorted(chosen, key=lambda each: -len(each[2]))[: options.worst]:
+        for path, number, sentence in sorted(chosen, key=lambda each: -len(each[2]))[
+            : options.worst
+        ]:
             print(f"{path.relative_to(ROOT)}:{number}: {sentence}")
         return
     now = figures(found)
@@ -170,7 +188,9 @@ def main() -> None:
         problems = failures(now, limits)
         print(*problems, sep="\n", end="\n" if problems else "")
         sys.exit(1 if problems else 0)
-    print(f"{'folder':16}{'sentences':>10}{'indirect':>11}{'comments':>11}{f'> {LONG} columns':>15}")
+    print(
+        f"{'folder':16}{'sentences':>10}{'indirect':>11}{'comments':>11}{f'> {LONG} columns':>15}"
+    )
     for name in options.folders or now:
         figure = now[name]
         print(

@@ -28,14 +28,23 @@ EXTRAS = ("train", "evaluate", "dev")  # those of the Makefile
 def requirements(project: dict[str, Any], extras: list[str]) -> list[str]:
     """What the extras ask for, and what builds the package."""
     lines = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    return lines + [line for extra in extras for line in project["project"]["optional-dependencies"][extra]]
+    return lines + [
+        line for extra in extras for line in project["project"]["optional-dependencies"][extra]
+    ]
 
 
 def reported(lines: list[str], constraints: Path) -> list[dict[str, Any]]:
     """pip's report on what it would install, in an environment where nothing is."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        options = ["--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check", "--report", str(report)]
+        options = [
+            "--dry-run",
+            "--ignore-installed",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--report",
+            str(report),
+        ]
         command = [sys.executable, "-m", "pip", "install", *options, "-c", str(constraints), *lines]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             raise SystemExit("lock: pip found no set of packages. Its message stands above.")
@@ -61,7 +70,9 @@ def main() -> None:
     parser.add_argument("--extras", default=",".join(EXTRAS))
     asked = parser.parse_args()
     project = tomllib.loads(asked.project.read_text(encoding="utf-8"))
-    entries = reported(requirements(project, [each for each in asked.extras.split(",") if each]), asked.constraints)
+    entries = reported(
+        requirements(project, [each for each in asked.extras.split(",") if each]), asked.constraints
+    )
     print(
         "# Written by scripts/lock.py: install with pip install --require-hashes -r, then the package with --no-deps."
     )

@@ -36,7 +36,8 @@ def requirements_of(distribution: metadata.Distribution, extras: set[str]) -> li
     return [
         requirement
         for requirement in requirements
-        if requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in (extras or {""}))
+        if requirement.marker is None
+        or any(requirement.marker.evaluate({"extra": e}) for e in (extras or {""}))
     ]
 
 
@@ -67,4 +68,6 @@ if __name__ == "__main__":
         for name, version in sorted(pins().items()):
             print(f"{name}=={version}")
     except metadata.PackageNotFoundError as missing:
-        sys.exit(f"scripts/pin.py: {missing.name!r} is not installed. Install '.[train,tensorboard,dev]' first.")
+        sys.exit(
+            f"scripts/pin.py: {missing.name!r} is not installed. Install '.[train,tensorboard,dev]' first."
+        )

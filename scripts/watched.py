@@ -54,11 +54,19 @@ class Process:
     def of(cls, pid: int) -> Process | None:
         try:
             fields = _proc(pid, "stat").rpartition(")")[2].split()
-            command = " ".join(_proc(pid, "cmdline").split("\0")).strip() or _proc(pid, "comm").strip()
+            command = (
+                " ".join(_proc(pid, "cmdline").split("\0")).strip() or _proc(pid, "comm").strip()
+            )
             waits_in = ""
             with contextlib.suppress(OSError):
                 waits_in = _proc(pid, "wchan")
-            return cls(pid, int(fields[1]), fields[0], command, waits_in if waits_in not in ("", "0") else "-")
+            return cls(
+                pid,
+                int(fields[1]),
+                fields[0],
+                command,
+                waits_in if waits_in not in ("", "0") else "-",
+            )
         except (OSError, IndexError):  # it has ended
             return None
 
@@ -117,7 +125,11 @@ class Watch:
                 return EXIT_ENDED
             if now_s - looked_s > LOOK_S:
                 looked_s = now_s
-                stopped = {each.pid: stopped.get(each.pid, now_s) for each in self._processes() if each.state == "T"}
+                stopped = {
+                    each.pid: stopped.get(each.pid, now_s)
+                    for each in self._processes()
+                    if each.state == "T"
+                }
                 for pid, since_s in stopped.items():
                     if now_s - since_s > self.silent_s:
                         self._end(f"pid {pid} was stopped for {self.silent_s:g} s")
@@ -163,21 +175,28 @@ class Watch:
                     tell(f"\nci: stacks of pid {each.pid}, {each.command[:100]}")
                     tell(_stacks(each.pid, self.log))
             _kill(self._processes())
-            tell(f"\nci: failed: {why}. All of the above were ended; the whole output is in {self.log}")
+            tell(
+                f"\nci: failed: {why}. All of the above were ended; the whole output is in {self.log}"
+            )
         self.child.wait()
 
     def _processes(self) -> list[Process]:
         """Those of the command, parents before children; also those that left its session or lost their parent."""
-        everyone = [each for path in Path("/proc").glob("[0-9]*") if (each := Process.of(int(path.name)))]
+        everyone = [
+            each for path in Path("/proc").glob("[0-9]*") if (each := Process.of(int(path.name)))
+        ]
         members = {self.child.pid}
         while True:
-            more = {each.pid for each in everyone if each.parent in members or self._has_token(each.pid)} - members
+            more = {
+                each.pid for each in everyone if each.parent in members or self._has_token(each.pid)
+            } - members
             if not more:
                 break
             members |= more
         members -= {os.getpid()}
         return sorted(
-            (each for each in everyone if each.pid in members and each.state != "Z"), key=lambda each: each.pid
+            (each for each in everyone if each.pid in members and each.state != "Z"),
+            key=lambda each: each.pid,
         )
 
     def _has_token(self, pid: int) -> bool:
@@ -243,7 +262,9 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--silent-s", type=float, default=600.0)
     parser.add_argument("--limit-s", type=float, default=5400.0)

@@ -32,11 +32,15 @@ def assert_same(actual: Any, expected: Any, *, any_nan: bool = False, at: str = 
         _assert_same_tensor(actual, expected, any_nan, at)
     elif isinstance(expected, Mapping):
         assert isinstance(actual, Mapping), f"{at}: expected a mapping, got {type(actual).__name__}"
-        assert list(actual) == list(expected), f"{at}: keys {list(actual)}, expected {list(expected)}"
+        assert list(actual) == list(expected), (
+            f"{at}: keys {list(actual)}, expected {list(expected)}"
+        )
         for key in expected:
             assert_same(actual[key], expected[key], any_nan=any_nan, at=f"{at}[{key!r}]")
     elif isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
-        assert type(actual) is type(expected), f"{at}: got {type(actual).__name__}, expected {type(expected).__name__}"
+        assert type(actual) is type(expected), (
+            f"{at}: got {type(actual).__name__}, expected {type(expected).__name__}"
+        )
         assert len(actual) == len(expected), f"{at}: length {len(actual)}, expected {len(expected)}"
         for i, (left, right) in enumerate(zip(actual, expected, strict=True)):
             assert_same(left, right, any_nan=any_nan, at=f"{at}[{i}]")
@@ -45,13 +49,17 @@ def assert_same(actual: Any, expected: Any, *, any_nan: bool = False, at: str = 
         same = actual.hex() == expected.hex()  # tells 0.0 from -0.0; a NaN has one spelling
         assert same, f"{at}: {actual!r}, expected {expected!r}"
     else:
-        assert type(actual) is type(expected), f"{at}: got {type(actual).__name__}, expected {type(expected).__name__}"
+        assert type(actual) is type(expected), (
+            f"{at}: got {type(actual).__name__}, expected {type(expected).__name__}"
+        )
         assert actual == expected, f"{at}: {actual!r}, expected {expected!r}"
 
 
 def _assert_same_tensor(actual: Tensor, expected: Tensor, any_nan: bool, at: str) -> None:
     __tracebackhide__ = True
-    assert actual.shape == expected.shape, f"{at}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{at}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    )
     assert actual.dtype == expected.dtype, f"{at}: {actual.dtype}, expected {expected.dtype}"
     actual, expected = actual.detach().cpu(), expected.detach().cpu()
     actual_bits, expected_bits = bits(actual), bits(expected)
@@ -63,11 +71,18 @@ def _assert_same_tensor(actual: Tensor, expected: Tensor, any_nan: bool, at: str
 
 
 def _report(
-    actual: Tensor, expected: Tensor, actual_bits: Tensor, expected_bits: Tensor, differs: Tensor, at: str
+    actual: Tensor,
+    expected: Tensor,
+    actual_bits: Tensor,
+    expected_bits: Tensor,
+    differs: Tensor,
+    at: str,
 ) -> str:
     count, digits = int(differs.sum()), 2 * expected.element_size()
     mask = (1 << 8 * expected.element_size()) - 1
-    lines = [f"{at}: {count} of {differs.numel()} elements of {expected.dtype} {list(expected.shape)} differ"]
+    lines = [
+        f"{at}: {count} of {differs.numel()} elements of {expected.dtype} {list(expected.shape)} differ"
+    ]
     for index in differs.nonzero()[:SHOWN].tolist():
         i = tuple(index)
         values = f"{_value(actual[i])} (0x{int(actual_bits[i]) & mask:0{digits}x})"
@@ -114,7 +129,11 @@ def assert_sqnr(actual: Tensor, reference: Tensor, floor_db: float) -> None:
     db = sqnr_db(reference, actual)
     if db >= floor_db:  # False for NaN
         return
-    error = (actual.detach().cpu().double() - reference.detach().cpu().double()).abs().nan_to_num(math.inf, math.inf)
+    error = (
+        (actual.detach().cpu().double() - reference.detach().cpu().double())
+        .abs()
+        .nan_to_num(math.inf, math.inf)
+    )
     lines = [f"SQNR {db:.2f} dB, floor {floor_db:.2f} dB, {list(reference.shape)}; largest errors:"]
     for flat in error.flatten().topk(min(SHOWN, error.numel())).indices.tolist():
         i = tuple(int(k) for k in torch.unravel_index(torch.tensor(flat), error.shape))
@@ -134,7 +153,9 @@ def z_score(samples: Tensor, expected_mean: float, expected_std: float) -> float
 
     For a count of successes pass the zeros and ones, p, and sqrt(p * (1 - p)).
     """
-    assert expected_std > 0 and samples.numel() > 0, f"std {expected_std}, {samples.numel()} samples"
+    assert expected_std > 0 and samples.numel() > 0, (
+        f"std {expected_std}, {samples.numel()} samples"
+    )
     mean = float(samples.detach().double().mean())
     return (mean - expected_mean) / (expected_std / math.sqrt(samples.numel()))
 

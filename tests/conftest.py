@@ -40,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(sys.__stderr__.fileno())  # type: ignore[union-attr]  # as it is while no test is captured
     # A sentence that a test of the optimizers asks for by name; the others only meet it.
     if shutil.which(compiler_name()) is None:
-        config.addinivalue_line("filterwarnings", "ignore:narrowgauge.optim steps in plain torch:RuntimeWarning")
+        config.addinivalue_line(
+            "filterwarnings", "ignore:narrowgauge.optim steps in plain torch:RuntimeWarning"
+        )
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     if not _is_controller(config):
@@ -57,9 +59,16 @@ def _one_cache_per_configuration() -> None:
 
     Beside the folder that is named or torch's own; processes that a test starts, and workers, take the same.
     """
-    made_for = (torch.__version__, torch.backends.cpu.get_cpu_capability(), shutil.which(compiler_name()))
+    made_for = (
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        shutil.which(compiler_name()),
+    )
     part = "-" + hashlib.sha256(repr(made_for).encode()).hexdigest()[:12]
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    folder = (
+        os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    )
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder if folder.endswith(part) else folder + part
 
 
@@ -132,8 +141,14 @@ _GLOBALS = {
     "default device": (torch.get_default_device, torch.set_default_device),
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "grad enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic debug mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "float32 matmul precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "deterministic debug mode": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
 }
 if torch.cuda.is_available():  # left on, it fails all that follow
     _GLOBALS["sync debug mode"] = (torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode)

@@ -19,7 +19,9 @@ def mutated(text: str, count: int, seed: int) -> Iterator[tuple[str, str]]:
     """(what was done, the text of a damaged copy) of a JSON value, `count` times."""
     draw = random.Random(seed)
     for _ in range(count):
-        kind = draw.choice(["value", "value", "value", "drop", "swap", "byte", "cut", "whole", "deep", "twice"])
+        kind = draw.choice(
+            ["value", "value", "value", "drop", "swap", "byte", "cut", "whole", "deep", "twice"]
+        )
         words, damaged = _mutate(json.loads(text), text, kind, draw)
         yield f"{kind}: {words}", damaged
 
@@ -51,7 +53,11 @@ def _mutate(value: Any, text: str, kind: str, draw: random.Random) -> tuple[str,
         holder.insert(key, copy.deepcopy(old))
     else:
         holder[key] = _other(old, draw)
-    now = holder[key] if (isinstance(holder, list) and key < len(holder)) or key in holder else "nothing"
+    now = (
+        holder[key]
+        if (isinstance(holder, list) and key < len(holder)) or key in holder
+        else "nothing"
+    )
     return f"{key!r}: {str(old)[:40]!r} -> {str(now)[:40]!r}", json.dumps(copied)
 
 
@@ -65,14 +71,20 @@ def _dump_error(value: Any) -> str:
 
 def _other(old: Any, draw: random.Random) -> Any:
     if isinstance(old, int | float) and not isinstance(old, bool) and draw.random() < 0.6:
-        return draw.choice([-old - 1, old + 10**9, -1, old * -1e30, float("nan"), float("inf"), old + 0.5])
+        return draw.choice(
+            [-old - 1, old + 10**9, -1, old * -1e30, float("nan"), float("inf"), old + 0.5]
+        )
     return copy.deepcopy(draw.choice(SCALARS))
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key) of each value inside, up to a few of each list."""
     items = (
-        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+        list(value.items())
+        if isinstance(value, dict)
+        else list(enumerate(value))
+        if isinstance(value, list)
+        else []
     )
     for key, each in items if len(items) < 40 else [*items[:8], *items[-8:]]:
         yield value, key

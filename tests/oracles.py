@@ -18,7 +18,9 @@ from narrowgauge.formats import DYNAMIC_SIGNED, DYNAMIC_UNSIGNED, NF4, Format, T
 from narrowgauge.recipe import Cast
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-E4M3_VALUES = np.unique(np.abs(np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)))
+E4M3_VALUES = np.unique(
+    np.abs(np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64))
+)
 NAN = float("nan")
 INF = float("inf")
 
@@ -67,7 +69,9 @@ def random_bit_patterns(count: int, seed: int) -> Tensor:
 def neighbours(x: Tensor) -> Tensor:
     """x, and the float32 just below and just above each."""
     x = x.to(torch.float32)
-    return torch.cat((x, torch.nextafter(x, torch.tensor(-INF)), torch.nextafter(x, torch.tensor(INF))))
+    return torch.cat(
+        (x, torch.nextafter(x, torch.tensor(-INF)), torch.nextafter(x, torch.tensor(INF)))
+    )
 
 
 def finite_values(format: Format) -> np.ndarray:
@@ -111,14 +115,25 @@ def nearest_by_search(x: Tensor, format: Format) -> Tensor:
     values = format.values().double().numpy()[codes]
     kept = (np.abs(values) <= format.max) & ~((values == 0) & np.signbit(values))
     codes, values = codes[kept], values[kept]
-    preferred_first = np.argsort(values) if isinstance(format, TableFormat) else np.argsort(codes % 2, kind="stable")
+    preferred_first = (
+        np.argsort(values)
+        if isinstance(format, TableFormat)
+        else np.argsort(codes % 2, kind="stable")
+    )
     values = values[preferred_first]
     flat = np.clip(x.double().numpy().ravel(), -format.max, format.max)
     chosen = np.concatenate(
-        [values[np.abs(part[:, None] - values).argmin(axis=1)] for part in np.array_split(flat, len(flat) // 4096 + 1)]
+        [
+            values[np.abs(part[:, None] - values).argmin(axis=1)]
+            for part in np.array_split(flat, len(flat) // 4096 + 1)
+        ]
     )
     chosen = torch.from_numpy(chosen).float().reshape(x.shape)
-    return torch.copysign(chosen, x) if format.name.startswith("e") and format.name != "e8m0" else chosen
+    return (
+        torch.copysign(chosen, x)
+        if format.name.startswith("e") and format.name != "e8m0"
+        else chosen
+    )
 
 
 def round_half_away(x: Tensor, format: Format) -> Tensor:
@@ -202,7 +217,9 @@ def exact_scale(rule: str, amax: float, format: Format) -> float:
     return float(min(max(Fraction(2) ** exponent, smallest), Fraction(2) ** 126))
 
 
-def exact_two_level(amax: np.ndarray, format: Format, rule: str = "e4m3-two-level") -> tuple[np.ndarray, float]:
+def exact_two_level(
+    amax: np.ndarray, format: Format, rule: str = "e4m3-two-level"
+) -> tuple[np.ndarray, float]:
     """Scales of tiles (e4m3 values) and of the tensor, every division rounded once to float32."""
     largest = float(amax.max(initial=0.0)) if not np.isnan(amax).any() else NAN
     if not math.isfinite(largest):
@@ -212,7 +229,9 @@ def exact_two_level(amax: np.ndarray, format: Format, rule: str = "e4m3-two-leve
     if largest >= 2.0**-126:
         whole = to_float32(max(Fraction(largest) / Fraction(448 * format.max), smallest))
     wanted = [to_float32(Fraction(float(a)) / Fraction(format.max)) for a in amax.ravel()]
-    relative = [to_float32(Fraction(r) / Fraction(whole)) if r >= 2.0**-126 else 0.0 for r in wanted]
+    relative = [
+        to_float32(Fraction(r) / Fraction(whole)) if r >= 2.0**-126 else 0.0 for r in wanted
+    ]
     relative = np.array([r if r >= 2.0**-126 else 0.0 for r in relative], dtype=np.float32)
     if rule == "e4m3-two-level-ceil":
         values = E4M3_VALUES
@@ -228,14 +247,18 @@ def quantize_by_loop(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | No
     rows, columns = values.shape
     a = max(rows, 1) if cast.tile[0] == -1 else cast.tile[0]
     b = max(columns, 1) if cast.tile[1] == -1 else cast.tile[1]
-    tiles = [[values[i : i + a, j : j + b] for j in range(0, columns, b)] for i in range(0, rows, a)]
+    tiles = [
+        [values[i : i + a, j : j + b] for j in range(0, columns, b)] for i in range(0, rows, a)
+    ]
     amax = np.array([[np.abs(tile).max() for tile in row] for row in tiles], dtype=np.float32)
     amax = amax.reshape(-(-rows // a), -(-columns // b))
     if cast.scale.two_level:
         scales, whole = exact_two_level(amax, cast.format, str(cast.scale))
         whole = float(np.float32(whole) * np.float32(cast.headroom))
         with np.errstate(divide="ignore", invalid="ignore"):
-            reciprocals = np.where(scales == 0, np.float32(0), (np.float32(1) / np.float32(whole)) / scales)
+            reciprocals = np.where(
+                scales == 0, np.float32(0), (np.float32(1) / np.float32(whole)) / scales
+            )
     else:
         flat = [exact_scale(str(cast.scale), float(m), cast.format) for m in amax.ravel()]
         scales = np.array(flat, dtype=np.float32).reshape(amax.shape)

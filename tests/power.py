@@ -37,7 +37,10 @@ class PowerCuts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._patch.undo()
         for descriptor in self._held:
@@ -69,7 +72,9 @@ class PowerCuts:
         """The files below `folder` after a cut, by relative path; '' for all if the folder itself is lost."""
         return self._left(_inode(folder), folder, names, "") if folder.is_dir() else {}
 
-    def _left(self, inode: tuple[int, int], place: Path | None, names: str, prefix: str) -> dict[str, bytes]:
+    def _left(
+        self, inode: tuple[int, int], place: Path | None, names: str, prefix: str
+    ) -> dict[str, bytes]:
         entries = self._names.get(inode, {})
         if names == "now" and place is not None and place.is_dir():
             entries = {each.name: _inode(each) for each in place.iterdir()}

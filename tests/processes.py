@@ -40,7 +40,9 @@ def run_ok(
     __tracebackhide__ = True
     done = run(command, cwd=cwd, import_from=import_from)
     words = " ".join(map(str, command))
-    assert done.returncode == 0, f"exit code {done.returncode} from: {words}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, (
+        f"exit code {done.returncode} from: {words}\n{done.stdout}{done.stderr}"
+    )
     return done
 
 

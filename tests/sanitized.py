@@ -42,10 +42,14 @@ INPUTS = (((131, 278), torch.bfloat16), ((136, 272), torch.float32), ((300, 1030
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sanitized", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sanitized", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--plain", action="store_true", help="run the kernels, without compute-sanitizer")
+    parser.add_argument(
+        "--plain", action="store_true", help="run the kernels, without compute-sanitizer"
+    )
     options = parser.parse_args(arguments)
     if options.plain:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,7 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None or not torch.cuda.is_available():
-        missing = "no compute-sanitizer on the PATH (it comes with the CUDA toolkit)" if sanitizer is None else "no GPU"
+        missing = (
+            "no compute-sanitizer on the PATH (it comes with the CUDA toolkit)"
+            if sanitizer is None
+            else "no GPU"
+        )
         print(f"sanitize: {missing}; --plain runs the same calls without it.", file=sys.stderr)
         return 2
     return max(under(sanitizer, tool, options.only) for tool in options.tools)
@@ -66,8 +74,12 @@ def under(sanitizer: str, tool: str, parts: list[str]) -> int:
         sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all",
         sys.executable, "-m", "tests.sanitized", "--plain", "--only", *parts,
     ]  # fmt: skip
-    code = subprocess.run(command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, check=False).returncode
-    words = {0: "clean", FOUND: "found something, see above"}.get(code, f"the run failed with exit status {code}")
+    code = subprocess.run(
+        command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, check=False
+    ).returncode
+    words = {0: "clean", FOUND: "found something, see above"}.get(
+        code, f"the run failed with exit status {code}"
+    )
     print(f"sanitize: {tool}: {words}", flush=True)
     return 0 if code == 0 else 1
 
@@ -109,7 +121,9 @@ def _cast(x: Tensor, cast: Cast) -> None:
 def products(device: torch.device) -> None:
     """Forward and backward pass of a layer with every recipe, with sizes that no tile divides."""
     for name in recipes.names():
-        layer = ng.convert(nn.Sequential(nn.Linear(280, 152, device=device, dtype=torch.bfloat16)), name, tokens=72)
+        layer = ng.convert(
+            nn.Sequential(nn.Linear(280, 152, device=device, dtype=torch.bfloat16)), name, tokens=72
+        )
         for _ in range(2):
             x = torch.randn(72, 280, device=device, dtype=torch.bfloat16, requires_grad=True)
             layer(x).backward(torch.randn(72, 152, device=device, dtype=torch.bfloat16))
@@ -133,7 +147,9 @@ def fused(device: torch.device) -> None:
         "max_position_embeddings": 32,
     }  # fmt: skip
     models: dict[str, Callable[[], nn.Module]] = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, use_cache=False)),
+        "llama": lambda: LlamaForCausalLM(
+            LlamaConfig(**sizes, num_key_value_heads=1, use_cache=False)
+        ),
         "gpt": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, use_cache=False)),
         "bert": lambda: BertForMaskedLM(BertConfig(**sizes)),
     }
@@ -160,7 +176,10 @@ def optimizers(device: torch.device) -> None:
                     try:
                         _step(kind, states, master, dtype, device)
                     except ConfigError as error:  # what does not go together is refused in words
-                        print(f"optimizers: {kind.__name__}, {states}, {master}: refused: {error}", flush=True)
+                        print(
+                            f"optimizers: {kind.__name__}, {states}, {master}: refused: {error}",
+                            flush=True,
+                        )
                         continue
                     print(f"optimizers: {kind.__name__}, {states}, {master}", flush=True)
 
@@ -172,7 +191,10 @@ def _step(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    weights = [nn.Parameter(torch.randn(shape, device=device, dtype=dtype)) for shape in ((67, 129), (5,), (33, 513))]
+    weights = [
+        nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
+        for shape in ((67, 129), (5,), (33, 513))
+    ]
     optimizer = kind(weights, lr=1e-3, states=states, master=master)
     for _ in range(2):
         for weight in weights:

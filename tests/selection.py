@@ -10,7 +10,9 @@ import pytest
 
 from narrowgauge.ops.cpp.build import compiler_name
 
-needs_compiler = pytest.mark.skipif(shutil.which(compiler_name()) is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which(compiler_name()) is None, reason="needs a C++ compiler"
+)
 
 
 def quick(chosen: Collection[Any], cases: Iterable[Any]) -> list[Any]:
@@ -21,10 +23,14 @@ def quick(chosen: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     cases = list(cases)
 
     def found(case: Any) -> list[Any]:
-        return [each for each in chosen if each == case or (isinstance(case, tuple) and each == case[0])]
+        return [
+            each for each in chosen if each == case or (isinstance(case, tuple) and each == case[0])
+        ]
 
     taken = [each for case in cases for each in found(case)]
-    assert not (lost := [each for each in chosen if each not in taken]), f"chosen, but no case: {lost}"
+    assert not (lost := [each for each in chosen if each not in taken]), (
+        f"chosen, but no case: {lost}"
+    )
     return [case if found(case) else _slow(case) for case in cases]
 
 

@@ -48,8 +48,12 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        args, kwargs = tree_map(lambda x: x.inner if isinstance(x, cls) else x, (args, kwargs or {}))
-        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, function(*args, **kwargs))
+        args, kwargs = tree_map(
+            lambda x: x.inner if isinstance(x, cls) else x, (args, kwargs or {})
+        )
+        return tree_map(
+            lambda x: cls(x) if isinstance(x, torch.Tensor) else x, function(*args, **kwargs)
+        )
 
 
 class Plain(torch.Tensor):
@@ -76,7 +80,9 @@ def test_every_registered_kernel_that_reads_memory_refuses_wrappers():
                     assert kernel.name in BY_TORCH, f"{registry.op}: {kernel.name}"
                     continue
                 for spec in (device, SimpleNamespace(device=device)):
-                    assert f"a {name} hides the memory" in kernel.refuse(spec).text, f"{registry.op}: {kernel.name}"
+                    assert f"a {name} hides the memory" in kernel.refuse(spec).text, (
+                        f"{registry.op}: {kernel.name}"
+                    )
 
 
 def test_no_other_file_takes_an_address_or_starts_a_kernel():
@@ -124,11 +130,20 @@ def test_what_a_wrapper_is():
     x = torch.randn(3)
     plain = (x, nn.Parameter(x), nn.Buffer(x), x.as_subclass(Plain), None, torch.empty(0))
     assert addresses.wrapper(*plain) == ""
-    assert all(addresses.address(each) == (0 if each is None else each.data_ptr()) for each in plain)
-    assert addresses.wrapper(x, Wrapper(x)) == "Wrapper" and addresses.wrapper(nn.Parameter(fake(x))) == "FakeTensor"
+    assert all(
+        addresses.address(each) == (0 if each is None else each.data_ptr()) for each in plain
+    )
+    assert (
+        addresses.wrapper(x, Wrapper(x)) == "Wrapper"
+        and addresses.wrapper(nn.Parameter(fake(x))) == "FakeTensor"
+    )
     with FakeTensorMode():
         assert addresses.wrapper(x) == "FakeTensorMode"
-    assert torch.func.vmap(lambda x: x * len(addresses.wrapper(x)))(x).eq(x * len("transform of torch.func")).all()
+    assert (
+        torch.func.vmap(lambda x: x * len(addresses.wrapper(x)))(x)
+        .eq(x * len("transform of torch.func"))
+        .all()
+    )
     with pytest.raises(BackendError):
         addresses.address(torch._to_functional_tensor(x))
 
@@ -141,7 +156,9 @@ def test_ops_compute_wrappers_by_torch_and_refuse_a_kernel_by_name(hide):
         "quantize": lambda wrap, **how: ng.quantize(wrap(x), cast, **how).data,
         "rotate": lambda wrap, **how: rotation.rotate(wrap(x), hadamard, **how),
         "codes": lambda wrap, **how: rotation.encode(wrap(x), torch.ones(1, 1), INT4, **how).codes,
-        "decode": lambda wrap: rotation.decode(wrap(torch.ones(16, 16, dtype=torch.uint8)), INT4, 32),
+        "decode": lambda wrap: rotation.decode(
+            wrap(torch.ones(16, 16, dtype=torch.uint8)), INT4, 32
+        ),
         "unclipped": lambda wrap: rotation.unrotate(
             wrap(x), None, 32, bits=inside if wrap is Wrapper else wrap(inside)
         ),
@@ -150,7 +167,11 @@ def test_ops_compute_wrappers_by_torch_and_refuse_a_kernel_by_name(hide):
         if hide is fake:
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 found, expected = call(mode.from_tensor), call(lambda x: x)
-                assert isinstance(found, FakeTensor) and found.shape == expected.shape and found.dtype == expected.dtype
+                assert (
+                    isinstance(found, FakeTensor)
+                    and found.shape == expected.shape
+                    and found.dtype == expected.dtype
+                )
         else:
             found = call(hide)
             assert_same(
@@ -181,13 +202,18 @@ def model() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch")
 @pytest.mark.parametrize(
     "recipe",
-    quick([recipes.get(name) for name in ("fp8-delayed", "fp8-block", "nvfp4", "int4-hq-lss")], recipes.ALL),
+    quick(
+        [recipes.get(name) for name in ("fp8-delayed", "fp8-block", "nvfp4", "int4-hq-lss")],
+        recipes.ALL,
+    ),
     ids=lambda recipe: recipe.name,
 )
 def test_a_model_trains_on_fake_tensors(recipe):
     with FakeTensorMode():
         layers = ng.convert(model(), {"*": recipe})
-        optimizers = [ng.optim.AdamW(layers.parameters(), states=states) for states in ("8bit", "fp8", "4bit")]
+        optimizers = [
+            ng.optim.AdamW(layers.parameters(), states=states) for states in ("8bit", "fp8", "4bit")
+        ]
         for optimizer in optimizers:
             layers(torch.randn(32, 64)).sum().backward()
             optimizer.step()
@@ -222,7 +248,8 @@ def test_a_model_that_fuses_runs_on_fake_tensors(llama):
             made = llama()
             ng.convert(made, recipe, fuse=True)
             made(
-                input_ids=torch.zeros(2, 8, dtype=torch.int64), labels=torch.zeros(2, 8, dtype=torch.int64)
+                input_ids=torch.zeros(2, 8, dtype=torch.int64),
+                labels=torch.zeros(2, 8, dtype=torch.int64),
             ).loss.backward()
         assert all(isinstance(each.grad, FakeTensor) for each in made.parameters())
 
@@ -298,7 +325,9 @@ def test_a_gradient_that_a_view_negates_steps_the_right_way():
 def test_quantize_reads_a_negated_view():
     x = torch.randn(6, 1, dtype=torch.complex64).conj().imag
     cast = Cast(format=INT4, tile=(1, -1))
-    assert_same(ng.dequantize(ng.quantize(x, cast)), ng.dequantize(ng.quantize(x.resolve_neg(), cast)))
+    assert_same(
+        ng.dequantize(ng.quantize(x, cast)), ng.dequantize(ng.quantize(x.resolve_neg(), cast))
+    )
     with raises(BackendError, "kernel.refused"):
         ng.quantize(x, cast, backend="native-cpp")
 

@@ -14,7 +14,15 @@ NAN_PAYLOADS = torch.tensor([0x7FC0, 0x7FC1], dtype=torch.int16).view(torch.bflo
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64],
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.int8,
+        torch.bool,
+        torch.complex64,
+    ],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
 def test_a_tensor_is_the_same_as_its_copy(dtype, shape):

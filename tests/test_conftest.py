@@ -78,7 +78,16 @@ def pytest_sessionfinish(session):
 def reported(folder: Path, tests: str, *arguments: str) -> str:
     file = folder / "test_rules.py"
     file.write_text(tests, encoding="utf-8")
-    config = ["-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    config = [
+        "-c",
+        ROOT / "pyproject.toml",
+        "--rootdir",
+        folder,
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.conftest",
+    ]
     ended = run([PYTHON, "-m", "pytest", *config, "-rA", *arguments, file.name], cwd=folder)
     return ended.stdout + ended.stderr
 
@@ -92,7 +101,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_test_that_hangs_in_c_is_told_and_the_others_go_on(tmp_path):
     report = reported(tmp_path, HANGING, "-n", "1")
     assert "Timeout (0:00:05)!" in report and "in test_hangs" in report
-    assert "FAILED test_rules.py::test_hangs" in report and "PASSED test_rules.py::test_next" in report, report
+    assert (
+        "FAILED test_rules.py::test_hangs" in report and "PASSED test_rules.py::test_next" in report
+    ), report
 
 
 def test_garbage_is_collected_in_the_controller_and_in_workers(tmp_path):
@@ -118,12 +129,22 @@ def test_a_changed_global_fails_the_test_that_left_it(report, test, change):
 
 
 def test_the_others_pass(report):
-    for test in ("all_is_back", "seeded[0]", "seeded[1]", "poisoned", "derandomized", "warning_is_an_error"):
+    for test in (
+        "all_is_back",
+        "seeded[0]",
+        "seeded[1]",
+        "poisoned",
+        "derandomized",
+        "warning_is_an_error",
+    ):
         assert f"PASSED test_rules.py::test_{test}" in report, report
 
 
 def test_a_gpu_test_runs_or_is_skipped_with_a_reason(report):
-    assert "PASSED test_rules.py::test_gpu" in report or "needs a CUDA device; torch.cuda.is_available()" in report
+    assert (
+        "PASSED test_rules.py::test_gpu" in report
+        or "needs a CUDA device; torch.cuda.is_available()" in report
+    )
 
 
 def test_kernels_of_torch_compile_are_kept_apart_by_configuration(monkeypatch):
@@ -131,7 +152,9 @@ def test_kernels_of_torch_compile_are_kept_apart_by_configuration(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere/cache")
     found = []
     for capability in ("AVX2", "AVX2", "AVX512"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(
+            torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
+        )
         conftest._one_cache_per_configuration()
         found.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert found[0] == found[1] and found[2].startswith(found[1]) and found[2] != found[1]

@@ -58,7 +58,9 @@ def batches(count: int, rows: tuple[int, ...] = (4, 6)) -> list[dict[str, Tensor
     return [{"x": torch.randn(rows[i % len(rows)], 32, generator=generator)} for i in range(count)]
 
 
-def trained(recorder: Recorder | None, recipe: str = "fp8-delayed", steps: int = 6, micro: int = 2) -> list[Tensor]:
+def trained(
+    recorder: Recorder | None, recipe: str = "fp8-delayed", steps: int = 6, micro: int = 2
+) -> list[Tensor]:
     """Losses and norms, then weights and windows; with a recorder through graphs, else by the loop as one would write it."""
     model = built(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -68,7 +70,11 @@ def trained(recorder: Recorder | None, recipe: str = "fp8-delayed", steps: int =
         loss.backward()
         return loss
 
-    step = GraphedStep(model, optimizer, backward, clip=0.5, warmup=2, recorder=recorder) if recorder else None
+    step = (
+        GraphedStep(model, optimizer, backward, clip=0.5, warmup=2, recorder=recorder)
+        if recorder
+        else None
+    )
     found: list[Tensor] = []
     data = batches(steps * micro)
     for number in range(steps):
@@ -91,11 +97,21 @@ def trained(recorder: Recorder | None, recipe: str = "fp8-delayed", steps: int =
 # Two shapes of micro-batches, clipping, update; and the casts of the weights, where the recipe has some that serve a step.
 @pytest.mark.parametrize(
     ("recipe", "captures"),
-    [("fp8-delayed", 5), ("fp8-row", 5), ("fp8-block", 5), ("int8", 5), ("int4-hq-bs", 5), ("nvfp4", 5), ("bf16", 4)],
+    [
+        ("fp8-delayed", 5),
+        ("fp8-row", 5),
+        ("fp8-block", 5),
+        ("int8", 5),
+        ("int4-hq-bs", 5),
+        ("nvfp4", 5),
+        ("bf16", 4),
+    ],
 )
 def test_training_is_what_it_was(recipe, captures):
     recorder = Recorder()
-    for a, b in zip(trained(recorder, recipe, steps=8), trained(None, recipe, steps=8), strict=True):
+    for a, b in zip(
+        trained(recorder, recipe, steps=8), trained(None, recipe, steps=8), strict=True
+    ):
         assert_same(a, b)
     assert recorder.captures == captures and recorder.replays > recorder.captures
 
@@ -127,7 +143,9 @@ def test_weights_are_cast_once_in_a_step(monkeypatch, micro):
     assert step.graphs.captured["forward and backward"] == 1
     assert step.graphs.captured.get("casts of the weights", 0) == (micro > 1)
     layer = model[0]
-    assert layer._cache.casts.is_empty, "what a graph has made is out of reach between its parts, as for an evaluation"
+    assert layer._cache.casts.is_empty, (
+        "what a graph has made is out of reach between its parts, as for an evaluation"
+    )
 
 
 def test_a_step_with_another_number_of_micro_batches_computes_with_the_weights_of_now():
@@ -145,7 +163,9 @@ def test_a_step_with_another_number_of_micro_batches_computes_with_the_weights_o
         loss.backward()
         return loss
 
-    step = GraphedStep(model, torch.optim.SGD(model.parameters(), 0.0), backward, warmup=1, recorder=Recorder())
+    step = GraphedStep(
+        model, torch.optim.SGD(model.parameters(), 0.0), backward, warmup=1, recorder=Recorder()
+    )
     for micro in (2, 2, 2, 1, 2, 2, 1, 1, 1, 3):
         seen.clear()
         for _ in range(micro):
@@ -203,7 +223,11 @@ def test_one_graph_per_shape_after_the_warm_up():
     for rows in (4, 4, 4, 6, 4, 6, 6, 6):
         graphs.run("part", Part(lambda x: ran.append(len(x))), {"x": torch.zeros(rows, 2)})
     assert ran == [4, 4, 4, 6, 4, 6, 6, 6]
-    assert (recorder.warmed, recorder.captures, recorder.replays) == (4, 2, 4) and graphs.captured == {"part": 2}
+    assert (recorder.warmed, recorder.captures, recorder.replays) == (
+        4,
+        2,
+        4,
+    ) and graphs.captured == {"part": 2}
     graphs.clear()
     graphs.run("part", Part(lambda x: None), {"x": torch.zeros(4, 2)})
     assert recorder.warmed == 5 and graphs.captured == {}
@@ -213,9 +237,15 @@ def test_another_dtype_is_another_graph_and_inputs_are_copied():
     recorder, seen = Recorder(), []
     graphs = Graphs(recorder, CPU, warmup=1)
     for value in (1.0, 2.0, 3.0):
-        graphs.run("part", Part(lambda x: seen.append((x.data_ptr(), x.item()))), {"x": torch.full((1,), value)})
+        graphs.run(
+            "part",
+            Part(lambda x: seen.append((x.data_ptr(), x.item()))),
+            {"x": torch.full((1,), value)},
+        )
     graphs.run("part", Part(lambda x: None), {"x": torch.ones(1, dtype=torch.float64)})
-    assert [value for _, value in seen] == [1.0, 2.0, 3.0] and seen[1][0] == seen[2][0], "replays read the same memory"
+    assert [value for _, value in seen] == [1.0, 2.0, 3.0] and seen[1][0] == seen[2][0], (
+        "replays read the same memory"
+    )
     assert graphs.captured == {"part": 1} and recorder.warmed == 2
 
 
@@ -244,12 +274,18 @@ def test_what_cannot_be_captured_raises_and_is_not_run_in_its_place():
 
     optimizer = torch.optim.AdamW(model.parameters())
     step = GraphedStep(
-        model, optimizer, backward, warmup=1, recorder=Recorder("operation not permitted\nwhen capturing")
+        model,
+        optimizer,
+        backward,
+        warmup=1,
+        recorder=Recorder("operation not permitted\nwhen capturing"),
     )
     [batch] = batches(1)
     step.accumulate(batch)
     step.discard()  # from here on it is known that a step has one micro-batch
-    with raises(BackendError, "cuda-graphs.capture", "forward and backward", "operation not permitted"):
+    with raises(
+        BackendError, "cuda-graphs.capture", "forward and backward", "operation not permitted"
+    ):
         step.accumulate(batch)
     assert runs == [4]
     assert all(layer._cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
@@ -314,8 +350,13 @@ def test_a_device_needs_a_capturable_optimizer():
     assert any("make_capturable" in reason for reason in refuse(model, optimizer, cuda))
     make_capturable(optimizer, CPU)
     assert refuse(model, optimizer, cuda) == [] or torch.version.hip
-    assert all(group["capturable"] and group["lr"].item() == pytest.approx(1e-3) for group in optimizer.param_groups)
-    assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == len(optimizer.param_groups)
+    assert all(
+        group["capturable"] and group["lr"].item() == pytest.approx(1e-3)
+        for group in optimizer.param_groups
+    )
+    assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == len(
+        optimizer.param_groups
+    )
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     assert any("SGD has no capturable=True" in reason for reason in refuse(model, sgd, cuda))
 
@@ -328,12 +369,16 @@ def test_a_step_that_no_graph_can_hold_stays_eager_and_says_so():
         optimizer = ng.optim.AdamW(model.parameters(), states="8bit", lr=1e-2)
         recorder = Recorder()
         warmup = 1 if graphed else 10**9
-        step = GraphedStep(model, optimizer, lambda x, m=model: _backward(m, x), warmup=warmup, recorder=recorder)
+        step = GraphedStep(
+            model, optimizer, lambda x, m=model: _backward(m, x), warmup=warmup, recorder=recorder
+        )
         for batch in batches(5, rows=(4,)):
             step.accumulate(batch)
             found.append(step.readings().clone())
             step.update()
-        assert ("forward and backward" in step.graphs.captured) == graphed and "update" not in step.graphs.captured
+        assert (
+            "forward and backward" in step.graphs.captured
+        ) == graphed and "update" not in step.graphs.captured
         assert bool(step.graphs.notes) == graphed
     for a, b in zip(found[:5], found[5:], strict=True):
         assert_same(a, b)
@@ -342,7 +387,9 @@ def test_a_step_that_no_graph_can_hold_stays_eager_and_says_so():
 def test_the_note_of_a_step_that_stays_eager():
     model = built()
     optimizer = ng.optim.AdamW(model.parameters(), states="8bit", backend="torch")
-    step = GraphedStep(model, optimizer, lambda x: _backward(model, x), warmup=1, recorder=Recorder())
+    step = GraphedStep(
+        model, optimizer, lambda x: _backward(model, x), warmup=1, recorder=Recorder()
+    )
     for _ in range(3):
         step.update()
     [note] = step.graphs.notes
@@ -366,7 +413,9 @@ def test_graphs_train_as_eager_code_does(recipe, fused):
     found = []
     for graphed in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device, torch.bfloat16)
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(
+            device, torch.bfloat16
+        )
         ng.convert(model, recipe, fuse=fused)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         make_capturable(optimizer, device)
@@ -398,7 +447,9 @@ def test_narrow_states_step_in_graphs(states):
     for graphed in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to(device, torch.bfloat16)
-        optimizer = ng.optim.AdamW(model.parameters(), states=states, master="bf16-remainder", lr=1e-3)
+        optimizer = ng.optim.AdamW(
+            model.parameters(), states=states, master="bf16-remainder", lr=1e-3
+        )
         warmup = 2 if graphed else 10**9
         step = GraphedStep(model, optimizer, lambda x, m=model: _backward(m, x), warmup=warmup)
         generator = torch.Generator().manual_seed(1)

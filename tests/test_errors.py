@@ -15,14 +15,22 @@ from narrowgauge import errors
 from narrowgauge.errors import ConfigError, NarrowgaugeError
 
 PACKAGE = Path(errors.__file__).parent
-CLASSES = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, NarrowgaugeError)}
+CLASSES = {
+    name
+    for name, each in vars(errors).items()
+    if isinstance(each, type) and issubclass(each, NarrowgaugeError)
+}
 
 
 def constructed() -> Iterator[tuple[Path, ast.Call]]:
     """Every call in the package that makes one of our errors."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in CLASSES
+            ):
                 yield path, node
 
 
@@ -38,14 +46,20 @@ def test_codes_are_a_subject_and_a_cause():
     for path, call in constructed():
         code = code_of(call)
         if isinstance(code, ast.Constant):
-            assert re.fullmatch(r"[a-z0-9_-]+\.[a-z0-9_-]+", code.value), f"{path}:{call.lineno}: {code.value!r}"
+            assert re.fullmatch(r"[a-z0-9_-]+\.[a-z0-9_-]+", code.value), (
+                f"{path}:{call.lineno}: {code.value!r}"
+            )
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_a_code_survives_pickle_and_copy(name):
     error = getattr(errors, name)("A sentence.", code="subject.cause")
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
-        assert (type(again), str(again), again.code) == (type(error), "A sentence.", "subject.cause")
+        assert (type(again), str(again), again.code) == (
+            type(error),
+            "A sentence.",
+            "subject.cause",
+        )
 
 
 def test_an_error_without_a_code_has_an_empty_one():

@@ -63,7 +63,9 @@ LARGEST_NOISE = 1 - 2.0**-24
 
 every_element_format = pytest.mark.parametrize("format", ELEMENTS, ids=str)
 every_format = pytest.mark.parametrize("format", formats.ALL, ids=str)
-every_16_bit_type = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+every_16_bit_type = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"]
+)
 
 
 def codes(format, x, noise=None):
@@ -75,7 +77,9 @@ def codes(format, x, noise=None):
 # --- decoding ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [*(format for format in KNOWN_TO_ML_DTYPES if format is not INT8), E8M0], ids=str)
+@pytest.mark.parametrize(
+    "format", [*(format for format in KNOWN_TO_ML_DTYPES if format is not INT8), E8M0], ids=str
+)
 def test_values_of_all_codes_agree_with_ml_dtypes(format):
     assert_same(plain(format.values()), plain(values_by_ml_dtypes(format)))
 
@@ -84,7 +88,9 @@ def test_values_of_all_codes_agree_with_ml_dtypes(format):
 def test_levels_of_tables_agree_with_their_papers(format):
     """Within a unit in the last place: the same sums in another order, then rounded to float32."""
     levels = np.array(TABLE_LEVELS[format.name](), dtype=np.float32)
-    np.testing.assert_array_max_ulp(format.values().numpy(), levels, maxulp=8 if format is NF4 else 1)
+    np.testing.assert_array_max_ulp(
+        format.values().numpy(), levels, maxulp=8 if format is NF4 else 1
+    )
 
 
 @every_format
@@ -94,7 +100,9 @@ def test_decode_is_the_table_of_values(format):
     stored = format.unpack(format.pack(all_codes.view(format.storage)), 2**format.bits)
     assert stored.dtype == format.storage
     assert_same(plain(format.decode(stored)), plain(format.values()))
-    assert_same(plain(format.decode(stored.reshape(4, -1).T)), plain(format.values()).reshape(4, -1).T)
+    assert_same(
+        plain(format.decode(stored.reshape(4, -1).T)), plain(format.values()).reshape(4, -1).T
+    )
 
 
 @every_format
@@ -102,7 +110,11 @@ def test_constants_agree_with_the_values(format):
     values = format.values()
     finite = values[values.isfinite()]
     assert values.numel() == 2**format.bits
-    if format in (INT8, INT4X2, INT4):  # the most negative code exists and is never produced, nor those beyond max
+    if format in (
+        INT8,
+        INT4X2,
+        INT4,
+    ):  # the most negative code exists and is never produced, nor those beyond max
         finite = finite[finite.abs() <= format.max]
     assert finite.abs().max() == format.max
     assert finite[finite != 0].abs().min().item() == pytest.approx(format.smallest, rel=2**-24)
@@ -143,7 +155,9 @@ def test_a_million_random_bit_patterns(format):
     x = random_bit_patterns(1_000_000, seed=0)
     if format in TABLES:
         levels = format.values().double().numpy()
-        expected = np.searchsorted((levels[:-1] + levels[1:]) / 2, torch.where(x.isnan(), 0, x).numpy(), side="left")
+        expected = np.searchsorted(
+            (levels[:-1] + levels[1:]) / 2, torch.where(x.isnan(), 0, x).numpy(), side="left"
+        )
         assert_same(codes(format, x), torch.from_numpy(expected.astype(np.uint8)))
         return
     number = ~x.isnan()
@@ -161,7 +175,13 @@ def test_a_million_random_bit_patterns(format):
 @every_element_format
 def test_round_is_decode_of_encode(format):
     """Bit for bit, so that expanded values are what the codes say; and idempotent (exact)."""
-    x = torch.cat((random_bit_patterns(100_000, seed=1), boundaries(format), torch.tensor([0.0, -0.0, INF, -INF, NAN])))
+    x = torch.cat(
+        (
+            random_bit_patterns(100_000, seed=1),
+            boundaries(format),
+            torch.tensor([0.0, -0.0, INF, -INF, NAN]),
+        )
+    )
     assert_same(plain(format.round(x)), plain(format.decode(format.encode(x))))
     assert_same(codes(format, format.round(x)), codes(format, x))
     noise = torch.rand(x.shape)
@@ -178,16 +198,25 @@ def test_infinity_saturates_and_nan_is_kept_where_there_is_one(format):
     nan = from_bits([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF])
     for noise in (None, torch.full((4,), 0.5)):
         if format in (E4M3, E5M2):
-            assert format.round(nan, noise).isnan().all() and format.decode(format.encode(nan, noise)).isnan().all()
+            assert (
+                format.round(nan, noise).isnan().all()
+                and format.decode(format.encode(nan, noise)).isnan().all()
+            )
         else:
             rounded = format.round(nan, noise)
-            assert (rounded == 0).all() and not rounded.signbit().any(), "the sign of a NaN is the device's"
+            assert (rounded == 0).all() and not rounded.signbit().any(), (
+                "the sign of a NaN is the device's"
+            )
             assert (format.decode(format.encode(nan, noise)) == 0).all()
 
 
 @every_element_format
 def test_rounding_is_monotone(format):
-    x = torch.cat((every_finite(torch.bfloat16), boundaries(format), torch.tensor([INF, -INF]))).sort().values
+    x = (
+        torch.cat((every_finite(torch.bfloat16), boundaries(format), torch.tensor([INF, -INF])))
+        .sort()
+        .values
+    )
     assert (format.round(x).diff() >= 0).all()
 
 
@@ -216,7 +245,9 @@ def test_the_error_stays_below_half_a_gap(format):
     x = x[x.abs() <= format.max]
     relative = 2.0 ** -(format.mantissa + 1) if format in FLOATS else 0.0
     error = (format.round(x.float()).double() - x).abs()
-    assert (error <= torch.maximum(relative * x.abs(), torch.tensor(format.smallest / 2).double())).all()
+    assert (
+        error <= torch.maximum(relative * x.abs(), torch.tensor(format.smallest / 2).double())
+    ).all()
 
 
 def test_float64_passes_through_float32():
@@ -254,7 +285,11 @@ def test_e8m0_takes_the_nearest_power_of_two():
     the upper at a tie, and below 2**-126 does not always take the nearest: 0.66 * 2**-126 becomes 2**-126.
     """
     x = torch.cat(
-        (random_bit_patterns(200_000, seed=2).abs(), boundaries(E8M0).abs(), every_finite(torch.bfloat16).abs())
+        (
+            random_bit_patterns(200_000, seed=2).abs(),
+            boundaries(E8M0).abs(),
+            every_finite(torch.bfloat16).abs(),
+        )
     )
     x = x[x.isfinite()]
     assert_same(E8M0.round(x), nearest_by_search(x, E8M0))
@@ -263,7 +298,9 @@ def test_e8m0_takes_the_nearest_power_of_two():
 
 
 def test_e8m0_at_its_edges():
-    x = from_bits([0x00000000, 0x80000000, 0x00000001, 0x00600000, 0x00600001, 0x7F7FFFFF, 0x7F800000])
+    x = from_bits(
+        [0x00000000, 0x80000000, 0x00000001, 0x00600000, 0x00600001, 0x7F7FFFFF, 0x7F800000]
+    )
     assert E8M0.encode(x).tolist() == [0, 0, 0, 0, 1, 254, 254]
     assert (E8M0.encode(from_bits([0x80000001, 0xBF800000, 0xFF800000, 0x7FC00000])) == 255).all()
     with raises(ConfigError, "format.noise", "e8m0"):
@@ -343,8 +380,14 @@ def test_stochastic_rounding_is_unbiased(format):
     for point in range(x.numel()):
         noise = torch.rand(draws, generator=generator)
         up = float((format.round(x[point].expand(draws), noise) == high[point]).double().mean())
-        p = float((x[point].double() - low[point].double()) / (high[point].double() - low[point].double()))
-        assert abs(up - p) <= limit * (p * (1 - p) / draws) ** 0.5, (x[point], low[point], high[point])
+        p = float(
+            (x[point].double() - low[point].double()) / (high[point].double() - low[point].double())
+        )
+        assert abs(up - p) <= limit * (p * (1 - p) / draws) ** 0.5, (
+            x[point],
+            low[point],
+            high[point],
+        )
 
 
 def test_biased_noise_is_seen():
@@ -359,9 +402,13 @@ def test_biased_noise_is_seen():
 
 
 @pytest.mark.parametrize("format", [E2M1, INT4, NF4], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 16), (0, 5), (4, 0), (5,), (2, 3, 9)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 7), (2, 16), (0, 5), (4, 0), (5,), (2, 3, 9)], ids=str
+)
 def test_packing_two_codes_into_a_byte_is_reversible(format, shape):
-    stored = format.unpack(torch.randint(0, 256, (*shape[:-1], shape[-1]), dtype=torch.uint8), shape[-1])
+    stored = format.unpack(
+        torch.randint(0, 256, (*shape[:-1], shape[-1]), dtype=torch.uint8), shape[-1]
+    )
     packed = format.pack(stored)
     assert packed.shape == (*shape[:-1], (shape[-1] + 1) // 2) and packed.dtype == torch.uint8
     assert_same(format.unpack(packed, shape[-1]), stored)
@@ -400,7 +447,9 @@ def digests() -> dict[str, str]:
     for format in formats.ALL:
         x = torch.cat(
             (
-                from_bits(list(range(0, 0x00800000, 4093)) + list(range(0x80000000, 0x80800000, 4093))),  # subnormals
+                from_bits(
+                    list(range(0, 0x00800000, 4093)) + list(range(0x80000000, 0x80800000, 4093))
+                ),  # subnormals
                 random_bit_patterns(100_000, seed=3),
                 every_finite(torch.bfloat16),
             )
@@ -427,7 +476,9 @@ def digests_under_flush_to_zero(module: str) -> dict[str, str]:
         "print(json.dumps(digests()))"
     )
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -435,7 +486,9 @@ def test_flush_to_zero_changes_nothing():
     assert digests_under_flush_to_zero("tests.test_formats") == digests()
 
 
-@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 30_512), (torch.float16, 14_720)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "count"), [(torch.bfloat16, 30_512), (torch.float16, 14_720)], ids=["bf16", "fp16"]
+)
 def test_what_a_cast_without_saturation_would_lose(dtype, count):
     """Control, and the reason for our own clamp: exactly these many of 65,536 codes become NaN in ml_dtypes.
 
@@ -465,14 +518,19 @@ def test_the_search_itself_notices_a_wrong_neighbour():
     """Control: one code too high is not the nearest."""
     x = torch.tensor([1.06])
     assert nearest_by_search(x, E4M3).item() == 1.0 and nearest_by_search(-x, E4M3).item() == -1.0
-    assert decoded(torch.tensor([NAN]), INT8).item() == 0 and decoded(torch.tensor([NAN]), E4M3).isnan()
+    assert (
+        decoded(torch.tensor([NAN]), INT8).item() == 0
+        and decoded(torch.tensor([NAN]), E4M3).isnan()
+    )
 
 
 # --- names and construction ------------------------------------------------------------------------------------------------
 
 
 def test_formats_are_found_by_name():
-    assert all(formats.get(format.name) is format and str(format) == format.name for format in formats.ALL)
+    assert all(
+        formats.get(format.name) is format and str(format) == format.name for format in formats.ALL
+    )
     assert len(set(formats.NAMES)) == len(formats.ALL) and set(ML_DTYPES) < set(formats.NAMES)
     with raises(ConfigError, "formats.unknown", "'e4m3fn'", "'e4m3'"):
         formats.get("e4m3fn")
@@ -487,7 +545,9 @@ def test_formats_are_values(format):
     assert copy == format and hash(copy) == hash(format)
 
 
-@pytest.mark.parametrize("levels", [(0.0, 1.0), (1.0, 0.0, 2.0, 3.0), (0.0, 0.0, 1.0, 2.0)], ids=str)
+@pytest.mark.parametrize(
+    "levels", [(0.0, 1.0), (1.0, 0.0, 2.0, 3.0), (0.0, 0.0, 1.0, 2.0)], ids=str
+)
 def test_a_table_needs_distinct_ascending_levels(levels):
     with raises(ConfigError, "format.levels", len(levels), 4):
         TableFormat(name="odd", bits=2, max=1, storage=torch.uint8, levels=levels)
@@ -495,7 +555,9 @@ def test_a_table_needs_distinct_ascending_levels(levels):
 
 def test_a_new_format_is_one_constant():
     """e3m4 of docs/: nothing but its constant is needed for every property above."""
-    e3m4 = formats.FloatFormat(name="e3m4", bits=8, exponent=3, mantissa=4, max=31, storage=torch.uint8)
+    e3m4 = formats.FloatFormat(
+        name="e3m4", bits=8, exponent=3, mantissa=4, max=31, storage=torch.uint8
+    )
     x = boundaries(e3m4)
     assert_same(e3m4.round(x), nearest_by_search(x, e3m4))
     assert_same(e3m4.decode(e3m4.encode(x)), e3m4.round(x))
@@ -541,7 +603,9 @@ def test_bit_splitting_is_stochastic_rounding_of_the_whole():
     rest = t - 14 * high
     low = rest.floor() + (noise < rest - rest.floor())
     assert high.abs().max() == 7 and low.abs().max() == 7
-    exact = (t * 64) == (t * 64).round()  # the grid's points, where float32 and float64 agree about the fraction
+    exact = (t * 64) == (
+        t * 64
+    ).round()  # the grid's points, where float32 and float64 agree about the fraction
     assert exact.all()
     assert_same(INT4X2.encode(t.float(), noise.float()).double(), 14 * high + low)
 
@@ -549,16 +613,29 @@ def test_bit_splitting_is_stochastic_rounding_of_the_whole():
 # --- a format of one's own ---------------------------------------------------------------------------------------------------------
 
 E3M4 = FloatFormat(
-    name="e3m4", bits=8, exponent=3, mantissa=4, max=15.5, storage=torch.uint8, has_nan=True, reserved=16
+    name="e3m4",
+    bits=8,
+    exponent=3,
+    mantissa=4,
+    max=15.5,
+    storage=torch.uint8,
+    has_nan=True,
+    reserved=16,
 )
 
 
 def test_codes_above_the_largest_are_no_numbers():
     """As IEEE's E3M4 has them: 0x70 to 0x7f and their negatives; the numbers are those of ml_dtypes (exact)."""
     values = E3M4.values()
-    assert values[:0x70].isfinite().all() and values[0x6F] == 15.5 and values[0x80:0xF0].isfinite().all()
+    assert (
+        values[:0x70].isfinite().all()
+        and values[0x6F] == 15.5
+        and values[0x80:0xF0].isfinite().all()
+    )
     assert values[0x70:0x80].isnan().all() and values[0xF0:].isnan().all()
-    theirs = torch.from_numpy(np.arange(0x70, dtype=np.uint8).view(ml_dtypes.float8_e3m4).astype(np.float32))
+    theirs = torch.from_numpy(
+        np.arange(0x70, dtype=np.uint8).view(ml_dtypes.float8_e3m4).astype(np.float32)
+    )
     assert_same(values[:0x70], theirs)
     x = torch.tensor([0.0, -0.0, 15.5, 17.0, -math.inf, math.nan, 0.2, 2.0**-6, 1e-9])
     assert_same(E3M4.decode(E3M4.encode(x)), E3M4.round(x), any_nan=True)

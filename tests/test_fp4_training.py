@@ -25,7 +25,9 @@ def operands(tokens=T):
 
 
 def layer(recipe, w):
-    made = QLinear(K, N, bias=False, recipe=ng.recipes.get(recipe) if isinstance(recipe, str) else recipe)
+    made = QLinear(
+        K, N, bias=False, recipe=ng.recipes.get(recipe) if isinstance(recipe, str) else recipe
+    )
     made.weight.data.copy_(w)
     return made
 
@@ -70,8 +72,16 @@ def expected(recipe, x, w, gy):
 
 def z_of(found, mean, generator):
     """The largest |z| of projections on the mean itself and 32 random directions that overlap with it."""
-    directions = [mean, *(torch.rand(mean.shape, generator=generator, dtype=torch.float64) * mean for _ in range(32))]
-    ratios = [torch.stack([(each * d).sum() / (mean * d).sum() for each in found]) for d in directions]
+    directions = [
+        mean,
+        *(
+            torch.rand(mean.shape, generator=generator, dtype=torch.float64) * mean
+            for _ in range(32)
+        ),
+    ]
+    ratios = [
+        torch.stack([(each * d).sum() / (mean * d).sum() for each in found]) for d in directions
+    ]
     return max(abs(z_score(ratio, 1.0, ratio.std().item())) for ratio in ratios)
 
 
@@ -99,7 +109,9 @@ def test_without_the_guard_gradients_are_biased():
     found = draws(chosen.with_gemm(grad_input=gemm, grad_weight=gemm), x, w, gy)
     generator = torch.Generator().manual_seed(4)
     means = expected("mxfp4", x, w, gy)
-    assert max(z_of(each, mean, generator) for each, mean in zip(found, means, strict=True)) > 2 * z_limit(1e-4, 33)
+    assert max(
+        z_of(each, mean, generator) for each, mean in zip(found, means, strict=True)
+    ) > 2 * z_limit(1e-4, 33)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -108,7 +120,9 @@ def test_averages_fall_as_one_over_their_number(recipe):
     x, w, gy = operands()
     for found, mean in zip(draws(recipe, x, w, gy), expected(recipe, x, w, gy), strict=True):
         single = (found - mean).square().sum(dim=(1, 2)).mean()
-        averaged = (found.reshape(8, 16, *mean.shape).mean(dim=1) - mean).square().sum(dim=(1, 2)).mean()
+        averaged = (
+            (found.reshape(8, 16, *mean.shape).mean(dim=1) - mean).square().sum(dim=(1, 2)).mean()
+        )
         assert 0.8 < (16 * averaged / single).item() < 1.25
 
 

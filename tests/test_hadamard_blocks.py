@@ -13,7 +13,9 @@ from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import Hadamard
 from tests.compare import assert_same
 
-GEMM = ng.recipes.get("int4-lsq-luq").output  # LSQ's first step, as in the measurements of the reference
+GEMM = ng.recipes.get(
+    "int4-lsq-luq"
+).output  # LSQ's first step, as in the measurements of the reference
 BLOCKS = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
@@ -37,7 +39,9 @@ def product_of_errors(x: torch.Tensor, w: torch.Tensor) -> dict[int, float]:
     """The rule of arXiv 2306.11987, A.5: |x_k - x| |w_k - w|."""
     found = {}
     for block in BLOCKS:
-        turned = [operand if block == 1 else rotate(operand, Hadamard(block=block)) for operand in (x, w)]
+        turned = [
+            operand if block == 1 else rotate(operand, Hadamard(block=block)) for operand in (x, w)
+        ]
         errors = [(dequantize(quantize(operand, GEMM.lhs)) - operand).norm() for operand in turned]
         found[block] = float(errors[0] * errors[1])
     return found
@@ -63,7 +67,10 @@ class Two(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain, self.smooth = torch.nn.Linear(512, 256, bias=False), torch.nn.Linear(512, 256, bias=False)
+        self.plain, self.smooth = (
+            torch.nn.Linear(512, 256, bias=False),
+            torch.nn.Linear(512, 256, bias=False),
+        )
         self.small = torch.nn.Linear(20, 16)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -83,10 +90,14 @@ def test_each_layer_gets_its_block_and_describe_tells() -> None:
     model, batch = model_and_batch()
     model.small.eval()
     errors = calibrate_blocks(model, [batch, batch])
-    assert model.plain.recipe.output.rotate is not None and model.smooth.recipe.output.rotate is None
+    assert (
+        model.plain.recipe.output.rotate is not None and model.smooth.recipe.output.rotate is None
+    )
     assert model.plain.recipe.output.rotate.block == min(errors["plain"], key=errors["plain"].get)
     assert set(errors) == {"plain", "smooth", "small"} and set(errors["plain"]) == set(BLOCKS)
-    assert set(errors["small"]) == {1, 2, 4, 8, 16, 32}, "a block of 32 holds all 20 features, 64 would only add zeros"
+    assert set(errors["small"]) == {1, 2, 4, 8, 16, 32}, (
+        "a block of 32 holds all 20 features, 64 would only add zeros"
+    )
     rows = {row.name: row for row in ng.describe(model)}
     assert f"Hadamard {model.plain.recipe.output.rotate.block}" in rows["plain"].output
     assert "Hadamard" not in rows["smooth"].output
@@ -104,8 +115,14 @@ def test_a_layer_whose_axis_the_block_does_not_divide_says_so() -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda a: a.fill_(0.0), r"the input of 'plain' is all zeros in one of the batches.*Give batches of real data"),
-        (lambda a: a[3, 5].fill_(float("nan")), r"the input of 'plain' holds 1 numbers that are not finite"),
+        (
+            lambda a: a.fill_(0.0),
+            r"the input of 'plain' is all zeros in one of the batches.*Give batches of real data",
+        ),
+        (
+            lambda a: a[3, 5].fill_(float("nan")),
+            r"the input of 'plain' holds 1 numbers that are not finite",
+        ),
         (lambda a: a[3, 5].fill_(float("inf")), r"holds 1 numbers that are not finite"),
     ],
 )
@@ -122,12 +139,18 @@ def test_a_batch_that_says_nothing_is_refused_and_nothing_changes(spoil, words) 
 
 def test_nothing_to_choose_is_an_error() -> None:
     x = torch.randn(4, 32)
-    with pytest.raises(ConfigError, match=r"no Linear of the model has a recipe that rotates.*'int4-hq-bs'"):
-        calibrate_blocks(ng.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "fp8-current"), [x])
+    with pytest.raises(
+        ConfigError, match=r"no Linear of the model has a recipe that rotates.*'int4-hq-bs'"
+    ):
+        calibrate_blocks(
+            ng.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "fp8-current"), [x]
+        )
     model = ng.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "int4-hq-bs")
     with pytest.raises(ConfigError, match="no batch was given"):
         calibrate_blocks(model, [])
-    with pytest.raises(ConfigError, match=r"in 2 batches no row came to a Linear whose recipe rotates.*not empty"):
+    with pytest.raises(
+        ConfigError, match=r"in 2 batches no row came to a Linear whose recipe rotates.*not empty"
+    ):
         calibrate_blocks(model, [x[:0], x[:0]])
     torch.nn.init.zeros_(model[0].weight)
     with pytest.raises(ConfigError, match=r"the output of '0' has a squared norm of 0\.0"):

@@ -55,7 +55,9 @@ def test_each_kind_changes_what_it_says_and_nothing_in_messages():
 def test_fifty_are_drawn_alike_for_the_same_seed_and_each_changes_one_line():
     drawn = mutations.draw(ROOT, 0)
     assert drawn == mutations.draw(ROOT, 0) != mutations.draw(ROOT, 1) and len(drawn) == 50
-    assert {area: sum(each == area for each, _ in drawn) for area in mutations.SHARES} == mutations.SHARES
+    assert {
+        area: sum(each == area for each, _ in drawn) for area in mutations.SHARES
+    } == mutations.SHARES
     for number, (area, fault) in enumerate(drawn):
         row = mutations.described(number, area, fault, ROOT)
         assert row["before"] != row["after"]
@@ -76,7 +78,9 @@ def test_a_fault_is_caught_by_a_test_that_passes_without_it(tmp_path, monkeypatc
     """The fault is in the tree while tests run, and gone after them."""
     for name in ("package/a.py", "tests/test_a.py", "tests/test_b.py", "tests/test_uses.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("import package.a\n" if "uses" in name else "x = 1\n", encoding="utf-8")
+        (tmp_path / name).write_text(
+            "import package.a\n" if "uses" in name else "x = 1\n", encoding="utf-8"
+        )
     monkeypatch.setattr(mutations, "PACKAGE", "package")
     answers, seen = iter(codes), []
 
@@ -97,9 +101,16 @@ def test_the_last_line_of_a_fault_counts(tmp_path):
     for verdict in ("survived", "equivalent"):
         mutations.append({**row, "verdict": verdict}, tmp_path / "found.jsonl")
     for function in ("f", "C.g"):  # the same line in another function is another fault
-        mutations.append({**row, "number": 2, "after": "c", "verdict": "survived"}, tmp_path / "found.jsonl")
-        mutations.append({**row, "after": "c", "function": function, "verdict": "caught"}, tmp_path / "found.jsonl")
+        mutations.append(
+            {**row, "number": 2, "after": "c", "verdict": "survived"}, tmp_path / "found.jsonl"
+        )
+        mutations.append(
+            {**row, "after": "c", "function": function, "verdict": "caught"},
+            tmp_path / "found.jsonl",
+        )
     assert mutations.summary(tmp_path / "found.jsonl").splitlines() == [
         "2 of 3 faults caught, 1 more change nothing that could be seen.", "1: m.py:2: a  ->  b: equivalent"
     ]  # fmt: skip
-    assert all(json.loads(line) for line in (tmp_path / "found.jsonl").read_text("utf-8").splitlines())
+    assert all(
+        json.loads(line) for line in (tmp_path / "found.jsonl").read_text("utf-8").splitlines()
+    )

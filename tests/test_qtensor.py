@@ -57,7 +57,9 @@ def test_what_does_not_fit_is_refused(cast, damage):
         replace(q, **damage(q))
 
 
-@pytest.mark.parametrize("bad", [torch.ones(1), torch.ones((), dtype=torch.float64)], ids=["one axis", "float64"])
+@pytest.mark.parametrize(
+    "bad", [torch.ones(1), torch.ones((), dtype=torch.float64)], ids=["one axis", "float64"]
+)
 def test_a_global_scale_is_a_single_float32(bad):
     with raises(ShapeError, "qtensor.global-scale-shape", bad.dtype, list(bad.shape)):
         replace(quantized(TWO_LEVEL), global_scale=bad)
@@ -150,7 +152,9 @@ def test_expanded_four_bit_values_can_be_transposed():
 # --- codes and expanded values ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [format for format in formats.ALL if format is not E8M0], ids=str)
+@pytest.mark.parametrize(
+    "format", [format for format in formats.ALL if format is not E8M0], ids=str
+)
 @pytest.mark.parametrize("shape", [(3, 7), (4, 8), (0, 5), (5, 0)], ids=str)
 def test_expanding_and_compacting_lose_nothing(format, shape):
     """Back to the same bytes, NaN where the format has one; expanded is what quantize(expand=) gives (exact)."""
@@ -158,7 +162,9 @@ def test_expanding_and_compacting_lose_nothing(format, shape):
     x[:1, :2] = torch.tensor([float("nan"), -0.0])[: shape[1]]
     cast = Cast(format=format, tile=(1, 4))
     q = quantize(x, cast)
-    for dtype in (torch.float32, torch.bfloat16)[: 1 if isinstance(format, formats.TableFormat) else 2]:
+    for dtype in (torch.float32, torch.bfloat16)[
+        : 1 if isinstance(format, formats.TableFormat) else 2
+    ]:
         expanded = q.expanded(dtype)
         assert expanded.data.dtype == dtype and expanded.is_expanded
         assert_same(plain(expanded.data), plain(quantize(x, cast, expand=dtype).data))

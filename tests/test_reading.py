@@ -77,7 +77,10 @@ def _fifo(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    with _inside(path.parent), socket.socket(socket.AF_UNIX) as made:  # its name has at most 107 bytes
+    with (
+        _inside(path.parent),
+        socket.socket(socket.AF_UNIX) as made,
+    ):  # its name has at most 107 bytes
         made.bind(path.name)
 
 
@@ -135,7 +138,13 @@ def strange_values(value: Any, dice: random.Random) -> Any:
     places: list[tuple[Any, Any]] = []
 
     def walk(part: Any) -> None:
-        for key, each in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
+        for key, each in (
+            part.items()
+            if isinstance(part, dict)
+            else enumerate(part)
+            if isinstance(part, list)
+            else ()
+        ):
             places.append((part, key))
             walk(each)
 
@@ -178,7 +187,10 @@ def put(path: Path, content: str | bytes) -> Path:
 
 
 def a_run(folder: Path) -> Path:
-    put(folder / "run.json", encode({"recipe": "bf16", "steps": 2, "model": {"layers": 2}, "command": ["a"]}))
+    put(
+        folder / "run.json",
+        encode({"recipe": "bf16", "steps": 2, "model": {"layers": 2}, "command": ["a"]}),
+    )
     lines = [{"event": "step", "step": step, "loss": 2.0} for step in (1, 2)]
     put(folder / "metrics.jsonl", "".join(encode(each) + "\n" for each in lines))
     put(folder / "config.toml", toml.dump(TrainConfig(output=str(folder))))
@@ -188,7 +200,9 @@ def a_run(folder: Path) -> Path:
 @case
 def run_json(folder: Path) -> Case:
     path = a_run(folder) / "run.json"
-    return Case(path, lambda: (read_run(path), lineage.read(folder), run_data.read(folder)), is_json=True)
+    return Case(
+        path, lambda: (read_run(path), lineage.read(folder), run_data.read(folder)), is_json=True
+    )
 
 
 @case
@@ -201,9 +215,12 @@ def metrics_jsonl(folder: Path) -> Case:
 def metrics_of_one_event(folder: Path) -> Case:
     """Of each kind of event in turn, changed at random."""
     path = put(
-        folder / "metrics.jsonl", encode({"event": "eval", "step": 1, "loss": 1.0, "wide": {"loss": 1.0}}) + "\n"
+        folder / "metrics.jsonl",
+        encode({"event": "eval", "step": 1, "loss": 1.0, "wide": {"loss": 1.0}}) + "\n",
     )
-    return Case(path, lambda: (read_metrics(path), progress.reached(Job("bf16", 0, folder))), is_json=True)
+    return Case(
+        path, lambda: (read_metrics(path), progress.reached(Job("bf16", 0, folder))), is_json=True
+    )
 
 
 @case
@@ -284,14 +301,21 @@ def console_txt(folder: Path) -> Case:
 
 @case
 def evaluation_json(folder: Path) -> Case:
-    result = {"tasks": ["a"], "dtype": "", "limit": 0, "checkpoints": [{"checkpoint": "step-00000001"}]}
+    result = {
+        "tasks": ["a"],
+        "dtype": "",
+        "limit": 0,
+        "checkpoints": [{"checkpoint": "step-00000001"}],
+    }
     path = put(folder / "evaluation.json", json.dumps({"results": [result]}))
     return Case(path, lambda: command._keep(path, {**result, "limit": 3}), is_json=True)
 
 
 @case
 def rungs_of_debug(folder: Path) -> Case:
-    ladder = Ladder(recipe="int8", begun=0, steps=4, asked=2, rungs={"run": Rung(name="run", losses=[1.0, 2.0])})
+    ladder = Ladder(
+        recipe="int8", begun=0, steps=4, asked=2, rungs={"run": Rung(name="run", losses=[1.0, 2.0])}
+    )
     path = put(folder / "debug-2.json", encode({"begun": 0, **ladder.facts()}))
 
     def use() -> None:
@@ -389,12 +413,19 @@ def tokenizer_json(folder: Path) -> Case:
 @case
 def index_of_weights(folder: Path) -> Case:
     path = put(folder / model_files.INDEX, '{"weight_map": {"a": "a.safetensors"}}')
-    return Case(path, lambda: model_files.refuse_foreign_code(str(folder), SimpleNamespace()), is_json=True)
+    return Case(
+        path, lambda: model_files.refuse_foreign_code(str(folder), SimpleNamespace()), is_json=True
+    )
 
 
 @case
 def preprocessor_config(folder: Path) -> Case:
-    known = {"size": {"height": 2, "width": 2}, "image_mean": [0.5], "image_std": [0.5], "do_resize": True}
+    known = {
+        "size": {"height": 2, "width": 2},
+        "image_mean": [0.5],
+        "image_std": [0.5],
+        "do_resize": True,
+    }
     path = put(folder / "preprocessor_config.json", json.dumps(known))
     return Case(path, lambda: image_sizes.Preprocessing.of_file(path, 1), is_json=True)
 
@@ -402,7 +433,15 @@ def preprocessor_config(folder: Path) -> Case:
 @case
 def squad(folder: Path) -> Case:
     answers = {"text": ["a"], "answer_start": [0]}
-    body = {"data": [{"paragraphs": [{"context": "a", "qas": [{"id": "1", "question": "b", "answers": answers}]}]}]}
+    body = {
+        "data": [
+            {
+                "paragraphs": [
+                    {"context": "a", "qas": [{"id": "1", "question": "b", "answers": answers}]}
+                ]
+            }
+        ]
+    }
     path = put(folder / "dev.json", json.dumps(body))
     return Case(path, lambda: list(records(path, ["question", "context", "answers"])), is_json=True)
 
@@ -464,7 +503,9 @@ def _resign(path: Path) -> None:
         (path / manifest.NAME).write_bytes(signed.signed())
 
 
-def _of_checkpoint(make: Callable[[Path], Path], name: str, is_json: bool) -> Callable[[Path], Case]:
+def _of_checkpoint(
+    make: Callable[[Path], Path], name: str, is_json: bool
+) -> Callable[[Path], Case]:
     def made(folder: Path) -> Case:
         path = make(folder)
 
@@ -484,7 +525,9 @@ def _of_checkpoint(make: Callable[[Path], Path], name: str, is_json: bool) -> Ca
             store.load(path)
 
         is_manifest = name == manifest.NAME
-        return Case(path / name, read, (lambda: None) if is_manifest else lambda: _resign(path), is_json)
+        return Case(
+            path / name, read, (lambda: None) if is_manifest else lambda: _resign(path), is_json
+        )
 
     return made
 
@@ -549,10 +592,14 @@ def test_any_content_is_read_or_refused_by_a_sentence(name: str, tmp_path: Path)
         for signs in (False, True):
             folder = tmp_path / f"{number}-{signs}"
             words = f"{what}: {changed[:500]!r}"
-            _search(name, folder, words, lambda path, changed=changed: path.write_bytes(changed), signs)
+            _search(
+                name, folder, words, lambda path, changed=changed: path.write_bytes(changed), signs
+            )
 
 
-def _search(name: str, folder: Path, what: str, spoil: Callable[[Path], object], signs: bool) -> None:
+def _search(
+    name: str, folder: Path, what: str, spoil: Callable[[Path], object], signs: bool
+) -> None:
     found = CASES[name](folder)
     storage.remove(found.path)
     spoil(found.path)
@@ -598,7 +645,8 @@ def test_folders_above_a_file_may_be_links_and_the_file_not(tmp_path: Path) -> N
     (tmp_path / "disk" / "link").symlink_to("a")
     assert reading.bytes_of(tmp_path / "runs" / "a", KIND) == b"1"
     with pytest.raises(
-        ConfigError, match=r"runs/link: cannot be read: it is a symbolic link, not a regular file\. Mend it\."
+        ConfigError,
+        match=r"runs/link: cannot be read: it is a symbolic link, not a regular file\. Mend it\.",
     ):
         reading.bytes_of(tmp_path / "runs" / "link", KIND)
     following = reading.Kind(most_bytes=100, step="Mend it.", follow_links=True)
@@ -616,7 +664,9 @@ def test_what_others_may_write_to_is_not_trusted(tmp_path: Path, mode: int) -> N
         reading.bytes_of(path, own)
 
 
-def test_what_belongs_to_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_belongs_to_another_user_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = put(tmp_path / "a", "1")
     own = reading.Kind(most_bytes=100, step="Mend it.", only_own=True)
     stored = os.fstat
@@ -636,7 +686,10 @@ def test_an_append_does_not_follow_a_link(tmp_path: Path) -> None:
     precious = put(tmp_path / "precious", "years of work")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").symlink_to(precious)
-    with pytest.raises(StorageError, match="symbolic link"), run_folder.RunFolder.claim(tmp_path / "run", resume=False):
+    with (
+        pytest.raises(StorageError, match="symbolic link"),
+        run_folder.RunFolder.claim(tmp_path / "run", resume=False),
+    ):
         pass
     assert precious.read_text() == "years of work"
 
@@ -739,8 +792,13 @@ def _name(call: ast.Call) -> str:
 @cache
 def _modules() -> dict[str, ast.Module]:
     """The syntax trees of the package's modules that hold a name in OPENS, or make a `Kind`."""
-    words = re.compile("|".join(map(re.escape, {name.rpartition(".")[2] for name in OPENS} | {"most_bytes"})))
-    texts = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    words = re.compile(
+        "|".join(map(re.escape, {name.rpartition(".")[2] for name in OPENS} | {"most_bytes"}))
+    )
+    texts = {
+        str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8")
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
     return {name: ast.parse(text) for name, text in texts.items() if words.search(text)}
 
 

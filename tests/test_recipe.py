@@ -63,7 +63,9 @@ def test_settings_that_cannot_work_are_refused(build, code, value):
 
 @pytest.mark.parametrize("role", ["x", "w", "gy"])
 @pytest.mark.parametrize(
-    "other", [Cast(format=E4M3, calibrate=Window(length=8)), Cast(format=E5M2, calibrate=Window(length=16))], ids=str
+    "other",
+    [Cast(format=E4M3, calibrate=Window(length=8)), Cast(format=E5M2, calibrate=Window(length=16))],
+    ids=str,
 )
 def test_a_tensor_has_one_window(role, other):
     """Both casts of one tensor read the same history of amax, so window and format must agree."""
@@ -74,7 +76,9 @@ def test_a_tensor_has_one_window(role, other):
     }[role]
     with raises(ConfigError, "recipe.two-windows", "'r'", f" {role} "):
         Recipe(name="r", **gemms)
-    allowed = {name: Gemm(lhs=g.lhs and DELAYED, rhs=g.rhs and DELAYED) for name, g in gemms.items()}
+    allowed = {
+        name: Gemm(lhs=g.lhs and DELAYED, rhs=g.rhs and DELAYED) for name, g in gemms.items()
+    }
     assert Recipe(name="r", **allowed).windows() == {role: (Window(length=16), E4M3)}
 
 
@@ -124,7 +128,9 @@ def test_equality_sees_every_field():
         DELAYED,
     ]
     assert len(set(variants)) == len(variants)
-    assert Gemm(lhs=ROWS) != Gemm(rhs=ROWS) and Gemm(lhs=ROWS) != Gemm(lhs=ROWS, fast_accumulate=True)
+    assert Gemm(lhs=ROWS) != Gemm(rhs=ROWS) and Gemm(lhs=ROWS) != Gemm(
+        lhs=ROWS, fast_accumulate=True
+    )
 
 
 # --- words ------------------------------------------------------------------------------------------------------------------
@@ -142,7 +148,10 @@ def test_equality_sees_every_field():
             "e2m1 1x16 e4m3-two-level stochastic",
         ),
         (DELAYED, "e4m3 tensor fp32 delayed (max of 16)"),
-        (Window(length=8, margin=2, algorithm="most_recent"), "delayed (most_recent of 8, margin 2)"),
+        (
+            Window(length=8, margin=2, algorithm="most_recent"),
+            "delayed (most_recent of 8, margin 2)",
+        ),
         (CURRENT, "current"),
         (Gemm(), "16-bit"),
         (Gemm(lhs=ROWS), "e4m3 row pow2 x 16-bit"),
@@ -158,7 +167,9 @@ def test_symmetric_casts_serve_both_orientations():
     assert Cast(format=E4M3).is_symmetric
     assert Cast(format=E4M3, tile=(128, 128)).is_symmetric
     assert not ROWS.is_symmetric
-    assert not Cast(format=E4M3, rounding="stochastic").is_symmetric, "the transposed draw would be another one"
+    assert not Cast(format=E4M3, rounding="stochastic").is_symmetric, (
+        "the transposed draw would be another one"
+    )
 
 
 # --- products ---------------------------------------------------------------------------------------------------------------
@@ -237,7 +248,11 @@ def test_with_gemm_rejects_other_names():
         (lambda: Recipe(name="r", grad_weight=None), "recipe.grad_weight", None),
         (lambda: Recipe(name=3), "recipe.name", 3),
         (lambda: Recipe(name="r").with_gemm(output="x"), "recipe.output", "'x'"),
-        (lambda: Recipe(name="r", output=Gemm(lhs=Cast(format=E8M0))), "recipe.unsigned-format", "e8m0"),
+        (
+            lambda: Recipe(name="r", output=Gemm(lhs=Cast(format=E8M0))),
+            "recipe.unsigned-format",
+            "e8m0",
+        ),
     ],
 )
 def test_wrong_types_are_refused_where_they_are_made(build, code, value):
@@ -330,7 +345,11 @@ def test_four_bit_settings_that_cannot_work_are_refused(build, code, value):
 def test_a_straight_through_product_can_be_left_in_16_bits():
     """rhs=None: the original instead of the codes; how one product, or the whole backward pass, is put back."""
     recipe = straight(STEP).with_gemm(grad_input=Gemm())
-    assert recipe.backward == "straight-through" and recipe.grad_input == Gemm() and recipe.grad_weight.rhs == STEP
+    assert (
+        recipe.backward == "straight-through"
+        and recipe.grad_input == Gemm()
+        and recipe.grad_weight.rhs == STEP
+    )
 
 
 @pytest.mark.parametrize(
@@ -341,7 +360,10 @@ def test_a_straight_through_product_can_be_left_in_16_bits():
         (SPLIT, "int4x2 tensor fp32 stochastic"),
         (Hadamard(), "Hadamard 32"),
         (Hadamard(block=16, signs="random"), "Hadamard 16, random signs"),
-        (LeverageScore(), "50% of rows by leverage score while it adds less than 0.02 relative variance"),
+        (
+            LeverageScore(),
+            "50% of rows by leverage score while it adds less than 0.02 relative variance",
+        ),
         (LeverageScore(keep=0.25, max_variance=float("inf")), "25% of rows by leverage score"),
         (Gemm(lhs=RMS, rotate=Hadamard()), "int4 tensor fp32 2.475 rms x 16-bit, Hadamard 32"),
     ],
@@ -349,4 +371,6 @@ def test_a_straight_through_product_can_be_left_in_16_bits():
 )
 def test_words_of_four_bits(value, words):
     assert str(value) == words
-    assert pickle.loads(pickle.dumps(value)) == value and hash(pickle.loads(pickle.dumps(value))) == hash(value)
+    assert pickle.loads(pickle.dumps(value)) == value and hash(
+        pickle.loads(pickle.dumps(value))
+    ) == hash(value)

@@ -9,7 +9,17 @@ import pytest
 
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
-from narrowgauge.recipe import CURRENT, GEMMS, WHOLE, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Window
+from narrowgauge.recipe import (
+    CURRENT,
+    GEMMS,
+    WHOLE,
+    ClippedRms,
+    Gemm,
+    Hadamard,
+    LearnedStep,
+    LeverageScore,
+    Window,
+)
 from tests.raising import raises
 
 # name -> (format, tile, scale) of x, w | gy, w | gy, x. TransformerEngine's defaults, torchao's, DeepSeek-V3's, OCP MX.
@@ -24,7 +34,9 @@ CASTS = {
     "fp8-current": [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD],
     "fp8-current-fast": [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD],
     "fp8-row": [("e4m3", ROW, "pow2")] * 6,
-    "fp8-block": [("e4m3", tile, "pow2") for tile in (VECTOR, SQUARE, VECTOR, SQUARE, VECTOR, VECTOR)],
+    "fp8-block": [
+        ("e4m3", tile, "pow2") for tile in (VECTOR, SQUARE, VECTOR, SQUARE, VECTOR, VECTOR)
+    ],
     "mxfp8": [("e4m3", MX, "e8m0-ceil")] * 6,
     "int8": [("int8", ROW, "fp32")] * 6,
     "int4-hq-bs": [INT4, INT4, SPLIT, INT4, SPLIT, INT4],
@@ -52,13 +64,19 @@ STOCHASTIC = {  # the operands that are rounded stochastically
 @pytest.mark.parametrize("name", CASTS)
 def test_casts_are_those_of_the_literature(name):
     recipe = recipes.get(name)
-    casts = [cast for gemm in GEMMS for cast in (recipe.gemms()[gemm].lhs, recipe.gemms()[gemm].rhs)]
-    assert [cast and (str(cast.format), cast.tile, str(cast.scale)) for cast in casts] == CASTS[name]
+    casts = [
+        cast for gemm in GEMMS for cast in (recipe.gemms()[gemm].lhs, recipe.gemms()[gemm].rhs)
+    ]
+    assert [cast and (str(cast.format), cast.tile, str(cast.scale)) for cast in casts] == CASTS[
+        name
+    ]
     if name in FOUR_BIT:
         return
     stochastic = [cast is not None and cast.rounding == "stochastic" for cast in casts]
     assert stochastic == STOCHASTIC.get(name, [False] * 6)
-    assert all(cast is None or (cast.calibrate == CURRENT) == (name != "fp8-delayed") for cast in casts)
+    assert all(
+        cast is None or (cast.calibrate == CURRENT) == (name != "fp8-delayed") for cast in casts
+    )
     assert recipe.backward == "recast"
 
 
@@ -68,7 +86,12 @@ def test_four_bit_recipes_are_those_of_the_paper(name):
     recipe, (block, calibrate, sampled) = recipes.get(name), FOUR_BIT[name]
     assert recipe.backward == "straight-through" and recipe.save == "quantized"
     assert recipe.output.rotate == (None if block is None else Hadamard(block=block))
-    for cast in (recipe.output.lhs, recipe.output.rhs, recipe.grad_input.rhs, recipe.grad_weight.rhs):
+    for cast in (
+        recipe.output.lhs,
+        recipe.output.rhs,
+        recipe.grad_input.rhs,
+        recipe.grad_weight.rhs,
+    ):
         assert cast.rounding == "nearest" and cast.calibrate == calibrate
     for gemm in (recipe.grad_input, recipe.grad_weight):
         assert gemm.lhs.rounding == "stochastic" and gemm.lhs.calibrate == CURRENT
@@ -77,27 +100,46 @@ def test_four_bit_recipes_are_those_of_the_paper(name):
 
 def test_accumulation_is_fast_in_output_at_most_but_where_the_name_says_it():
     """Hopper's FP8 accumulator keeps about 14 bits; errors of gradients would compound over steps."""
-    fast = {recipe.name: [gemm.fast_accumulate for gemm in recipe.gemms().values()] for recipe in recipes.ALL}
+    fast = {
+        recipe.name: [gemm.fast_accumulate for gemm in recipe.gemms().values()]
+        for recipe in recipes.ALL
+    }
     all_three = fast.pop("fp8-current-fast")
-    assert {name for name, flags in fast.items() if flags[0]} == {"fp8-delayed", "fp8-current", "fp8-row"}
+    assert {name for name, flags in fast.items() if flags[0]} == {
+        "fp8-delayed",
+        "fp8-current",
+        "fp8-row",
+    }
     assert not any(flag for flags in fast.values() for flag in flags[1:])
     assert all_three == [True, True, True]
-    differs = replace(recipes.get("fp8-current-fast"), **recipes.get("fp8-current").gemms(), name="fp8-current")
+    differs = replace(
+        recipes.get("fp8-current-fast"), **recipes.get("fp8-current").gemms(), name="fp8-current"
+    )
     assert differs == recipes.get("fp8-current"), "nothing else"
 
 
 def test_delayed_scaling_remembers_every_role():
     windows = recipes.get("fp8-delayed").windows()
-    assert {role: str(format) for role, (_, format) in windows.items()} == {"x": "e4m3", "w": "e4m3", "gy": "e5m2"}
-    assert {window for window, _ in windows.values()} == {Window(length=1024, margin=0, algorithm="max")}
+    assert {role: str(format) for role, (_, format) in windows.items()} == {
+        "x": "e4m3",
+        "w": "e4m3",
+        "gy": "e5m2",
+    }
+    assert {window for window, _ in windows.values()} == {
+        Window(length=1024, margin=0, algorithm="max")
+    }
     assert all(not recipe.windows() for recipe in recipes.ALL if recipe.name != "fp8-delayed")
 
 
 def test_codes_are_saved_where_one_cast_without_a_rotation_is_that_of_both_products():
     """Of tiles it is a second cast, along the other axis and from the original; codes are an option with rotations too."""
     for recipe in recipes.ALL:
-        serves_both = recipe.output.lhs is not None and (not recipe.grad_weight.rotate or recipe.backward != "recast")
-        assert (recipe.save == "quantized") == (serves_both and recipe.output.lhs == recipe.grad_weight.rhs)
+        serves_both = recipe.output.lhs is not None and (
+            not recipe.grad_weight.rotate or recipe.backward != "recast"
+        )
+        assert (recipe.save == "quantized") == (
+            serves_both and recipe.output.lhs == recipe.grad_weight.rhs
+        )
         turn = recipe.grad_weight.rotate
         if recipe.grad_weight.rhs is not None and not (turn and turn.signs == "random"):
             assert replace(recipe, save="quantized").gemms() == recipe.gemms()
@@ -105,7 +147,9 @@ def test_codes_are_saved_where_one_cast_without_a_rotation_is_that_of_both_produ
 
 def test_recipes_are_found_by_name():
     assert recipes.names() == tuple(recipe.name for recipe in recipes.ALL) == tuple(CASTS)
-    assert tuple(recipes.SUMMARIES) == recipes.names(), "one summary for each recipe, in the same order"
+    assert tuple(recipes.SUMMARIES) == recipes.names(), (
+        "one summary for each recipe, in the same order"
+    )
     assert all(recipes.get(name).name == name for name in recipes.names())
     with raises(ConfigError, "recipes.unknown", "'fp8-rows'", "'fp8-row'"):
         recipes.get("fp8-rows")
@@ -126,7 +170,9 @@ def test_recipes_are_values(recipe):
 def test_only_casts_that_cannot_saturate_are_stochastic():
     """Rounding up, or a head-room: else what saturates would bias the gradient."""
     for recipe in recipes.ALL:
-        for cast in (cast for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast):
+        for cast in (
+            cast for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast
+        ):
             guards = {"e8m0-floor": 4 / 3, "e4m3-two-level": 17 / 16}
             assert cast.rounding == "nearest" or cast.headroom >= guards.get(str(cast.scale), 1)
             assert cast.rounding == "stochastic" or cast.headroom == 1
@@ -134,7 +180,10 @@ def test_only_casts_that_cannot_saturate_are_stochastic():
 
 def test_rotations_are_those_of_the_literature():
     """NVFP4: 16 with fixed signs, on grad_weight alone. MXFP4: 64 with new signs in both backward products."""
-    turned = {recipe.name: [str(gemm.rotate) for gemm in recipe.gemms().values()] for recipe in recipes.ALL}
+    turned = {
+        recipe.name: [str(gemm.rotate) for gemm in recipe.gemms().values()]
+        for recipe in recipes.ALL
+    }
     assert turned["nvfp4"] == ["None", "None", "Hadamard 16, fixed signs"]
     assert turned["mxfp4"][1:] == ["Hadamard 64, random signs"] * 2
 

@@ -52,7 +52,9 @@ def edges(format) -> torch.Tensor:
     """The amax of the table in the module, and every power of two, its ratio to max, and the float32 next to each."""
     powers = torch.ldexp(torch.ones(254, dtype=torch.float64), torch.arange(-126, 128)).float()
     multiples = (powers.double() * format.max).float()
-    named = torch.tensor([0.0, 1e-45, 1e-40, 1e-38, 2.0**-126, 1e-30, 1.0, 448.0, 57344.0, 3.4e38, FLOAT32_MAX])
+    named = torch.tensor(
+        [0.0, 1e-45, 1e-40, 1e-38, 2.0**-126, 1e-30, 1.0, 448.0, 57344.0, 3.4e38, FLOAT32_MAX]
+    )
     found = torch.cat((neighbours(named), neighbours(powers), neighbours(multiples))).abs()
     return found[found.isfinite()]
 
@@ -143,7 +145,9 @@ def test_rules_take_any_float_type_and_shape():
             assert_same(rule(amax.to(dtype), E4M3), expected)
         assert_same(rule(amax.T, E4M3).T, expected)
         assert rule(amax[:0], E4M3).shape == (0, 2)
-        assert_same(rule(torch.tensor([[3.0]]).expand(2, 2), E4M3), rule(torch.full((2, 2), 3.0), E4M3))
+        assert_same(
+            rule(torch.tensor([[3.0]]).expand(2, 2), E4M3), rule(torch.full((2, 2), 3.0), E4M3)
+        )
 
 
 @every_format
@@ -154,15 +158,24 @@ def test_at_the_smallest_scale_nothing_is_subnormal(format):
     largest_subnormal = from_bits([0x007FFFFF, 0x807FFFFF])
     assert (format.round(largest_subnormal / smallest) == 0).all()
     assert format.smallest * smallest >= 2.0**-126
-    assert (format.round(largest_subnormal / smallest * 4) != 0).any(), "a far smaller scale would do as well"
+    assert (format.round(largest_subnormal / smallest * 4) != 0).any(), (
+        "a far smaller scale would do as well"
+    )
 
 
 def test_scale_rules_are_values():
     for rule in scaling.RULES:
         copy = pickle.loads(pickle.dumps(rule))
         assert copy == rule and hash(copy) == hash(rule) and str(rule) == rule.name
-    assert {rule.name for rule in scaling.RULES if rule.power_of_two} == {"pow2", "e8m0-ceil", "e8m0-floor"}
-    assert {rule.name for rule in scaling.RULES if rule.two_level} == {"e4m3-two-level", "e4m3-two-level-ceil"}
+    assert {rule.name for rule in scaling.RULES if rule.power_of_two} == {
+        "pow2",
+        "e8m0-ceil",
+        "e8m0-floor",
+    }
+    assert {rule.name for rule in scaling.RULES if rule.two_level} == {
+        "e4m3-two-level",
+        "e4m3-two-level-ceil",
+    }
 
 
 # --- two levels ------------------------------------------------------------------------------------------------------------
@@ -178,7 +191,9 @@ def test_two_level_scales_follow_their_definition(format, rule):
     """Every quotient rounded once to float32, then to e4m3 (exact, against fractions and ml_dtypes)."""
     generator = np.random.default_rng(5)
     for top in (1.0, 3e-30, 2.0**-112, 2.0**-126, 1e-40, 0.0, 3e38):
-        amax = (generator.random(500) * np.exp2(-20 * generator.random(500)) * top).astype(np.float32)
+        amax = (generator.random(500) * np.exp2(-20 * generator.random(500)) * top).astype(
+            np.float32
+        )
         scales, whole = two_levels(torch.from_numpy(amax), format, rule)
         expected_scales, expected_whole = exact_two_level(amax, format, rule.name)
         assert whole.item() == expected_whole
@@ -210,9 +225,15 @@ def test_all_zero_two_level_scales():
 def nvfp4_by_transformer_engine(amax: np.ndarray) -> tuple[np.ndarray, np.float32]:
     """(e4m3 decode scales, decode scale of the tensor), with the encode scale stored and multiplied by its fp32 1/6."""
     largest = amax.max()
-    encode = min(np.float32(448 * 6) / largest, np.float32(FLOAT32_MAX)) if largest > 0 else np.float32(1)
+    encode = (
+        min(np.float32(448 * 6) / largest, np.float32(FLOAT32_MAX))
+        if largest > 0
+        else np.float32(1)
+    )
     wanted = amax * (encode * np.float32(1 / 6))
-    return np.clip(wanted, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32), np.float32(1) / encode
+    return np.clip(wanted, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(
+        np.float32
+    ), np.float32(1) / encode
 
 
 def e4m3_steps(low: np.ndarray, high: np.ndarray) -> list[int]:
@@ -231,7 +252,10 @@ def test_two_level_scales_differ_from_nvfp4_of_transformer_engine_only_at_ties()
     generator, differing, total = np.random.default_rng(6), 0, 0
     for largest in (1 + generator.random(50)).astype(np.float32):
         amax = np.append(neighbours(ties * float(largest) / 448).numpy(), largest)
-        ours, theirs = two_levels(torch.from_numpy(amax))[0].numpy(), nvfp4_by_transformer_engine(amax)[0]
+        ours, theirs = (
+            two_levels(torch.from_numpy(amax))[0].numpy(),
+            nvfp4_by_transformer_engine(amax)[0],
+        )
         differs = ours != theirs
         low, high = np.minimum(ours, theirs)[differs], np.maximum(ours, theirs)[differs]
         assert set(e4m3_steps(low, high)) <= {1}
@@ -240,7 +264,9 @@ def test_two_level_scales_differ_from_nvfp4_of_transformer_engine_only_at_ties()
         differing, total = differing + int(differs.sum()), total + amax.size
     assert 0.1 < differing / total < 0.2
     amax = generator.random(200_000).astype(np.float32)
-    assert (two_levels(torch.from_numpy(amax))[0].numpy() == nvfp4_by_transformer_engine(amax)[0]).all()
+    assert (
+        two_levels(torch.from_numpy(amax))[0].numpy() == nvfp4_by_transformer_engine(amax)[0]
+    ).all()
 
 
 # --- against TransformerEngine, and wrong rules -----------------------------------------------------------------------------
@@ -273,9 +299,15 @@ def test_power_of_two_scales_equal_those_of_transformer_engine(format):
     [
         lambda amax: torch.exp2(torch.ceil(torch.log2(amax / 448))),
         lambda amax: 1 / torch.exp2(torch.floor(torch.log2(448 / amax))),
-        lambda amax: torch.exp2(torch.ceil(torch.log2(amax * float(np.float32(1) / np.float32(448))))),
+        lambda amax: torch.exp2(
+            torch.ceil(torch.log2(amax * float(np.float32(1) / np.float32(448))))
+        ),
     ],
-    ids=["exp2(ceil(log2(amax / 448)))", "1 / exp2(floor(log2(448 / amax)))", "amax times a rounded 1 / 448"],
+    ids=[
+        "exp2(ceil(log2(amax / 448)))",
+        "1 / exp2(floor(log2(448 / amax)))",
+        "amax times a rounded 1 / 448",
+    ],
 )
 def test_powers_of_two_through_logarithms_would_be_noticed(wrong):
     """Control: log2 rounds to a whole number next to powers of two, and the scale is then half of what is needed."""

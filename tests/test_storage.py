@@ -77,12 +77,17 @@ def test_a_folder_that_replaces_another_is_old_or_new(tmp_path, monkeypatch, sto
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", killed)
         patch.setattr(storage, "remove", lambda path: None)  # a kill leaves what is there
-        with pytest.raises(KeyboardInterrupt), storage.new_folder(tmp_path / "final", tmp_path / ".tmp-final") as draft:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            storage.new_folder(tmp_path / "final", tmp_path / ".tmp-final") as draft,
+        ):
             draft.mkdir()
             (draft / "weights").write_text("new")
     assert (tmp_path / ".tmp-final" / "weights").exists()
     storage.recover(tmp_path, "final")
-    assert os.listdir(tmp_path) == ["final"] and (tmp_path / "final" / "weights").read_text() == "old"
+    assert (
+        os.listdir(tmp_path) == ["final"] and (tmp_path / "final" / "weights").read_text() == "old"
+    )
 
 
 def test_a_folder_takes_the_place_of_a_link_and_leaves_its_target_alone(tmp_path):
@@ -92,11 +97,15 @@ def test_a_folder_takes_the_place_of_a_link_and_leaves_its_target_alone(tmp_path
     with storage.new_folder(tmp_path / "final", tmp_path / "draft") as draft:
         draft.mkdir()
         (draft / "weights").write_text("draft")
-    assert (tmp_path / "final" / "weights").read_text() == "draft" and not (tmp_path / "final").is_symlink()
+    assert (tmp_path / "final" / "weights").read_text() == "draft" and not (
+        tmp_path / "final"
+    ).is_symlink()
     assert (tmp_path / "elsewhere" / "weights").read_text() == "elsewhere"
 
 
-@pytest.mark.parametrize(("code", "step"), [("ENOSPC", "Free some space"), ("EROFS", "Check that it can be written")])
+@pytest.mark.parametrize(
+    ("code", "step"), [("ENOSPC", "Free some space"), ("EROFS", "Check that it can be written")]
+)
 def test_a_refusal_ends_in_the_step_that_helps(tmp_path, code, step):
     number = getattr(errno, code)
     with (

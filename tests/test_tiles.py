@@ -5,11 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.scaling import WHOLE, as_tiles, filled_up, per_tile, scale_shape, tile_sizes, times_scale
+from narrowgauge.scaling import (
+    WHOLE,
+    as_tiles,
+    filled_up,
+    per_tile,
+    scale_shape,
+    tile_sizes,
+    times_scale,
+)
 from tests.compare import assert_same
 
 SHAPES = ((5, 9), (1, 9), (6, 8), (5, 1), (1, 1), (0, 3), (3, 0), (0, 0))
-TILES = ((2, 4), (1, 3), (WHOLE, 2), (1, WHOLE), (WHOLE, 1), (2, WHOLE), (WHOLE, WHOLE), (128, 128), (1, 1))
+TILES = (
+    (2, 4),
+    (1, 3),
+    (WHOLE, 2),
+    (1, WHOLE),
+    (WHOLE, 1),
+    (2, WHOLE),
+    (WHOLE, WHOLE),
+    (128, 128),
+    (1, 1),
+)
 
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 every_tile = pytest.mark.parametrize("tile", TILES, ids=str)
@@ -39,9 +57,14 @@ def test_each_element_meets_the_scale_of_its_tile(shape, tile):
     rows, columns = scale_shape(shape, tile)
     scale = torch.arange(1.0, rows * columns + 1).reshape(rows, columns)
     a, b = tile_sizes(shape, tile)
-    expected = torch.tensor([[scale[i // a, j // b] for j in range(shape[1])] for i in range(shape[0])]).reshape(shape)
+    expected = torch.tensor(
+        [[scale[i // a, j // b] for j in range(shape[1])] for i in range(shape[0])]
+    ).reshape(shape)
     for dtype in (torch.float32, torch.bfloat16):
-        assert_same(times_scale(torch.ones(shape, dtype=dtype), scale, tile).contiguous(), expected.to(dtype))
+        assert_same(
+            times_scale(torch.ones(shape, dtype=dtype), scale, tile).contiguous(),
+            expected.to(dtype),
+        )
 
 
 @every_shape

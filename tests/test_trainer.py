@@ -19,11 +19,15 @@ pytest.importorskip("accelerate")  # which transformers' Trainer needs
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 DRAW = np.random.default_rng(0)
-DATA = [{"input_ids": ids, "labels": ids} for ids in torch.from_numpy(DRAW.integers(1, 50, (16, 16)))]
+DATA = [
+    {"input_ids": ids, "labels": ids} for ids in torch.from_numpy(DRAW.integers(1, 50, (16, 16)))
+]
 
 
 class Advance(TrainerCallback):
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
+    ) -> None:
         ng.advance(model)
 
 
@@ -35,7 +39,13 @@ def trainer(folder: Path, recipe: str, cold_steps: int, **options: Any) -> Train
         if isinstance(layer, ng.QLinear) and layer.steps is not None:
             layer.steps.cold_left.fill_(cold_steps)
     arguments = TrainingArguments(
-        folder, max_steps=6, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True, **options
+        folder,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
     )
     return Trainer(model=model, args=arguments, train_dataset=DATA, callbacks=[Advance()])
 
@@ -47,10 +57,14 @@ def trainer(folder: Path, recipe: str, cold_steps: int, **options: Any) -> Train
 def test_a_resumed_trainer_run_is_the_same(tmp_path: Path, recipe: str) -> None:
     whole = trainer(tmp_path, recipe, cold_steps=2, save_strategy="steps", save_steps=4)
     whole.train()
-    resumed = trainer(tmp_path, recipe, cold_steps=16, save_strategy="no")  # what is loaded ends the cold start
+    resumed = trainer(
+        tmp_path, recipe, cold_steps=16, save_strategy="no"
+    )  # what is loaded ends the cold start
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert_same(resumed.model.state_dict(), whole.model.state_dict())
     learned = {name: value for name, value in whole.model.named_parameters() if ".steps." in name}
     assert bool(learned) == recipe.startswith("int4")
     then = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
-    assert all(not torch.equal(value, then[name]) for name, value in learned.items()), "steps are trained"
+    assert all(not torch.equal(value, then[name]) for name, value in learned.items()), (
+        "steps are trained"
+    )

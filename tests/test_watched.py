@@ -14,14 +14,18 @@ import pytest
 
 from tests.processes import PYTHON, ROOT
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc, which Linux alone has")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="reads /proc, which Linux alone has"
+)
 WATCHED = ROOT / "scripts" / "watched.py"
 
 
 def watched(folder, *command, silent_s=2.0, limit_s=60.0, **given):
     """(exit code, log)."""
     limits = ["--log", str(folder / "log"), "--silent-s", str(silent_s), "--limit-s", str(limit_s)]
-    done = subprocess.run([PYTHON, str(WATCHED), *limits, "--", *command], capture_output=True, text=True, **given)
+    done = subprocess.run(
+        [PYTHON, str(WATCHED), *limits, "--", *command], capture_output=True, text=True, **given
+    )
     log = (folder / "log").read_text("utf-8")
     assert done.stdout == log
     return done.returncode, log
@@ -35,7 +39,9 @@ def program(folder, text):
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_command_that_ends_is_shown_and_its_code_returned(tmp_path, code):
-    found = watched(tmp_path, *program(tmp_path, f"print('all passed'); raise SystemExit({code})"), silent_s=60)
+    found = watched(
+        tmp_path, *program(tmp_path, f"print('all passed'); raise SystemExit({code})"), silent_s=60
+    )
     assert found == (code, "all passed\n")
 
 
@@ -87,8 +93,12 @@ def test_a_reader_that_stops_reading_stops_nothing(tmp_path):
     """The command ends, with all that it printed in the log."""
     command = program(tmp_path, "print('x' * 1_000_000); print('all passed')")
     limits = ["--log", str(tmp_path / "log"), "--silent-s", "20"]
-    with subprocess.Popen([PYTHON, str(WATCHED), *limits, "--", *command], stdout=subprocess.PIPE) as process:
-        while not (tmp_path / "log").exists() or not (tmp_path / "log").read_bytes().endswith(b"all passed\n"):
+    with subprocess.Popen(
+        [PYTHON, str(WATCHED), *limits, "--", *command], stdout=subprocess.PIPE
+    ) as process:
+        while not (tmp_path / "log").exists() or not (tmp_path / "log").read_bytes().endswith(
+            b"all passed\n"
+        ):
             time.sleep(0.05)
         assert process.wait() == 0  # nothing was read
         process.stdout.close()
@@ -97,7 +107,9 @@ def test_a_reader_that_stops_reading_stops_nothing(tmp_path):
 @pytest.mark.slow
 def test_who_ends_the_watch_ends_the_command(tmp_path):
     command = program(tmp_path, "import time; print('began', flush=True); time.sleep(600)")
-    with subprocess.Popen([PYTHON, str(WATCHED), "--log", str(tmp_path / "log"), "--", *command]) as process:
+    with subprocess.Popen(
+        [PYTHON, str(WATCHED), "--log", str(tmp_path / "log"), "--", *command]
+    ) as process:
         while not (tmp_path / "log").exists() or not (tmp_path / "log").read_bytes():
             time.sleep(0.05)
         process.terminate()
@@ -158,11 +170,22 @@ def test_the_suite_ends_where_one_of_its_processes_is_stopped(tmp_path, who):
     (tmp_path / "test_suite.py").write_text(SUITE.format(fault=FAULTS[who]), encoding="utf-8")
     config = f"-c {ROOT / 'pyproject.toml'} --rootdir . -p no:cacheprovider -p tests.conftest"
     lines = [f"\t{sys.executable} -m pytest -n 2 --dist worksteal {config} test_suite.py"]
-    (tmp_path / "Makefile").write_text("\n".join(["check:", "\t@true", "test:", *lines, "test-slow:", "\t@true", ""]))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CI_SILENT_S": "90", "PYTHON": sys.executable}
-    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    (tmp_path / "Makefile").write_text(
+        "\n".join(["check:", "\t@true", "test:", *lines, "test-slow:", "\t@true", ""])
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CI_SILENT_S": "90",
+        "PYTHON": sys.executable,
+    }
+    done = subprocess.run(
+        ["bash", ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 124, done.stdout + done.stderr
-    assert "ci: failed: " in done.stdout and "for 90 s" in done.stdout and ", state T, " in done.stdout
+    assert (
+        "ci: failed: " in done.stdout and "for 90 s" in done.stdout and ", state T, " in done.stdout
+    )
     assert ("in stop_rank_1" if who == "rank" else "in test_stands") in done.stdout
     assert "execnet" in done.stdout  # the stack of the controller or a worker
     assert not [each for each in _processes() if str(tmp_path) in each]

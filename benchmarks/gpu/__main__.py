@@ -24,13 +24,27 @@ BUDGETS_S = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What narrowgauge gains on one GPU.")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes, on a CPU too; nothing is recorded")
-    parser.add_argument("--only", nargs="+", choices=BUDGETS_S, default=list(BUDGETS_S), help="questions to answer")
-    parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder of the .jsonl files")
-    parser.add_argument("--budget-s", type=float, help="for each question, in the place of its own budget")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of layer and step")
-    parser.add_argument("--contenders", nargs="+", default=[], help="of layer and step, bf16 among them")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="What narrowgauge gains on one GPU."
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="toy sizes, on a CPU too; nothing is recorded"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=BUDGETS_S, default=list(BUDGETS_S), help="questions to answer"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=harness.RESULTS, help="folder of the .jsonl files"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, help="for each question, in the place of its own budget"
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="of layer and step"
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", default=[], help="of layer and step, bf16 among them"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not options.dry_run:
         print(
@@ -54,10 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
         began_at_s = time.monotonic()
         with contextlib.suppress(ImportError):  # which is told below
             import_module(f"benchmarks.gpu.{name}")  # transformers, say: no part of a budget
-        bench.ends_at_s = time.monotonic() + (BUDGETS_S[name] if options.budget_s is None else options.budget_s)
+        bench.ends_at_s = time.monotonic() + (
+            BUDGETS_S[name] if options.budget_s is None else options.budget_s
+        )
         try:
             import_module(f"benchmarks.gpu.{name}").main(bench)
-        except Exception as error:  # of what a question does outside its cases: the others are still answered
+        except (
+            Exception
+        ) as error:  # of what a question does outside its cases: the others are still answered
             bench.fail(name, "all of it", error)
         print(f"-- {name}: {time.monotonic() - began_at_s:.0f} s", flush=True)
     if bench.results is not None:
@@ -82,7 +100,9 @@ def _draw(results: Path) -> None:
 def _ending(bench: Bench) -> int:
     """Says what is missing; 1 if a case failed."""
     if bench.left_out:
-        print(f"Left out for want of time: {len(bench.left_out)}, the first {', '.join(bench.left_out[:5])}.")
+        print(
+            f"Left out for want of time: {len(bench.left_out)}, the first {', '.join(bench.left_out[:5])}."
+        )
     for failure in bench.failures:
         print(f"Failed: {failure}", file=sys.stderr)
     return 1 if bench.failures else 0

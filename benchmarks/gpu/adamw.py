@@ -42,14 +42,18 @@ def main(bench: Bench) -> None:
     matrices, rows, columns = bench.size(8, 2), bench.size(4096, 64), bench.size(4096, 128)
     count = matrices * rows * columns
     contenders = _contenders(bench)
-    builds = {name: _build(bench, each, matrices, rows, columns) for name, each in contenders.items()}
+    builds = {
+        name: _build(bench, each, matrices, rows, columns) for name, each in contenders.items()
+    }
     work = {name: (count * each.moved, "copy") for name, each in contenders.items()}
     for recipe in ("fp8-delayed", "fp8-current"):
         for together in (False, True) if bench.device.type == "cuda" else (False,):
             name = f"8bit-stochastic + {recipe} cast{', in one' if together else ''}"
             builds[name] = _build_with_casts(bench, recipe, together, matrices, rows, columns)
             work[name] = (count * (contenders["narrowgauge-8bit-stochastic"].moved + 2.0), "copy")
-    bench.compare("adamw", builds, BASELINE, work=work, facts={"parameters": count, "mode": "eager"})
+    bench.compare(
+        "adamw", builds, BASELINE, work=work, facts={"parameters": count, "mode": "eager"}
+    )
 
 
 def _contenders(bench: Bench) -> dict[str, Contender]:
@@ -57,7 +61,9 @@ def _contenders(bench: Bench) -> dict[str, Contender]:
     found = {BASELINE: Contender(lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True), wide, 8.0)}
     for states, size in STATE_BYTES.items():
         found[f"narrowgauge-{states}"] = Contender(_ours(bench, states), wide, size)
-    found["narrowgauge-8bit-stochastic"] = Contender(_ours(bench, "8bit", "stochastic"), narrow, STATE_BYTES["8bit"])
+    found["narrowgauge-8bit-stochastic"] = Contender(
+        _ours(bench, "8bit", "stochastic"), narrow, STATE_BYTES["8bit"]
+    )
     found["narrowgauge-8bit-remainder"] = Contender(
         _ours(bench, "8bit", "bf16-remainder"), narrow, STATE_BYTES["8bit"], 2.0
     )
@@ -72,7 +78,9 @@ def _contenders(bench: Bench) -> dict[str, Contender]:
 def _ours(bench: Bench, states: Any, master: Any = None) -> Callable[[Any], Any]:
     """On a GPU by the kernel or not at all: a fallback would be measured as if it were one."""
     backend: Any = "triton" if bench.device.type == "cuda" else "auto"
-    return lambda parameters: ng.optim.AdamW(parameters, lr=1e-4, states=states, master=master, backend=backend)
+    return lambda parameters: ng.optim.AdamW(
+        parameters, lr=1e-4, states=states, master=master, backend=backend
+    )
 
 
 def _bitsandbytes(parameters: Any) -> Any:
@@ -101,7 +109,9 @@ def _build(bench: Bench, contender: Contender, matrices: int, rows: int, columns
     return build
 
 
-def _build_with_casts(bench: Bench, recipe: str, together: bool, matrices: int, rows: int, columns: int) -> Any:
+def _build_with_casts(
+    bench: Bench, recipe: str, together: bool, matrices: int, rows: int, columns: int
+) -> Any:
     def build() -> Any:
         layers = [
             torch.nn.Linear(columns, rows, bias=False, device=bench.device, dtype=torch.bfloat16)
@@ -114,7 +124,9 @@ def _build_with_casts(bench: Bench, recipe: str, together: bool, matrices: int, 
         if together:
             left = optimizer.cast_weights(model)
             if any("taken after" not in words for words in left.values()):
-                raise RuntimeError(f"the step leaves nothing for some layers: {'; '.join(left.summary())}")
+                raise RuntimeError(
+                    f"the step leaves nothing for some layers: {'; '.join(left.summary())}"
+                )
 
         from narrowgauge.nn.weight_casts import cast_weight
 

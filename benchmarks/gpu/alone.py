@@ -33,7 +33,10 @@ def compared(
         build = _keeping(build, baseline)
     title = f"{question}, {', '.join(f'{name} {value}' for name, value in facts.items())}"
     for name in (baseline, *contenders, baseline):
-        if bench.has_time(f"{title}, {name}") and (line := _measured(bench, question, name, build, facts)) is not None:
+        if (
+            bench.has_time(f"{title}, {name}")
+            and (line := _measured(bench, question, name, build, facts)) is not None
+        ):
             readings.append(line)
     plain = [line for line in readings if line["case"] == baseline]
     if not plain:
@@ -53,7 +56,9 @@ def compared(
     return readings
 
 
-def _keeping(build: Callable[[str], Callable[[], None]], baseline: str) -> Callable[[str], Callable[[], None]]:
+def _keeping(
+    build: Callable[[str], Callable[[], None]], baseline: str
+) -> Callable[[str], Callable[[], None]]:
     kept: dict[str, Callable[[], None]] = {}
 
     def once(name: str) -> Callable[[], None]:
@@ -67,7 +72,11 @@ def _keeping(build: Callable[[str], Callable[[], None]], baseline: str) -> Calla
 
 
 def _measured(
-    bench: Bench, question: str, name: str, build: Callable[[str], Callable[[], None]], facts: Mapping[str, Any]
+    bench: Bench,
+    question: str,
+    name: str,
+    build: Callable[[str], Callable[[], None]],
+    facts: Mapping[str, Any],
 ) -> dict[str, Any] | None:
     on_gpu = bench.device.type == "cuda"
     if on_gpu:
@@ -79,7 +88,9 @@ def _measured(
         clock = harness.cuda_clock if on_gpu else harness.host_clock
         for _ in range(2):
             step()
-        samples = [clock(step, 1 if bench.dry else STEPS) for _ in range(2 if bench.dry else ROUNDS)]
+        samples = [
+            clock(step, 1 if bench.dry else STEPS) for _ in range(2 if bench.dry else ROUNDS)
+        ]
     except Exception as error:
         bench.fail(question, f"{name} {' '.join(map(str, facts.values()))}", error)
         return None

@@ -62,11 +62,19 @@ class Bench:
 
     def present(self, contenders: Iterable[str]) -> list[str]:
         """Those that are asked for and can be had."""
-        return [each for each in contenders if (not self.contenders or each in self.contenders) and self.has_peer(each)]
+        return [
+            each
+            for each in contenders
+            if (not self.contenders or each in self.contenders) and self.has_peer(each)
+        ]
 
     def has_peer(self, contender: str) -> bool:
         """Whether what a contender is made of can be had here; says so if not. Peers in Triton, and TransformerEngine, need a GPU."""
-        peers = [(name, peer) for name, peer in PEERS.items() if contender.startswith(name) or contender.endswith(name)]
+        peers = [
+            (name, peer)
+            for name, peer in PEERS.items()
+            if contender.startswith(name) or contender.endswith(name)
+        ]
         for _, (module, package) in peers:
             if self.device.type != "cuda":
                 return False
@@ -100,9 +108,16 @@ class Bench:
         if baseline not in cases:
             return {}
         timings = self._timed(question, cases, baseline, rounds, sample_s)
-        print(f"\n{question}  " + "  ".join(f"{name}={value}" for name, value in (facts or {}).items()))
+        print(
+            f"\n{question}  "
+            + "  ".join(f"{name}={value}" for name, value in (facts or {}).items())
+        )
         units = {"copy": "B", "bf16": "FLOP", "fp8": "FLOP"}
-        known = {name: (amount, units[bound]) for name, (amount, bound) in (work or {}).items() if name in timings}
+        known = {
+            name: (amount, units[bound])
+            for name, (amount, bound) in (work or {}).items()
+            if name in timings
+        }
         print(harness.table(timings, baseline, known), flush=True)
         lines = harness.rows(timings, baseline)
         for line in lines:

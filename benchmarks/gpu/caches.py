@@ -29,7 +29,10 @@ NONE = (*TIMED, ".lock", ".tmp")
 
 def variables(folder: Path) -> dict[str, str]:
     """By which a process keeps what it compiles in a folder."""
-    return {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    return {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
 
 
 def entries(folder: Path) -> set[str]:
@@ -60,7 +63,10 @@ def pack(folder: Path, file: Path) -> tuple[int, int]:
         raise SystemExit(
             f"caches: {folder} holds no compiled code. Run: python -m benchmarks.gpu.caches warm {folder} -- COMMAND."
         )
-    with lzma.open(file, "wb", preset=6) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
+    with (
+        lzma.open(file, "wb", preset=6) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
         for name in names:
             archive.add(folder / name, arcname=name)
     size = file.stat().st_size
@@ -104,7 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     command = given[given.index("--") + 1 :] if "--" in given else []
     given = given[: given.index("--")] if "--" in given else given
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.caches", description="Compiled code that is carried to a card."
+        prog="python -m benchmarks.gpu.caches",
+        description="Compiled code that is carried to a card.",
     )
     parser.add_argument("do", choices=["warm", "pack", "prove"])
     parser.add_argument("paths", nargs="+", type=Path, help="FOLDER; FOLDER FILE; FILE")

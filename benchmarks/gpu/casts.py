@@ -23,9 +23,13 @@ from narrowgauge.recipe import Cast, Hadamard
 def main(bench: Bench) -> None:
     # 2 GiB each: a cast takes longer than the host takes to launch it, which would be measured in its place.
     rows, columns = bench.size(8 * 15_872, 32), bench.size(8192, 256)
-    sets = [torch.randn(rows, columns, device=bench.device, dtype=torch.bfloat16) for _ in range(SETS)]
+    sets = [
+        torch.randn(rows, columns, device=bench.device, dtype=torch.bfloat16) for _ in range(SETS)
+    ]
     known = torch.full((1, 1), 6.0, device=bench.device)
-    tensor, row, block = (recipes.get(name).output.lhs for name in ("fp8-current", "fp8-row", "fp8-block"))
+    tensor, row, block = (
+        recipes.get(name).output.lhs for name in ("fp8-current", "fp8-row", "fp8-block")
+    )
     square = recipes.get("fp8-block").output.rhs
     cases: dict[str, tuple[Cast | None, torch.Tensor | None]] = {
         "tensor, known amax": (tensor, known),
@@ -38,19 +42,33 @@ def main(bench: Bench) -> None:
         "nvfp4, 1x16": (recipes.get("nvfp4").output.lhs, None),
         "nvfp4, 1x16, stochastic": (recipes.get("nvfp4").grad_input.lhs, None),
     }
-    builds, work = {"copy": lambda: rotating(lambda x: x.clone(), sets)}, {"copy": (2.0 * sets[0].nbytes, "copy")}
+    builds, work = (
+        {"copy": lambda: rotating(lambda x: x.clone(), sets)},
+        {"copy": (2.0 * sets[0].nbytes, "copy")},
+    )
     for name, (cast, amax) in cases.items():
         assert cast is not None
         q = _quantized(sets[0], cast, amax)
-        builds[name] = lambda cast=cast, amax=amax: rotating(lambda x: _quantized(x, cast, amax), sets)
+        builds[name] = lambda cast=cast, amax=amax: rotating(
+            lambda x: _quantized(x, cast, amax), sets
+        )
         work[name] = (float(sets[0].nbytes + q.nbytes), "copy")
     weight = recipes.get("nvfp4").output.rhs
     _together(
-        sets, {"tensor": tensor, "row": row, "1x128": block, "128x128": square, "nvfp4, 16x16": weight}, builds, work
+        sets,
+        {"tensor": tensor, "row": row, "1x128": block, "128x128": square, "nvfp4, 16x16": weight},
+        builds,
+        work,
     )
     _rotated(sets, builds, work)
     if bench.has_time("casts"):
-        bench.compare("casts", builds, "copy", work=work, facts={"rows": rows, "columns": columns, "mode": "eager"})
+        bench.compare(
+            "casts",
+            builds,
+            "copy",
+            work=work,
+            facts={"rows": rows, "columns": columns, "mode": "eager"},
+        )
 
 
 def _quantized(x: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> QTensor:
@@ -75,13 +93,19 @@ def _together(
     cast, live = casts["tensor"], torch.tensor([6.0, 0.0, 0.0], device=x.device)
     assert cast is not None
     codes = ng.quantize(x, cast).nbytes
-    builds["tensor, delayed"] = lambda: rotating(lambda x: quantize_pair(x, cast, amax_state=live, cols=False), sets)
-    builds["tensor, delayed, both"] = lambda: rotating(lambda x: quantize_pair(x, cast, amax_state=live), sets)
+    builds["tensor, delayed"] = lambda: rotating(
+        lambda x: quantize_pair(x, cast, amax_state=live, cols=False), sets
+    )
+    builds["tensor, delayed, both"] = lambda: rotating(
+        lambda x: quantize_pair(x, cast, amax_state=live), sets
+    )
     work["tensor, delayed"] = (float(x.nbytes + codes), "copy")
     work["tensor, delayed, both"] = (float(x.nbytes + 2 * codes), "copy")
 
 
-def _rotated(sets: list[torch.Tensor], builds: dict[str, Build], work: dict[str, tuple[float, str]]) -> None:
+def _rotated(
+    sets: list[torch.Tensor], builds: dict[str, Build], work: dict[str, tuple[float, str]]
+) -> None:
     """The forward cast of 4-bit integers: rotation, codes, packing and mask in one pass, by a scale that is known."""
     hadamard, scale = Hadamard(block=16), torch.full((1, 1), 0.7, device=sets[0].device)
 

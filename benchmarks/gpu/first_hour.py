@@ -48,12 +48,28 @@ def _suite(question: str, seconds: float, *more: str, mib: int = 0, name: str = 
     """A question of the suite; the budget in which it may begin new comparisons is shorter than its life."""
     workspace = {"CUBLASLT_WORKSPACE_SIZE": str(mib * 1024)} if mib else {}
     budget = ("--budget-s", str(round(seconds * 0.75)))
-    return Piece(name or question, seconds, (*SUITE, "--only", question, *budget, "--results", "OUT", *more), workspace)
+    return Piece(
+        name or question,
+        seconds,
+        (*SUITE, "--only", question, *budget, "--results", "OUT", *more),
+        workspace,
+    )
 
 
 INFO = "from narrowgauge.diagnose import machine; print(machine.info())"  # as `narrowgauge info`, whose packages a borrowed card may lack
 SANITIZED = ("-m", "tests.sanitized", "--tools", "memcheck", "racecheck")
-NCU = ("ncu", "--set", "full", "--clock-control", "none", "--csv", "--target-processes", "all", "--launch-count", "12")
+NCU = (
+    "ncu",
+    "--set",
+    "full",
+    "--clock-control",
+    "none",
+    "--csv",
+    "--target-processes",
+    "all",
+    "--launch-count",
+    "12",
+)
 KERNELS = "regex:both|turn|cast|step|swiglu|glu"
 COMMANDS: dict[str, tuple[Piece, ...]] = {
     "truth": (
@@ -87,11 +103,15 @@ COMMANDS: dict[str, tuple[Piece, ...]] = {
 
 def command_of(piece: Piece, out: Path) -> list[str]:
     """What is started: Python, or the program that it needs."""
-    filled = [each.replace("OUT", str(out)).replace("PYTHON", sys.executable) for each in piece.arguments]
+    filled = [
+        each.replace("OUT", str(out)).replace("PYTHON", sys.executable) for each in piece.arguments
+    ]
     return filled if piece.needs and filled[0] == piece.needs else [sys.executable, *filled]
 
 
-def run(pieces: Sequence[Piece], out: Path, limit_s: float, given: dict[str, str]) -> list[dict[str, object]]:
+def run(
+    pieces: Sequence[Piece], out: Path, limit_s: float, given: dict[str, str]
+) -> list[dict[str, object]]:
     """Runs them in turn; what became of each. A line is written before the next one begins."""
     out.mkdir(parents=True, exist_ok=True)
     ends_at_s = time.monotonic() + limit_s - min(SPARE_S, limit_s / 4)
@@ -138,7 +158,12 @@ def _outcome(piece: Piece, out: Path, left_s: float, given: dict[str, str]) -> d
         except BaseException:
             _end(process)
             raise
-    return {"outcome": words, "seconds": time.monotonic() - began_at_s, "command": command, "output": log.name}
+    return {
+        "outcome": words,
+        "seconds": time.monotonic() - began_at_s,
+        "command": command,
+        "output": log.name,
+    }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -157,7 +182,9 @@ def power_log(path: Path) -> Iterator[None]:
     asked = "timestamp,power.draw,clocks.sm,clocks.mem,temperature.gpu,clocks_event_reasons.active"
     with path.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            ["nvidia-smi", f"--query-gpu={asked}", "--format=csv", "-l", "1"], stdout=file, stderr=subprocess.STDOUT
+            ["nvidia-smi", f"--query-gpu={asked}", "--format=csv", "-l", "1"],
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
         try:
             yield
@@ -172,12 +199,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument(
-        "--out", type=Path, default=Path("first-hour"), help="folder of everything that is brought back"
+        "--out",
+        type=Path,
+        default=Path("first-hour"),
+        help="folder of everything that is brought back",
     )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of the whole command")
     parser.add_argument("--piece-s", type=float, help="of each piece, in the place of its own")
     parser.add_argument(
-        "--budget-s", type=float, help="in which a question may begin comparisons, in the place of its own"
+        "--budget-s",
+        type=float,
+        help="in which a question may begin comparisons, in the place of its own",
     )
     parser.add_argument("--only", nargs="+", help="pieces by name")
     parser.add_argument("--caches", type=Path, help="what `benchmarks.gpu.caches pack` wrote")
@@ -196,7 +228,11 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     with power_log(out / "power.csv"):
         found = run(pieces, out, options.limit_s, given)
-    bad = [f"{line['piece']}: {line['outcome']}" for line in found if str(line["outcome"]).startswith("ended")]
+    bad = [
+        f"{line['piece']}: {line['outcome']}"
+        for line in found
+        if str(line["outcome"]).startswith("ended")
+    ]
     print("\n".join(["", *bad, f"Everything: {out}"]))
     return 1 if bad else 0
 
@@ -206,7 +242,9 @@ def _within(piece: Piece, seconds: float | None, budget_s: float | None) -> Piec
     arguments = list(piece.arguments)
     if budget_s is not None and "--budget-s" in arguments:
         arguments[arguments.index("--budget-s") + 1] = str(budget_s)
-    return replace(piece, seconds=piece.seconds if seconds is None else seconds, arguments=arguments)
+    return replace(
+        piece, seconds=piece.seconds if seconds is None else seconds, arguments=arguments
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def measured(device: torch.device, dry: bool) -> Floor:
     return Floor(copy, bf16, _fp8(left, right, flop, device, dry))
 
 
-def _fp8(left: torch.Tensor, right: torch.Tensor, flop: int, device: torch.device, dry: bool) -> float | None:
+def _fp8(
+    left: torch.Tensor, right: torch.Tensor, flop: int, device: torch.device, dry: bool
+) -> float | None:
     a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
 

@@ -22,7 +22,12 @@ from benchmarks.gpu.bench import Bench, Build
 from narrowgauge import recipes
 from narrowgauge.ops.mm import mm
 
-SHAPES = ((4096, 12_288), (4096, 4096), (4096, 16_384), (16_384, 4096))  # (K, N) of the Linears, 15,872 tokens
+SHAPES = (
+    (4096, 12_288),
+    (4096, 4096),
+    (4096, 16_384),
+    (16_384, 4096),
+)  # (K, N) of the Linears, 15,872 tokens
 TOKENS = 15_872
 KINDS = ("bf16", "tensor fast", "tensor split", "row", "block")
 DEFAULT_KIB = 1024  # torch's own, on every card of today
@@ -47,15 +52,27 @@ def main(bench: Bench) -> None:
         for product, (rows, columns, depth) in products(tokens, k, n).items():
             if not bench.has_time(f"gemms, {product} {k} -> {n}"):
                 continue
-            kinds = [kind for kind in KINDS if bench.device.type == "cuda" or kind in ("bf16", "block")]
-            builds = {kind: built(bench.device, kind, product, rows, columns, depth) for kind in kinds}
+            kinds = [
+                kind for kind in KINDS if bench.device.type == "cuda" or kind in ("bf16", "block")
+            ]
+            builds = {
+                kind: built(bench.device, kind, product, rows, columns, depth) for kind in kinds
+            }
             flop = 2.0 * rows * columns * depth
             work = {kind: (flop, "bf16" if kind == "bf16" else "fp8") for kind in kinds}
-            facts = {"product": product, "m": rows, "n": columns, "k": depth, "workspace_mib": workspace_mib()}
+            facts = {
+                "product": product,
+                "m": rows,
+                "n": columns,
+                "k": depth,
+                "workspace_mib": workspace_mib(),
+            }
             bench.compare("gemms", builds, "bf16", work=work, facts=facts, sample_s=0.01)
 
 
-def built(device: torch.device, kind: str, product: str, rows: int, columns: int, depth: int) -> Build:
+def built(
+    device: torch.device, kind: str, product: str, rows: int, columns: int, depth: int
+) -> Build:
     """Both operands with the contracted axis last."""
 
     def random(outer: int) -> torch.Tensor:

@@ -19,11 +19,18 @@ from narrowgauge.cuda_graphs import WARMUP, GraphedStep
 
 LENGTH = 1024
 MICRO_BATCHES = {1: 8, 4: 2}  # how many -> sequences of each
-CONTENDERS = ("bf16-graph", "fp8-current-fused", "fp8-current-fused-graph", "fp8-delayed-fused-graph")
+CONTENDERS = (
+    "bf16-graph",
+    "fp8-current-fused",
+    "fp8-current-fused-graph",
+    "fp8-delayed-fused-graph",
+)
 
 
 def main(bench: Bench) -> None:
-    contenders = [name for name in CONTENDERS if bench.device.type == "cuda" or not name.endswith("-graph")]
+    contenders = [
+        name for name in CONTENDERS if bench.device.type == "cuda" or not name.endswith("-graph")
+    ]
     if len(contenders) < len(CONTENDERS):
         print(f"graphs: {bench.device} knows no CUDA graphs; only the steps beside them run.")
     for micro_batches, rows in MICRO_BATCHES.items():
@@ -33,7 +40,9 @@ def main(bench: Bench) -> None:
             "mode": "eager",
         }
 
-        def build(name: str, micro_batches: int = micro_batches, rows: int = rows) -> Callable[[], None]:
+        def build(
+            name: str, micro_batches: int = micro_batches, rows: int = rows
+        ) -> Callable[[], None]:
             return _step(bench, name, micro_batches, bench.size(rows, 2))
 
         compared(bench, "graphs", contenders, build, facts)
@@ -42,9 +51,13 @@ def main(bench: Bench) -> None:
 def _step(bench: Bench, name: str, micro_batches: int, rows: int) -> Callable[[], None]:
     length = bench.size(LENGTH, 16)
     model = converted(small_llama(bench), name.removesuffix("-graph"), bench, rows * length)
-    optimizer: Any = ng.optim.AdamW(model.parameters(), lr=1e-5, states="8bit", master="bf16-remainder")
+    optimizer: Any = ng.optim.AdamW(
+        model.parameters(), lr=1e-5, states="8bit", master="bf16-remainder"
+    )
     shape = (SETS * micro_batches, rows, length)
-    batches = torch.randint(model.config.vocab_size, shape, device=bench.device).split(micro_batches)
+    batches = torch.randint(model.config.vocab_size, shape, device=bench.device).split(
+        micro_batches
+    )
     turn = iter(range(10**9))
 
     def backward(input_ids: torch.Tensor) -> Any:

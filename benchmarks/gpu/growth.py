@@ -31,9 +31,13 @@ def main(bench: Bench) -> None:
     for width in (32, 64) if bench.dry else WIDTHS:
         if not bench.has_time(f"growth {width}"):
             continue
-        builds = {name: _build(bench, name, tokens, width) for name in CONTENDERS if bench.has_peer(name)}
+        builds = {
+            name: _build(bench, name, tokens, width) for name in CONTENDERS if bench.has_peer(name)
+        }
         flop = 6.0 * tokens * width * width
-        work = {name: (flop, "fp8" if "fp8" in name or "torchao" in name else "bf16") for name in builds}
+        work = {
+            name: (flop, "fp8" if "fp8" in name or "torchao" in name else "bf16") for name in builds
+        }
         facts = {"tokens": tokens, "inputs": width, "outputs": width, "mode": "eager"}
         bench.compare("growth", builds, "bf16", work=work, facts=facts, sample_s=0.01)
 
@@ -44,7 +48,9 @@ def _build(bench: Bench, contender: str, tokens: int, width: int) -> Any:
         model = converted(nn.Sequential(linear), contender, bench, tokens)
         sets = [
             [
-                torch.randn(tokens, width, device=bench.device, dtype=torch.bfloat16, requires_grad=needs)
+                torch.randn(
+                    tokens, width, device=bench.device, dtype=torch.bfloat16, requires_grad=needs
+                )
                 for needs in (True, False)
             ]
             for _ in range(SETS)

@@ -16,7 +16,12 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import converted
 from benchmarks.gpu.step import training_step
 
-WIDTHS = {2560: 4, 1024: 8, 5120: 2, 8960: 1}  # width -> layers; first those that the claim begins with
+WIDTHS = {
+    2560: 4,
+    1024: 8,
+    5120: 2,
+    8960: 1,
+}  # width -> layers; first those that the claim begins with
 ROWS, LENGTH = 16, 512
 CONTENDERS = ("int8", "int4-hq-bs")
 
@@ -26,12 +31,19 @@ def main(bench: Bench) -> None:
     for width, layers in widths.items():
         for family in ("gpt", "bert"):
 
-            def build(name: str, family: str = family, width: int = width, layers: int = layers) -> Callable[[], None]:
+            def build(
+                name: str, family: str = family, width: int = width, layers: int = layers
+            ) -> Callable[[], None]:
                 rows, length = bench.size(ROWS, 2), bench.size(LENGTH, 16)
                 model = converted(shaped(bench, family, width, layers), name, bench, rows * length)
                 return training_step(bench, model, model, rows, length)
 
-            facts = {"family": family, "width": width, "layers": layers, "tokens": bench.size(ROWS * LENGTH, 32)}
+            facts = {
+                "family": family,
+                "width": width,
+                "layers": layers,
+                "tokens": bench.size(ROWS * LENGTH, 32),
+            }
             compared(bench, "integers", CONTENDERS, build, facts | {"mode": "eager"})
 
 

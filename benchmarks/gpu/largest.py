@@ -29,7 +29,13 @@ from benchmarks.gpu.models import converted, llama
 from narrowgauge.memory import chunked_cross_entropy
 
 LAYERS, SEQUENCE = 26, 4096
-CONTENDERS = ("bf16-autocast", "narrowgauge-fp8-delayed", "bf16-pure", "narrowgauge-fp8-current", "bf16-autocast-liger")
+CONTENDERS = (
+    "bf16-autocast",
+    "narrowgauge-fp8-delayed",
+    "bf16-pure",
+    "narrowgauge-fp8-current",
+    "bf16-autocast-liger",
+)
 SHARE = 0.96  # of the card's memory that a step may take: the rest is the allocator's, in pieces
 STEPS, ROUNDS = 2, 3
 
@@ -68,7 +74,8 @@ def main(bench: Bench) -> None:
             line |= {
                 "baseline": CONTENDERS[0],
                 "speedup": line["tokens_per_s"] / lines[0]["tokens_per_s"],
-                "memory_ratio": lines[0]["peak_bytes_of_one_sequence"] / max(line["peak_bytes_of_one_sequence"], 1),
+                "memory_ratio": lines[0]["peak_bytes_of_one_sequence"]
+                / max(line["peak_bytes_of_one_sequence"], 1),
             }
     bench.write("largest", lines)
 
@@ -90,8 +97,12 @@ def _read(bench: Bench, name: str) -> Reading | None:
     try:
         step = _step(bench, name)
         clock = harness.cuda_clock if on_gpu else harness.host_clock
-        limit = SHARE * torch.cuda.get_device_properties(bench.device).total_memory if on_gpu else 0.0
-        return largest(step, limit, _peak if on_gpu else _no_peak, clock, most=2 if bench.dry else 4096)
+        limit = (
+            SHARE * torch.cuda.get_device_properties(bench.device).total_memory if on_gpu else 0.0
+        )
+        return largest(
+            step, limit, _peak if on_gpu else _no_peak, clock, most=2 if bench.dry else 4096
+        )
     except Exception as error:
         bench.fail("largest", name, error)
         return None
@@ -99,7 +110,9 @@ def _read(bench: Bench, name: str) -> Reading | None:
         gc.collect()
 
 
-def largest(step: Step, limit: float, peak: Callable[[], int], clock: harness.Clock, most: int) -> Reading:
+def largest(
+    step: Step, limit: float, peak: Callable[[], int], clock: harness.Clock, most: int
+) -> Reading:
     """The most sequences that `limit` bytes hold, and the time of such steps.
 
     peak  bytes taken at most since it was last called
@@ -153,12 +166,16 @@ def _step(bench: Bench, name: str) -> Step:
     model = llama(bench, LAYERS, torch.float32 if wide else torch.bfloat16)
     if ours:
         model = converted(model, name.removeprefix("narrowgauge-") + "-fused", bench, SEQUENCE)
-        optimizer: Any = ng.optim.AdamW(model.parameters(), lr=1e-5, states="8bit", master="bf16-remainder")
+        optimizer: Any = ng.optim.AdamW(
+            model.parameters(), lr=1e-5, states="8bit", master="bf16-remainder"
+        )
         ng.optim.in_backward(optimizer)
     else:
         if name.endswith("-liger"):
             model = converted(model, "bf16-liger", bench, SEQUENCE)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=bench.device.type == "cuda")
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-5, fused=bench.device.type == "cuda"
+        )
     length, vocabulary = bench.size(SEQUENCE, 16), model.config.vocab_size
     turn = iter(range(10**9))
 

@@ -54,7 +54,8 @@ def _build(bench: Bench, contender: str, mode: str, hidden: int, wide: int, toke
         if contender.startswith(PRODUCTS):
             return _products(bench, contender.removeprefix(PRODUCTS), shapes, tokens)
         layers = nn.ModuleList(
-            nn.Linear(k, n, bias=False, device=bench.device, dtype=torch.bfloat16) for k, n in shapes
+            nn.Linear(k, n, bias=False, device=bench.device, dtype=torch.bfloat16)
+            for k, n in shapes
         )
         layers = converted(layers, contender, bench, tokens)
         calls = [compiled_alone(layer) if mode == "compiled" else layer for layer in layers]
@@ -67,7 +68,9 @@ def _build(bench: Bench, contender: str, mode: str, hidden: int, wide: int, toke
                 y.backward(gy)
                 layer.weight.grad = x.grad = None
             if not contender.startswith("te-"):
-                ng.advance(layers)  # weights are quantized anew in the next step, delayed scaling goes on
+                ng.advance(
+                    layers
+                )  # weights are quantized anew in the next step, delayed scaling goes on
 
         return rotating(step, sets)
 
@@ -80,11 +83,18 @@ def _products(bench: Bench, recipe: str, shapes: tuple[tuple[int, int], ...], to
     def operands(product: str, k: int, n: int) -> Any:
         gemm = recipes.get(recipe).gemms()[product]
         rows, columns, depth = products(tokens, k, n)[product]
-        pair = [torch.randn(outer, depth, device=bench.device, dtype=torch.bfloat16) for outer in (rows, columns)]
+        pair = [
+            torch.randn(outer, depth, device=bench.device, dtype=torch.bfloat16)
+            for outer in (rows, columns)
+        ]
         codes = [ng.quantize(x, cast) for x, cast in zip(pair, (gemm.lhs, gemm.rhs), strict=True)]
         return lambda: mm(*codes, out_dtype=torch.bfloat16, fast_accumulate=gemm.fast_accumulate)
 
-    calls = [operands(product, k, n) for k, n in shapes for product in ("output", "grad_input", "grad_weight")]
+    calls = [
+        operands(product, k, n)
+        for k, n in shapes
+        for product in ("output", "grad_input", "grad_weight")
+    ]
 
     def step() -> None:
         for call in calls:

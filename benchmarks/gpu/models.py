@@ -39,7 +39,12 @@ def _liger(model: nn.Module) -> nn.Module:
     before = {name: getattr(modeling_llama, name) for name in ("LlamaRMSNorm", "LlamaMLP")}
     try:
         apply_liger_kernel_to_llama(
-            rope=False, cross_entropy=False, fused_linear_cross_entropy=False, rms_norm=True, swiglu=True, model=model
+            rope=False,
+            cross_entropy=False,
+            fused_linear_cross_entropy=False,
+            rms_norm=True,
+            swiglu=True,
+            model=model,
         )
     finally:
         for name, kind in before.items():
@@ -55,7 +60,13 @@ def _transformer_engine(layers: nn.Module) -> nn.Module:
         assert isinstance(layer, nn.Linear)
         kind = layer.weight.dtype
         found.append(
-            te.Linear(layer.in_features, layer.out_features, bias=False, params_dtype=kind, device=layer.weight.device)
+            te.Linear(
+                layer.in_features,
+                layer.out_features,
+                bias=False,
+                params_dtype=kind,
+                device=layer.weight.device,
+            )
         )
     return nn.ModuleList(found)
 
@@ -67,7 +78,9 @@ def in_recipe(contender: str) -> AbstractContextManager[object]:
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 
-    chosen = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling}[contender.removeprefix("te-")]
+    chosen = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling}[
+        contender.removeprefix("te-")
+    ]
     context: AbstractContextManager[object] = te.fp8_autocast(enabled=True, fp8_recipe=chosen())
     return context
 

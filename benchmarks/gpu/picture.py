@@ -21,13 +21,22 @@ from matplotlib.figure import Figure
 from benchmarks import harness
 
 Row = Mapping[str, Any]
-Grid = tuple[list[int], list[int], list[list[float]]]  # K, N, and speed-ups [N][K], NaN where not measured
-WORST, BEST = 0.7, 1.9  # ends of the colours: what an FP8 layer can reach is about 1.9 (pre-quantized products)
+Grid = tuple[
+    list[int], list[int], list[list[float]]
+]  # K, N, and speed-ups [N][K], NaN where not measured
+WORST, BEST = (
+    0.7,
+    1.9,
+)  # ends of the colours: what an FP8 layer can reach is about 1.9 (pre-quantized products)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.picture", description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder of the .jsonl files")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.picture", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--results", type=Path, default=harness.RESULTS, help="folder of the .jsonl files"
+    )
     folder = parser.parse_args(arguments).results
     drawn = write(folder)
     for path in drawn:
@@ -54,7 +63,9 @@ def write(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -89,7 +100,11 @@ def grids(rows: Sequence[Row], case: str = "auto") -> dict[int, Grid]:
 def sweep(rows: Sequence[Row]) -> Figure:
     """A map for each number of tokens; each cell says its speed-up and the recipe that was chosen."""
     maps = grids(rows)
-    chosen = {(r["tokens"], r["outputs"], r["inputs"]): r.get("chosen", "") for r in rows if r["case"] == "auto"}
+    chosen = {
+        (r["tokens"], r["outputs"], r["inputs"]): r.get("chosen", "")
+        for r in rows
+        if r["case"] == "auto"
+    }
     across = min(4, len(maps))
     down = -(-len(maps) // across)
     figure = Figure(figsize=(0.8 + 3.4 * across, 0.9 + 3.1 * down), layout="constrained")
@@ -107,10 +122,20 @@ def sweep(rows: Sequence[Row]) -> Figure:
                 if not math.isnan(grid[i][j]):
                     words = f"{grid[i][j]:.2f}\n{chosen[tokens, n, k].removeprefix('fp8-')}"
                     far = grid[i][j] > 1.55 or grid[i][j] < 0.8
-                    axes.text(j, i, words, ha="center", va="center", fontsize=6, color="white" if far else "black")
+                    axes.text(
+                        j,
+                        i,
+                        words,
+                        ha="center",
+                        va="center",
+                        fontsize=6,
+                        color="white" if far else "black",
+                    )
     if image is not None:
         figure.colorbar(image, ax=figure.axes, label="speed of auto over BF16", shrink=0.8)
-    figure.suptitle(_title(rows, "A Linear with recipe auto, forward and backward with all casts"), fontsize=11)
+    figure.suptitle(
+        _title(rows, "A Linear with recipe auto, forward and backward with all casts"), fontsize=11
+    )
     return figure
 
 
@@ -132,14 +157,19 @@ def growth(rows: Sequence[Row]) -> Figure:
     axes.legend(fontsize=8)
     tokens = sorted({row["tokens"] for row in rows})
     figure.suptitle(
-        _title(rows, f"A square Linear at {tokens[-1]:,} tokens, forward and backward with all casts"), fontsize=11
+        _title(
+            rows, f"A square Linear at {tokens[-1]:,} tokens, forward and backward with all casts"
+        ),
+        fontsize=11,
     )
     return figure
 
 
 def _title(rows: Sequence[Row], words: str) -> str:
     last = rows[-1]
-    return f"{words}\n{last.get('device', '')}, torch {last.get('torch', '')}, {last.get('date', '')}"
+    return (
+        f"{words}\n{last.get('device', '')}, torch {last.get('torch', '')}, {last.get('date', '')}"
+    )
 
 
 def _around_one() -> Any:

@@ -32,11 +32,16 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.gpu.profile_block", description="Where a block's time goes."
     )
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
-    parser.add_argument("--once", action="store_true", help="one eager pass of each recipe, nothing is recorded")
+    parser.add_argument(
+        "--once", action="store_true", help="one eager pass of each recipe, nothing is recorded"
+    )
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("profile_block: torch.cuda.is_available() is False, and this is about kernels.", file=sys.stderr)
+        print(
+            "profile_block: torch.cuda.is_available() is False, and this is about kernels.",
+            file=sys.stderr,
+        )
         return 1
     bench = Bench(torch.device("cuda", 0), False, Floor(1, 1, 1), None)
     for mode in reversed(MODES):
@@ -53,7 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
             )
             options.results.mkdir(parents=True, exist_ok=True)
             (options.results / f"kernels-{name}-{mode}.txt").write_text(table, encoding="utf-8")
-            harness.record("gpu-profile", [{"case": name, "mode": mode, **line}], options.results / "gpu_profile.jsonl")
+            harness.record(
+                "gpu-profile",
+                [{"case": name, "mode": mode, **line}],
+                options.results / "gpu_profile.jsonl",
+            )
         if options.once:
             break
     return 0
@@ -83,7 +92,9 @@ def _profiled(call: Callable[[], None]) -> tuple[dict[str, float], str]:
         wall_s = time.perf_counter() - began_at_s
     averages = found.key_averages()
     kernels_s = sum(each.self_device_time_total for each in averages) / 1e6
-    return {"kernels_s": kernels_s, "wall_s": wall_s}, averages.table(sort_by="self_device_time_total", row_limit=60)
+    return {"kernels_s": kernels_s, "wall_s": wall_s}, averages.table(
+        sort_by="self_device_time_total", row_limit=60
+    )
 
 
 if __name__ == "__main__":

@@ -47,13 +47,17 @@ def _step(bench: Bench, name: str, mode: str) -> Callable[[], None]:
     rows, length = ROWS, bench.size(SEQUENCE, 16)
     model = llama(bench, LAYERS)
     if not use_attention_of_whole_rows(model, {"input_ids": torch.zeros(rows, length)}):
-        raise RuntimeError("transformers would make a dense mask: its attention is not the one that has none.")
+        raise RuntimeError(
+            "transformers would make a dense mask: its attention is not the one that has none."
+        )
     model = converted(model, name, bench, rows * length)
     forward: Any = compiled_alone(model) if mode == "compiled" else model
     return training_step(bench, model, forward, rows, length)
 
 
-def training_step(bench: Bench, model: Any, forward: Any, rows: int, length: int) -> Callable[[], None]:
+def training_step(
+    bench: Bench, model: Any, forward: Any, rows: int, length: int
+) -> Callable[[], None]:
     """A step on the next of some sets of random tokens, which are also what is predicted."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=bench.device.type == "cuda")
     vocabulary = model.config.vocab_size

@@ -39,7 +39,9 @@ def shapes(bench: Bench) -> list[tuple[int, int, int]]:
     found = list(itertools.product(TOKENS, WIDTHS, WIDTHS))
     random.Random(0).shuffle(found)
     corners = list(
-        itertools.product(TOKENS[:: len(TOKENS) - 1], WIDTHS[:: len(WIDTHS) - 1], WIDTHS[:: len(WIDTHS) - 1])
+        itertools.product(
+            TOKENS[:: len(TOKENS) - 1], WIDTHS[:: len(WIDTHS) - 1], WIDTHS[:: len(WIDTHS) - 1]
+        )
     )
     return corners + [shape for shape in found if shape not in corners]
 
@@ -58,10 +60,22 @@ def one(bench: Bench, cache: Path, m: int, n: int, k: int) -> float:
         return lambda: rotating(measure.step(workload, name, sets, bench.device), range(SETS))
 
     flop = 6.0 * m * n * k
-    facts = {"tokens": m, "inputs": k, "outputs": n, "chosen": decision.recipe, "how": decision.how, "mode": "eager"}
+    facts = {
+        "tokens": m,
+        "inputs": k,
+        "outputs": n,
+        "chosen": decision.recipe,
+        "how": decision.how,
+        "mode": "eager",
+    }
     work = {"bf16": (flop, "bf16"), "auto": (flop, "bf16" if decision.recipe == "bf16" else "fp8")}
     timings = bench.compare(
-        "sweep", {"bf16": build("bf16"), "auto": build(decision.recipe)}, "bf16", work=work, facts=facts, sample_s=0.01
+        "sweep",
+        {"bf16": build("bf16"), "auto": build(decision.recipe)},
+        "bf16",
+        work=work,
+        facts=facts,
+        sample_s=0.01,
     )
     if "auto" not in timings:
         return 0.0

@@ -84,10 +84,15 @@ def as_typed(message: str, arguments: Sequence[str]) -> str:
     Errors name a setting by its key in a TOML file. Only the command line knows which settings were
     flags.
     """
-    typed = {found[1].replace("-", "_") for each in arguments if (found := re.match(r"--([a-z0-9][a-z0-9-]*)", each))}
+    typed = {
+        found[1].replace("-", "_")
+        for each in arguments
+        if (found := re.match(r"--([a-z0-9][a-z0-9-]*)", each))
+    }
     # The message may start with a rank, and name several settings before its colon.
     where = re.match(
-        r"(?s)((?:rank \d+: )?)((?:[a-z_0-9]+ = (?:'[^']*'|\"[^\"]*\"|[^:;,]*)[,;]? ?(?:and )?)+)(:.*)", message
+        r"(?s)((?:rank \d+: )?)((?:[a-z_0-9]+ = (?:'[^']*'|\"[^\"]*\"|[^:;,]*)[,;]? ?(?:and )?)+)(:.*)",
+        message,
     )
     if where is None:
         return message
@@ -140,12 +145,16 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
     app["--help"].group = Group("hidden", show=False)
     app.default(function)
     try:
-        command, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False, verbose=False)
+        command, bound, _ = app.parse_args(
+            arguments, print_error=False, exit_on_error=False, verbose=False
+        )
     except CycloptsError as error:
         # cyclopts breaks its messages into lines; an error is one line.
         words = " ".join(str(error).split())
         stop = "" if words.endswith((".", "?")) else "."
-        raise ConfigError(f"{verb}: {words}{stop} See narrowgauge {verb} --help.", code="cli.arguments") from None
+        raise ConfigError(
+            f"{verb}: {words}{stop} See narrowgauge {verb} --help.", code="cli.arguments"
+        ) from None
     return int(command(*bound.args, **bound.kwargs) or 0)  # printing the help returns None
 
 
@@ -159,7 +168,9 @@ def _help() -> str:
 
 def _never_fail_to_encode(stream: object) -> None:
     """Print unencodable characters as escapes, for a C locale or a file name that is not UTF-8."""
-    reconfigure = getattr(stream, "reconfigure", None)  # absent under pytest's capture and in notebooks
+    reconfigure = getattr(
+        stream, "reconfigure", None
+    )  # absent under pytest's capture and in notebooks
     if reconfigure:
         reconfigure(errors="backslashreplace")
 

@@ -22,8 +22,12 @@ def blame(
     /,
     *,
     at: Annotated[int, _flag("Step whose checkpoint is looked at; 0: the newest.")] = 0,
-    steps: Annotated[int, _flag("Steps of a stretch that confirms a suspect; 0: by the gradient of one step.")] = 50,
-    baseline: Annotated[int, _flag("Step of a healthy checkpoint to compare with; 0: others of the kind.")] = 0,
+    steps: Annotated[
+        int, _flag("Steps of a stretch that confirms a suspect; 0: by the gradient of one step.")
+    ] = 50,
+    baseline: Annotated[
+        int, _flag("Step of a healthy checkpoint to compare with; 0: others of the kind.")
+    ] = 0,
     device: Annotated[str, _flag("cpu, cuda or cuda:N; empty: as the run had it.")] = "",
     json: Annotated[bool, _flag("Print the answer as JSON.")] = False,
 ) -> int:
@@ -40,9 +44,12 @@ def blame(
     """
     if min(at, steps, baseline) < 0:
         raise ConfigError(
-            f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.", code="blame.counts"
+            f"blame: --at {at} --steps {steps} --baseline {baseline}: must be 0 or more.",
+            code="blame.counts",
         )
-    checkpoint_ref.settings_of(run)  # before the import of torch: a wrong folder is reported at once
+    checkpoint_ref.settings_of(
+        run
+    )  # before the import of torch: a wrong folder is reported at once
     from narrowgauge.train.blame_checkpoint import blame_checkpoint
     from narrowgauge.train.console import tell
 

@@ -13,10 +13,15 @@ def debug(
     /,
     *,
     at: Annotated[
-        int, Parameter(help="Step in question; the last checkpoint at or before it is where the rungs begin.")
+        int,
+        Parameter(
+            help="Step in question; the last checkpoint at or before it is where the rungs begin."
+        ),
     ],
     steps: Annotated[int, Parameter(help="Steps after it.")] = 100,
-    device: Annotated[str, Parameter(help="auto, cpu, cuda or cuda:N; empty: that of the run.")] = "",
+    device: Annotated[
+        str, Parameter(help="auto, cpu, cuda or cuda:N; empty: that of the run.")
+    ] = "",
 ) -> int:
     """Find out whether the number format causes a fault of a run, and which change removes it.
 
@@ -25,7 +30,9 @@ def debug(
     run
         Folder of the run. Only RUN/debug-STEP.json, .txt and .html are written.
     """
-    checkpoint_ref.settings_of(run)  # before the import of torch: a wrong folder is reported at once
+    checkpoint_ref.settings_of(
+        run
+    )  # before the import of torch: a wrong folder is reported at once
     from narrowgauge.train.debug import debug as climb
 
     found = climb(run, at, steps, device)

@@ -48,7 +48,9 @@ def evaluate(
     from narrowgauge.train.evaluation.command import evaluate as scored
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
-    result = scored(run, Asked(names, checkpoints, dtype, limit, batch_size, device, trust_task_code))
+    result = scored(
+        run, Asked(names, checkpoints, dtype, limit, batch_size, device, trust_task_code)
+    )
     text = result.pop("text")
     print(json_format.dumps(result, indent=2) if json else text)
     return 0

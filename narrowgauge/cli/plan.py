@@ -61,7 +61,9 @@ def plan(
         gc.freeze()
         try:
             with counting() as tell:
-                answer = command.answered(settings, card, memory, table=table, full=full, measure=measure, tell=tell)
+                answer = command.answered(
+                    settings, card, memory, table=table, full=full, measure=measure, tell=tell
+                )
         finally:
             gc.unfreeze()
         if may_be_kept:

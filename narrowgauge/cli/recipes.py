@@ -17,7 +17,10 @@ def recipes(name: str = "", /) -> int:
     for recipe in shown:
         print(f"{recipe.name}: {registry.SUMMARIES[recipe.name]}")
         for product, gemm in recipe.gemms().items():
-            print(f"    {product:<12} {gemm}" + (", fast accumulation" if gemm.fast_accumulate else ""))
+            print(
+                f"    {product:<12} {gemm}"
+                + (", fast accumulation" if gemm.fast_accumulate else "")
+            )
         if recipe.save == "quantized":
             print(f"    {'kept':<12} x as codes")
         print()

@@ -57,8 +57,16 @@ def study(
     from_file = toml.read(Path(config)) if config else {}
     # `parallel` and `compare` of the file stay, so that plan.Study refuses them with a message; the
     # rest that the study sets itself is ignored.
-    left_out = {key_of(TrainConfig.__dataclass_fields__[name]) for name in OF_STUDY if name != "layers_recipe"}
-    shared = {key: entry for key, entry in from_file.items() if key not in left_out or key in ("parallel", "compare")}
+    left_out = {
+        key_of(TrainConfig.__dataclass_fields__[name])
+        for name in OF_STUDY
+        if name != "layers_recipe"
+    }
+    shared = {
+        key: entry
+        for key, entry in from_file.items()
+        if key not in left_out or key in ("parallel", "compare")
+    }
     settings = toml.build(shared, {key: (value, flag(key)) for key, value in keys.items()})
     asked = plan.Study(
         config=settings, recipes=_names(recipes), seeds=_seeds(seeds), output=Path(output), metric=metric, margin=margin,
@@ -95,7 +103,8 @@ def _parallel(text: str) -> int:
         return 0
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise ConfigError(
-            f"parallel = {text!r}: is no number of runs. Write auto, or a number, as 2.", code="study.parallel"
+            f"parallel = {text!r}: is no number of runs. Write auto, or a number, as 2.",
+            code="study.parallel",
         )
     return int(text)
 

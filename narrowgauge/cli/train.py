@@ -20,10 +20,21 @@ from cyclopts import Group, Parameter, Token
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import checkpoint_ref, liveness, run_folder
 from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
-from narrowgauge.train.config.settings import NO_RECIPE, TABLE, OneOf, OneOrPair, TrainConfig, key_of, resolved, shown
+from narrowgauge.train.config.settings import (
+    NO_RECIPE,
+    TABLE,
+    OneOf,
+    OneOrPair,
+    TrainConfig,
+    key_of,
+    resolved,
+    shown,
+)
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
-FILE = Parameter(help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0))
+FILE = Parameter(
+    help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0)
+)
 
 
 def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
@@ -102,10 +113,16 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
 
     without  names of settings that the verb does not take
     """
-    parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    parameters = [
+        each
+        for each in inspect.signature(function).parameters.values()
+        if each.kind is not each.VAR_KEYWORD
+    ]
     groups: dict[str, Group] = {}
     for each in (each for each in fields(TrainConfig) if each.name not in without):
-        group = groups.setdefault(each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1))
+        group = groups.setdefault(
+            each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1)
+        )
         is_table = each.type is TABLE
         read = None if each.type is bool else _read_table if is_table else _read_value
         shape = Parameter(
@@ -129,7 +146,10 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
 def _help(each: Field[Any]) -> str:
     """Help text of a setting, with its choices and its default."""
     rule = each.metadata["rule"]
-    words = [each.metadata["help"], f"{rule}.".capitalize() if isinstance(rule, OneOf | OneOrPair) else ""]
+    words = [
+        each.metadata["help"],
+        f"{rule}.".capitalize() if isinstance(rule, OneOf | OneOrPair) else "",
+    ]
     if each.type is not TABLE and each.default != "":
         words.append(f"[{each.default if isinstance(each.default, str) else shown(each.default)}]")
     return " ".join(filter(None, words))

@@ -128,23 +128,32 @@ def convert(
         refuse_fast_path(model)
         return model
     resolved = _resolved(recipe)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     if not linears:
         raise ConfigError(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
             f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}",
             code="convert.no-linear",
         )
-    matching = {name: patterns for name, patterns in _matching(model, linears, resolved).items() if patterns}
+    matching = {
+        name: patterns for name, patterns in _matching(model, linears, resolved).items() if patterns
+    }
     refuse_lazy(linears, matching, resolved)
     head = output_head(model)
-    kept = {name: reason_to_keep(name, linears[name], patterns, head) for name, patterns in matching.items()}
+    kept = {
+        name: reason_to_keep(name, linears[name], patterns, head)
+        for name, patterns in matching.items()
+    }
     if all(kept.values()):
         raise ConfigError(
             f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}",
             code="convert.all-kept",
         )
-    given: dict[str, tuple[Recipe | None, str, Decision | None]] = {}  # layer -> its recipe, reason and decision
+    given: dict[
+        str, tuple[Recipe | None, str, Decision | None]
+    ] = {}  # layer -> its recipe, reason and decision
     wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> reason for bf16
     left_to_auto: dict[str, nn.Linear] = {}
     for name, patterns in matching.items():
@@ -177,7 +186,11 @@ def convert(
         if isinstance(layer, QLinear) or own is not None or made is not None:
             quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
             quantized.recipe = own  # resets reason and decision, so it comes first
-            quantized.reason, quantized.decision, quantized.weight_codes = reason, made, weight_codes
+            quantized.reason, quantized.decision, quantized.weight_codes = (
+                reason,
+                made,
+                weight_codes,
+            )
         else:
             layer.__dict__[LEFT_BY] = reason  # for `describe`
     # One cache for the whole model, layers of an earlier call included: q,
@@ -216,7 +229,9 @@ def _resolved(recipe: Patterns) -> dict[str, str | Recipe | Some | None]:
     resolved: dict[str, str | Recipe | Some | None] = {}
     for pattern, given in (recipe if isinstance(recipe, Mapping) else {"*": recipe}).items():
         chosen = parse(given) if isinstance(given, str) and given != recipes.AUTO else given
-        if not isinstance(pattern, str) or not (chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe | Some)):
+        if not isinstance(pattern, str) or not (
+            chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe | Some)
+        ):
             raise ConfigError(
                 f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
                 "pattern; narrowgauge.recipes.names() lists the names.",
@@ -268,12 +283,20 @@ def _matching(
     found: dict[str, dict[str, set[str]]] = {name: {} for name in linears}
     aliases = [(alias, id(module)) for alias, module in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:
-        named = [(names_by_id[key], alias) for alias, key in aliases if key in names_by_id and matches(alias, pattern)]
+        named = [
+            (names_by_id[key], alias)
+            for alias, key in aliases
+            if key in names_by_id and matches(alias, pattern)
+        ]
         if not named:
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
-                + (f"Closest: {near}." if near else f"The first of {len(linears)} Linears is {next(iter(linears))!r}."),
+                + (
+                    f"Closest: {near}."
+                    if near
+                    else f"The first of {len(linears)} Linears is {next(iter(linears))!r}."
+                ),
                 code="pattern.no-match",
             )
         for name, alias in named:
@@ -284,7 +307,9 @@ def _matching(
         *earlier, (last, names) = by_pattern.items() or [("", set())]
         for pattern, others in earlier:
             if patterns[pattern] != patterns[last] and not others & names:
-                first, second = (getattr(patterns[each], "name", patterns[each]) for each in (pattern, last))
+                first, second = (
+                    getattr(patterns[each], "name", patterns[each]) for each in (pattern, last)
+                )
                 raise ConfigError(
                     f"convert: {min(others)!r} and {min(names)!r} are one Linear, to which {pattern!r} gives {first} and "
                     f"{last!r} gives {second}. Name it once.",
@@ -344,7 +369,11 @@ def advance(model: nn.Module) -> None:
     start of learned steps. Warns once of learned steps that no optimizer updates.
     """
     require_module(model, "advance")
-    layers = {module: name for name, module in model.named_modules() if isinstance(module, QLinear | QEmbedding)}
+    layers = {
+        module: name
+        for name, module in model.named_modules()
+        if isinstance(module, QLinear | QEmbedding)
+    }
     step_end.end_steps({layer: name for layer, name in layers.items() if not layer.step_ended})
     for layer in layers:
         # The hook of an optimizer has ended this step already: only clear casts made since.
@@ -404,7 +433,9 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return find() if callable(find) else None
 
 
-def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None) -> str | None:
+def reason_to_keep(
+    name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None
+) -> str | None:
     """Return the reason why a Linear keeps its precision although a pattern matches it, or None.
 
     name      dotted name of the layer
@@ -424,5 +455,11 @@ def reason_to_keep(name: str, layer: nn.Linear, matching: list[str], head: nn.Mo
         return f"fewer than {SMALLEST} features on one side"
     last = name.rpartition(".")[2]
     # "lm_head" and "*.gate" name the layer in letters; "*" and "layers.*" do not.
-    in_letters = any(character.isalnum() for pattern in matching for character in pattern.rpartition(".")[2])
-    return KEPT.get(last, "output head") if (last in KEPT or layer is head) and not in_letters else None
+    in_letters = any(
+        character.isalnum() for pattern in matching for character in pattern.rpartition(".")[2]
+    )
+    return (
+        KEPT.get(last, "output head")
+        if (last in KEPT or layer is head) and not in_letters
+        else None
+    )

@@ -68,7 +68,10 @@ class Decision:
         text = f"auto, {self.how} at {self.tokens:,} tokens"
         if self.seconds:
             fastest_first = sorted(self.seconds.items(), key=lambda item: item[1])
-            times = [f"{name} {s * 1e3:.3g} ms" if s < 1 else f"{name} {s:.3g} s" for name, s in fastest_first]
+            times = [
+                f"{name} {s * 1e3:.3g} ms" if s < 1 else f"{name} {s:.3g} s"
+                for name, s in fastest_first
+            ]
             text += f": {', '.join(times)}"
         for reason in dict.fromkeys(self.excluded.values()):
             text += f"; not {', '.join(name for name, why in self.excluded.items() if why == reason)}: {reason}"
@@ -121,14 +124,19 @@ def decide(
                 how = "predicted (no memory to measure with)"
                 seconds = predicted(workload, names, card)
     recipe = preferred(seconds) if seconds else "bf16"
-    return Decision(recipe=recipe, tokens=workload.tokens, how=how, seconds=seconds, excluded=excluded)
+    return Decision(
+        recipe=recipe, tokens=workload.tokens, how=how, seconds=seconds, excluded=excluded
+    )
 
 
 # --- The Linears of a model ---
 
 
 def decisions(
-    layers: Mapping[str, nn.Linear], tokens: int | None, compiled: bool, choices: Mapping[str, str] | None
+    layers: Mapping[str, nn.Linear],
+    tokens: int | None,
+    compiled: bool,
+    choices: Mapping[str, str] | None,
 ) -> dict[str, Decision]:
     """Layer -> decision; measures once per shape.
 
@@ -183,7 +191,9 @@ def summary(model: nn.Module) -> list[str]:
         (f"{layer.in_features} -> {layer.out_features}", f"{decision.recipe} ({decision})")
         for _, layer, decision in _decided(model)
     )
-    return [f"{shape} ({n} layer{'s' if n > 1 else ''}): {what}" for (shape, what), n in groups.items()]
+    return [
+        f"{shape} ({n} layer{'s' if n > 1 else ''}): {what}" for (shape, what), n in groups.items()
+    ]
 
 
 def _decided(model: nn.Module) -> list[tuple[str, QLinear, Decision]]:

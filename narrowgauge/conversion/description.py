@@ -52,7 +52,9 @@ class Note(NamedTuple):
     @staticmethod
     def spanning(notes: Sequence[Note]) -> Note:
         """Merge notes that are equal except for their readings."""
-        return notes[0]._replace(readings=tuple(reading for note in notes for reading in note.readings))
+        return notes[0]._replace(
+            readings=tuple(reading for note in notes for reading in note.readings)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,9 @@ class Row:
 
     def columns(self) -> dict[str, str]:
         """All columns as text, as a run stores them (docs/architecture.md)."""
-        words = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "str"}
+        words = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.type == "str"
+        }
         return words | {"note": self.note}
 
 
@@ -107,20 +111,30 @@ class Description(list[Row]):
         groups: dict[Row, list[Row]] = {}
         for row in self:  # layers whose names differ only in numbers share a group
             notes = tuple(note.without_readings() for note in row.notes)
-            groups.setdefault(replace(row, name=without_numbers(row.name), notes=notes), []).append(row)
+            groups.setdefault(replace(row, name=without_numbers(row.name), notes=notes), []).append(
+                row
+            )
         lines = []
         for row, rows in groups.items():
             title = rows[0].name if len(rows) == 1 else f"{row.name} ({len(rows)} layers)"
-            note = ", ".join(str(Note.spanning(each)) for each in zip(*(row.notes for row in rows), strict=True))
+            note = ", ".join(
+                str(Note.spanning(each)) for each in zip(*(row.notes for row in rows), strict=True)
+            )
             lines.append(f"{title}  {row.shape}  {row.recipe}" + (f"  ({note})" if note else ""))
             if row.recipe != "none":
                 columns = ("output", "grad_input", "grad_weight", "backend", "sends")
-                lines += [f"    {column:11}  {words}" for column in columns if (words := getattr(row, column))]
+                lines += [
+                    f"    {column:11}  {words}"
+                    for column in columns
+                    if (words := getattr(row, column))
+                ]
         if self.float32:
             lines.append(f"Weights and arithmetic in float32: {summary(self.float32)}")
         if self.fused:
             lines.append("Casts in the pass that computes the input:")
-        return "\n".join([*lines, *dict.fromkeys(without_numbers(str(each)) for each in self.fused)])
+        return "\n".join(
+            [*lines, *dict.fromkeys(without_numbers(str(each)) for each in self.fused)]
+        )
 
 
 def without_numbers(name: str) -> str:
@@ -142,8 +156,15 @@ def describe(model: nn.Module) -> Description:
             description.append(_row(model, name, module, module.recipe))
         elif isinstance(module, nn.Linear):
             decision = module.decision if isinstance(module, QLinear) else None
-            left_by = module.reason if isinstance(module, QLinear) else module.__dict__.get(LEFT_BY, "")
-            why = str(decision or left_by or reason_to_keep(name, module, [], head) or "no pattern named it")
+            left_by = (
+                module.reason if isinstance(module, QLinear) else module.__dict__.get(LEFT_BY, "")
+            )
+            why = str(
+                decision
+                or left_by
+                or reason_to_keep(name, module, [], head)
+                or "no pattern named it"
+            )
             description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
         elif isinstance(module, QEmbedding):
             description.append(_embedding_row(model, name, module))
@@ -166,7 +187,9 @@ def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
 
 def _embedding_row(model: nn.Module, name: str, layer: QEmbedding) -> Row:
     tied = [
-        other for other, each in model.named_modules() if isinstance(each, nn.Linear) and each.weight is layer.weight
+        other
+        for other, each in model.named_modules()
+        if isinstance(each, nn.Linear) and each.weight is layer.weight
     ]
     notes = [f"{name!r} has the same weight and reads it without these codes" for name in tied[:1]]
     notes += ["suspended"] * layer.is_suspended
@@ -202,7 +225,9 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
     how = plan(gemm, layer.weight.device)
     if gemm.lhs is None or gemm.rhs is None:
         in_float32 = how.expand == torch.float32
-        return "torch" + (" (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else "")
+        return "torch" + (
+            " (multiplied in float32: this CPU has no bfloat16 instructions)" if in_float32 else ""
+        )
     # `relevant` leaves out kernels that are made for other operands.
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in how.choice.relevant)
     if how.expand is None:
@@ -220,7 +245,11 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         yield Note(str(layer.decision))
     if layer.is_suspended:
         yield Note("suspended")
-    operands = [cast for gemm in layer.recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs)] if layer.recipe else []
+    operands = (
+        [cast for gemm in layer.recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs)]
+        if layer.recipe
+        else []
+    )
     if None in operands and layer.weight.dtype == torch.float16:
         yield Note("16-bit operands are float16, as its weight")
     if not layer.weight.requires_grad:
@@ -233,10 +262,14 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         if words := cut_tiles(layer.weight, layer.recipe):
             yield Note(words)
     if layer.bypassed:
-        yield Note("its weight was multiplied without calling it in training: there the recipe takes no effect")
+        yield Note(
+            "its weight was multiplied without calling it in training: there the recipe takes no effect"
+        )
     if is_read_by_owner(model, name):
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        yield Note(f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect")
+        yield Note(
+            f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect"
+        )
 
 
 def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
@@ -244,11 +277,15 @@ def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
     rotation = recipe.output.rotate
     if rotation is not None and layer.in_features % rotation.block:
         filled = rotated_length(layer.in_features, rotation)
-        yield Note(f"contracted axis filled up from {layer.in_features} to {filled} for the rotation")
+        yield Note(
+            f"contracted axis filled up from {layer.in_features} to {filled} for the rotation"
+        )
     if layer.steps is not None and layer.steps.is_cold:
         yield Note("steps from the data, learned later")
     if layer.sampling is not None and holds_numbers(layer.sampling.variance):
-        for product, variance in zip(layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True):
+        for product, variance in zip(
+            layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True
+        ):
             if product in layer.sampling.settings:
                 does = f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
                 known = Note(f"{does} (sampling adds ", " relative variance)", (variance,))

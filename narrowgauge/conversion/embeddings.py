@@ -11,7 +11,9 @@ from narrowgauge.nn.embedding import FORMATS, Codes, QEmbedding
 
 
 def quantized_embeddings(model: nn.Module) -> Iterator[tuple[str, QEmbedding]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, QEmbedding))
+    return (
+        (name, module) for name, module in model.named_modules() if isinstance(module, QEmbedding)
+    )
 
 
 def check_embeddings(model: nn.Module, codes: object) -> None:
@@ -26,13 +28,16 @@ def check_embeddings(model: nn.Module, codes: object) -> None:
         )
     if words := problem(model):
         raise ConfigError(
-            f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.", code="convert.embedding-codes"
+            f"convert: embeddings = {codes!r}: {words} Or leave embeddings out.",
+            code="convert.embedding-codes",
         )
 
 
 def problem(model: nn.Module) -> str:
     """Return why the model's embeddings cannot be quantized, with the next step, or ''."""
-    found = {name: refuse(each) for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
+    found = {
+        name: refuse(each) for name, each in model.named_modules() if isinstance(each, nn.Embedding)
+    }
     if not found:
         return f"{type(model).__name__} holds no nn.Embedding. Take a model that looks rows up."
     reasons = {name: reason for name, reason in found.items() if reason}

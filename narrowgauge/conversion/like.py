@@ -33,7 +33,10 @@ from narrowgauge.nn.linear_state import ADDED
 from narrowgauge.structure import plain_name, require_module
 
 Kind = TypeVar("Kind", nn.Linear, nn.Embedding)
-BASE = ("base_layer", "original_module")  # the layer inside an adapter of PEFT, and inside its copy that trains
+BASE = (
+    "base_layer",
+    "original_module",
+)  # the layer inside an adapter of PEFT, and inside its copy that trains
 
 
 def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
@@ -77,7 +80,9 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
     tables: list[tuple[str, nn.Embedding, nn.Embedding]] = []
     if any(quantized_embeddings(policy)) or any(quantized_embeddings(reference)):
         tables = _pairs(
-            _without_adapters(policy, nn.Embedding), _without_adapters(reference, nn.Embedding), "Embedding"
+            _without_adapters(policy, nn.Embedding),
+            _without_adapters(reference, nn.Embedding),
+            "Embedding",
         )
     for _, source, target in pairs:
         _follow(source, target)
@@ -97,18 +102,26 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
 
 def _without_adapters(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
     """Name -> layer of a kind, named as in the model without adapters and wrappers."""
-    adapters = [name for name, module in model.named_modules() if any(hasattr(module, each) for each in BASE)]
+    adapters = [
+        name
+        for name, module in model.named_modules()
+        if any(hasattr(module, each) for each in BASE)
+    ]
     found = {}
     for name, module in model.named_modules():
         own = [each for each in adapters if name.startswith(f"{each}." if each else "")]
         # Below an adapter only the original layer counts, not LoRA's own Linears.
         inside = all(name[len(each) :].lstrip(".").split(".")[0] in BASE for each in own)
         if isinstance(module, kind) and inside:
-            found[".".join(part for part in plain_name(name).split(".") if part not in BASE)] = module
+            found[".".join(part for part in plain_name(name).split(".") if part not in BASE)] = (
+                module
+            )
     return found
 
 
-def _pairs(sources: Mapping[str, Kind], targets: Mapping[str, Kind], kind: str) -> list[tuple[str, Kind, Kind]]:
+def _pairs(
+    sources: Mapping[str, Kind], targets: Mapping[str, Kind], kind: str
+) -> list[tuple[str, Kind, Kind]]:
     """(name in the reference, layer of the policy, layer of the reference) for each pair.
 
     Raises ConfigError if the layers do not match one to one.
@@ -156,7 +169,8 @@ def _prefixes(names: Mapping[str, object], others: Mapping[str, object]) -> tupl
 
     def agreeing(pair: tuple[str, str]) -> tuple[int, int]:
         ours, theirs = (
-            {name.removeprefix(cut) for name in given} for cut, given in zip(pair, (names, others), strict=True)
+            {name.removeprefix(cut) for name in given}
+            for cut, given in zip(pair, (names, others), strict=True)
         )
         return len(ours & theirs), -len(pair[0]) - len(pair[1])  # on a tie, the shorter prefixes
 
@@ -170,7 +184,11 @@ def _follow(source: nn.Linear, target: nn.Linear) -> None:
         return
     layer = target if isinstance(target, QLinear) else QLinear.adopt(target, None)
     layer.recipe = source.recipe  # first: the setter resets reason, decision and state
-    layer.reason, layer.decision, layer.weight_codes = source.reason, source.decision, source.weight_codes
+    layer.reason, layer.decision, layer.weight_codes = (
+        source.reason,
+        source.decision,
+        source.weight_codes,
+    )
     layer.is_suspended = source.is_suspended
     for name in ADDED:
         state, own = getattr(source, name), getattr(layer, name)

@@ -46,7 +46,9 @@ SLICE_S = 0.02  # seconds for one candidate in one round
 WARM_UPS = 3
 INPUT_SETS = 3
 FORMAT = 1  # version of the cache file
-MEASURED = reading.Kind(most_bytes=64 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
+MEASURED = reading.Kind(
+    most_bytes=64 * reading.MIB, error=StorageError, step="Remove it.", only_own=True
+)
 
 Step = Callable[[int], None]  # one forward and backward on the n-th set of inputs
 Clock = Callable[[Step, int], float]  # (step, n) -> seconds of n steps
@@ -103,7 +105,11 @@ def measured(
 
     Raises OutOfMemoryError, and any error of "bf16".
     """
-    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    index = (
+        torch.cuda.current_device()
+        if device.type == "cuda" and device.index is None
+        else device.index
+    )
     # The caller may be inside no_grad, and its random state must not change with a measurement.
     with rng.preserved([index] if device.type == "cuda" else []), torch.enable_grad():
         sets = [inputs(workload, device) for _ in range(INPUT_SETS)]
@@ -122,15 +128,21 @@ def measured(
                 steps.pop(name, None)
                 first_line = str(error).partition("\n")[0]
                 failed[name] = f"failed when it was measured: {type(error).__name__}: {first_line}"
-        return interleaved(steps, cuda_clock(device) if device.type == "cuda" else wall_clock), failed
+        return interleaved(
+            steps, cuda_clock(device) if device.type == "cuda" else wall_clock
+        ), failed
 
 
-def step(workload: LinearWorkload, name: str, sets: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Step:
+def step(
+    workload: LinearWorkload, name: str, sets: Sequence[tuple[Tensor, Tensor]], device: torch.device
+) -> Step:
     """Return a function that runs forward and backward of a new layer once.
 
     name  recipe; "bf16" is an ordinary nn.Linear
     """
-    layer: nn.Linear = nn.Linear(workload.inputs, workload.outputs, workload.biased, device, workload.dtype)
+    layer: nn.Linear = nn.Linear(
+        workload.inputs, workload.outputs, workload.biased, device, workload.dtype
+    )
     layer.weight.requires_grad_(workload.trains)
     if name != "bf16":
         layer = QLinear.adopt(layer, recipes.get(name))
@@ -157,13 +169,17 @@ def compiled_alone(module: nn.Module) -> Any:
 
     # Dynamo counts recompilations per code object and falls back to eager mode at eight, without an
     # error. Layers of one class share their code, so a benchmark would time eager code.
-    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    own = types.FunctionType(
+        call.__code__.replace(), call.__globals__, "call", None, call.__closure__
+    )
     return torch.compile(own)
 
 
 def inputs(workload: LinearWorkload, device: torch.device) -> tuple[Tensor, Tensor]:
     # Activations are bfloat16 for every weight dtype: a float32 weight computes under autocast.
-    x = torch.randn(workload.tokens, workload.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        workload.tokens, workload.inputs, device=device, dtype=torch.bfloat16, requires_grad=True
+    )
     return x, torch.randn(workload.tokens, workload.outputs, device=device, dtype=torch.bfloat16)
 
 
@@ -171,7 +187,10 @@ def interleaved(
     steps: dict[str, Step], clock: Clock, rounds: int = ROUNDS, slice_s: float = SLICE_S
 ) -> dict[str, float]:
     """Candidate -> median seconds per step."""
-    counts = {name: max(3, min(1000, round(slice_s / max(clock(run, 3) / 3, 1e-6)))) for name, run in steps.items()}
+    counts = {
+        name: max(3, min(1000, round(slice_s / max(clock(run, 3) / 3, 1e-6))))
+        for name, run in steps.items()
+    }
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         # Alternate the direction, so that no candidate always runs after the same one.
@@ -219,7 +238,9 @@ def cached(path: Path) -> dict[str, dict[str, float]]:
         content = reading.json_of(path, MEASURED)
         if content["format"] != FORMAT:
             raise ValueError("another format")
-        found: dict[str, dict[str, float]] = {key: dict(each) for key, each in content["measured"].items()}
+        found: dict[str, dict[str, float]] = {
+            key: dict(each) for key, each in content["measured"].items()
+        }
         if not all(math.isfinite(s) and s > 0 for each in found.values() for s in each.values()):
             raise ValueError("not a number of seconds")
     except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -244,7 +265,9 @@ def keep(path: Path, key: str, seconds: dict[str, float]) -> None:
         draft.chmod(0o600)  # whatever the umask: `cached` refuses a file that others may write
         publish(draft, path)
     except OSError as error:
-        warnings.warn(f"{path}: measurements of recipe 'auto' are not kept: {error.strerror}.", stacklevel=2)
+        warnings.warn(
+            f"{path}: measurements of recipe 'auto' are not kept: {error.strerror}.", stacklevel=2
+        )
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)

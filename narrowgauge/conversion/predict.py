@@ -30,7 +30,10 @@ def predicted(workload: LinearWorkload, names: Sequence[str], card: Card) -> dic
 
     Raises ConfigError for a candidate that the card's units cannot multiply.
     """
-    return {name: sum(rates.seconds(each, card) for each in counted(workload, name, card)) for name in names}
+    return {
+        name: sum(rates.seconds(each, card) for each in counted(workload, name, card))
+        for name in names
+    }
 
 
 def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
@@ -38,7 +41,9 @@ def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
     done: list[Work] = []
 
     class Noting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             found = func(*args, **(kwargs or {}))
             if (work := of_operator(0, func, args, kwargs or {}, found)) is not None:
                 done.append(work)

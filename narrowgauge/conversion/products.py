@@ -17,7 +17,11 @@ from narrowgauge import recipes
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.recipe import GEMMS, Recipe
 
-PRODUCTS = {"forward": GEMMS[:1], "backward": GEMMS[1:], **{product: (product,) for product in GEMMS}}
+PRODUCTS = {
+    "forward": GEMMS[:1],
+    "backward": GEMMS[1:],
+    **{product: (product,) for product in GEMMS},
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ def parse(text: str, get: Callable[[str], Recipe] = recipes.get) -> Recipe | Som
     if unknown:
         near = closest(unknown[0], PRODUCTS) or ", ".join(PRODUCTS)
         raise ConfigError(
-            f"recipe {text!r}: {unknown[0]!r} names no product of a Linear. Closest: {near}.", code="products.unknown"
+            f"recipe {text!r}: {unknown[0]!r} names no product of a Linear. Closest: {near}.",
+            code="products.unknown",
         )
     named = {product for word in words.split("+") for product in PRODUCTS[word]}
     return Some(get(name), tuple(product for product in GEMMS if product in named))

@@ -35,7 +35,9 @@ BACKWARD = ("grad_input", "grad_weight")
 HIGH_PRECISION_BITS = 16
 
 
-def switch(model: nn.Module, recipe: str | Recipe, layers: str = "*", products: Iterable[str] = GEMMS) -> list[str]:
+def switch(
+    model: nn.Module, recipe: str | Recipe, layers: str = "*", products: Iterable[str] = GEMMS
+) -> list[str]:
     """Give `recipe` to the matching layers, where it has more bits; return the changed layers.
 
     layers    pattern
@@ -54,7 +56,10 @@ def switch(model: nn.Module, recipe: str | Recipe, layers: str = "*", products: 
 
 @contextmanager
 def switched(
-    model: nn.Module, recipe: str | Recipe = "bf16", layers: str = "*", products: Iterable[str] = GEMMS
+    model: nn.Module,
+    recipe: str | Recipe = "bf16",
+    layers: str = "*",
+    products: Iterable[str] = GEMMS,
 ) -> Iterator[list[str]]:
     """`switch` inside the block. Afterwards the layers have their recipes and state again.
 
@@ -144,7 +149,9 @@ def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
     """Return `recipe` with the named GEMMs from `wider`, where they have at least as many bits."""
     old, new = recipe.gemms(), wider.gemms()
     try:
-        return mixed(recipe, wider, [name for name in products if bits(new[name]) >= bits(old[name])])
+        return mixed(
+            recipe, wider, [name for name in products if bits(new[name]) >= bits(old[name])]
+        )
     except ConfigError:
         raise ConfigError(
             f"switch: {recipe.name!r} computes its gradients on the codes of its forward product, so {', '.join(products)} alone cannot "
@@ -155,4 +162,6 @@ def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:
 
 def bits(gemm: Gemm) -> int:
     """Bits of the GEMM's narrower operand."""
-    return min(HIGH_PRECISION_BITS if cast is None else cast.format.bits for cast in (gemm.lhs, gemm.rhs))
+    return min(
+        HIGH_PRECISION_BITS if cast is None else cast.format.bits for cast in (gemm.lhs, gemm.rhs)
+    )

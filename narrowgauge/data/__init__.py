@@ -35,7 +35,14 @@ from narrowgauge.data.sorted_order import restore_order, sorted_batches
 from narrowgauge.data.sources import documents, records
 from narrowgauge.data.tables import Record
 from narrowgauge.data.tagging import Tagging
-from narrowgauge.data.targets import coloured_sample, count_targets, squared_loss, step_loss, summed_loss, trainer_loss
+from narrowgauge.data.targets import (
+    coloured_sample,
+    count_targets,
+    squared_loss,
+    step_loss,
+    summed_loss,
+    trainer_loss,
+)
 from narrowgauge.data.task import Task
 from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
 from narrowgauge.data.text import Document

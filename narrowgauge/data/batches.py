@@ -55,7 +55,9 @@ def valid_targets(batch: Batch) -> int:
 def without_targets(batch: Batch) -> Batch:
     """The same batch with all labels ignored."""
     labels = batch["labels"]
-    return batch | {"labels": torch.full_like(labels, math.nan if labels.is_floating_point() else IGNORED)}
+    return batch | {
+        "labels": torch.full_like(labels, math.nan if labels.is_floating_point() else IGNORED)
+    }
 
 
 @lru_cache(maxsize=2)  # a batch can span two epochs
@@ -79,14 +81,21 @@ class CausalBatches:
     def __init__(self, stream: TokenStream, sequence_length: int, batch_size: int, seed: int):
         for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
             if value < 1:
-                raise ConfigError(f"{name}: {value} is not a positive number.", code="batch.not-positive")
+                raise ConfigError(
+                    f"{name}: {value} is not a positive number.", code="batch.not-positive"
+                )
         if len(stream) < sequence_length + 1:
             raise DataError(
                 f"{stream.name}: {len(stream)} tokens are fewer than one sequence of {sequence_length} and its last label, "
                 f"{sequence_length + 1}. Pass more text, or a sequence length of at most {max(len(stream) - 1, 0)}.",
                 code="tokens.too-few",
             )
-        self.stream, self.sequence_length, self.batch_size, self.seed = stream, sequence_length, batch_size, seed
+        self.stream, self.sequence_length, self.batch_size, self.seed = (
+            stream,
+            sequence_length,
+            batch_size,
+            seed,
+        )
         self.windows = (len(stream) - 1) // sequence_length
 
     def batch(self, step: int, micro_batch: int = 0, micro_batches: int = 1) -> Batch:
@@ -111,7 +120,10 @@ class CausalBatches:
     def windows_of(self, step: int, rows: range | None = None) -> list[int]:
         """Window numbers of some rows of a batch, or of all; window n starts at token n T."""
         # A batch can span two epochs, so each row computes its own.
-        places = (divmod(step * self.batch_size + row, self.windows) for row in rows or range(self.batch_size))
+        places = (
+            divmod(step * self.batch_size + row, self.windows)
+            for row in rows or range(self.batch_size)
+        )
         return [int(epoch_order(self.windows, self.seed, epoch)[place]) for epoch, place in places]
 
     def evaluation(self, max_tokens: int | None = None) -> Iterator[Batch]:

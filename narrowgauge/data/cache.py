@@ -31,7 +31,9 @@ from narrowgauge.storage import flush, locked, publish, reading, storage, sweep,
 
 FORMAT = 2  # version of the file format; part of the key
 INDEX = "index.json"
-ENTRY = reading.Kind(most_bytes=reading.GIB, error=StorageError, step="Check the disk, or remove it.")
+ENTRY = reading.Kind(
+    most_bytes=reading.GIB, error=StorageError, step="Check the disk, or remove it."
+)
 # No limit on the size: the index lists it.
 ARRAY = reading.Kind(most_bytes=2**62, error=StorageError, step="Check the disk, or remove it.")
 # No slashes and no leading dot: a forged index cannot name a file outside of the entry's folder.
@@ -122,7 +124,9 @@ def cached(
                         f"{damage}, though it was just written. Check the disk, or pass another cache folder.",
                         code="cache.damaged",
                     ) from damage
-                notes.append(f"An entry of the cache was damaged and has been made again: {damage}.")
+                notes.append(
+                    f"An entry of the cache was damaged and has been made again: {damage}."
+                )
             if not just_written:
                 with new_folder(path, _is_whole) as draft:
                     _write(draft, path.name, dtypes, fill)
@@ -173,11 +177,16 @@ def _publish(draft: Path, path: Path, is_whole: Callable[[Path], bool]) -> None:
 
 
 def _write(
-    folder: Path, name: str, dtypes: Mapping[str, np.dtype[Any]], fill: Callable[[Append], dict[str, Any]]
+    folder: Path,
+    name: str,
+    dtypes: Mapping[str, np.dtype[Any]],
+    fill: Callable[[Append], dict[str, Any]],
 ) -> None:
     hashes = {array: hashlib.sha256() for array in dtypes}
     with ExitStack() as stack:
-        files = {array: stack.enter_context((folder / f"{array}.bin").open("xb")) for array in dtypes}
+        files = {
+            array: stack.enter_context((folder / f"{array}.bin").open("xb")) for array in dtypes
+        }
 
         def append(array: str, values: Values) -> None:
             # Hash and write in one pass over the data.
@@ -187,11 +196,17 @@ def _write(
 
         facts = fill(append)
         held = {
-            array: {"dtype": dtype.str, "bytes": files[array].tell(), "sha256": hashes[array].hexdigest()}
+            array: {
+                "dtype": dtype.str,
+                "bytes": files[array].tell(),
+                "sha256": hashes[array].hexdigest(),
+            }
             for array, dtype in dtypes.items()
         }
     index = {"name": name, "files": held, "facts": facts}
-    (folder / INDEX).write_text(json.dumps({**index, "checksum": _checksum(index)}), encoding="utf-8")
+    (folder / INDEX).write_text(
+        json.dumps({**index, "checksum": _checksum(index)}), encoding="utf-8"
+    )
 
 
 def open_entry(path: Path) -> Entry | None:
@@ -216,7 +231,9 @@ def open_entry(path: Path) -> Entry | None:
             _verify(path / f"{name}.bin", held)
     except (ValueError, KeyError, AttributeError, TypeError):
         raise Damaged(f"{shown(path / INDEX)} does not match its checksum") from None
-    return Entry(path, {name: held["dtype"] for name, held in index["files"].items()}, index["facts"])
+    return Entry(
+        path, {name: held["dtype"] for name, held in index["files"].items()}, index["facts"]
+    )
 
 
 def _bytes(path: Path, kind: reading.Kind) -> bytes:

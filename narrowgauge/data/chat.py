@@ -52,9 +52,14 @@ def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
         # Templates index turns by role and would raise an obscure Jinja error.
         if not isinstance(turn.get("role"), str):
             raise DataError(
-                f"{origin}: message {number} has no role. Give each message a role and a content.", code="chat.no-role"
+                f"{origin}: message {number} has no role. Give each message a role and a content.",
+                code="chat.no-role",
             )
-        if turn["role"] == "assistant" and turn.get("content") is None and not turn.get("tool_calls"):
+        if (
+            turn["role"] == "assistant"
+            and turn.get("content") is None
+            and not turn.get("tool_calls")
+        ):
             raise DataError(
                 f"{origin}: message {number} is an answer without content, which teaches ending the turn at once. Add it, or "
                 "remove the row.",
@@ -69,7 +74,10 @@ def check_messages(messages: Any, origin: str) -> list[dict[str, Any]]:
 
 
 def answers(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, train_on: Literal["answers", "last"] = "answers"
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    origin: str,
+    train_on: Literal["answers", "last"] = "answers",
 ) -> tuple[str, list[Span]]:
     """Returns (text, character spans of the assistant's answers) of one chat.
 
@@ -85,9 +93,15 @@ def answers(
     turns = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
     for turn in turns[-1:] if train_on == "last" else turns:
         before, _ = _rendered(tokenizer, messages[:turn], origin, prompt=True)
-        through = text if turn == len(messages) - 1 else _rendered(tokenizer, messages[: turn + 1], origin)[0]
+        through = (
+            text
+            if turn == len(messages) - 1
+            else _rendered(tokenizer, messages[: turn + 1], origin)[0]
+        )
         # Both prefixes must match, or the span would cover other characters than the answer.
-        if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
+        if not (
+            text.startswith(before) and text.startswith(through) and len(before) < len(through)
+        ):
             raise DataError(
                 f"{origin}: the chat template renders answer {turn} differently once more turns follow. Pass train_on='last', "
                 "split the chat into one row per answer, or use a template with {% generation %} marks.",
@@ -98,7 +112,12 @@ def answers(
 
 
 def _rendered(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str, *, prompt: bool = False, marked: bool = False
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    origin: str,
+    *,
+    prompt: bool = False,
+    marked: bool = False,
 ) -> tuple[str, list[Span]]:
     """Returns (rendered text, spans between the template's marks).
 
@@ -107,13 +126,22 @@ def _rendered(
     """
     try:
         if not marked:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)), []
+            return str(
+                tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=prompt
+                )
+            ), []
         # The public apply_chat_template returns token masks only, not character spans.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, spans = render_jinja_template(
             # Parquet fills absent keys with None, and templates test for a key's presence.
-            conversations=[[{key: value for key, value in turn.items() if value is not None} for turn in messages]],
+            conversations=[
+                [
+                    {key: value for key, value in turn.items() if value is not None}
+                    for turn in messages
+                ]
+            ],
             chat_template=chat_template(tokenizer),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,

@@ -53,7 +53,8 @@ class Choices(Task):
     def __post_init__(self) -> None:
         if self.context is None and self.question is None:
             raise ConfigError(
-                "Choices: neither context nor question. Name the column of one at least.", code="choices.no-context"
+                "Choices: neither context nor question. Name the column of one at least.",
+                code="choices.no-context",
             )
         if not self.choices or len(set(self.columns)) != len(self.columns):
             raise ConfigError(
@@ -63,7 +64,11 @@ class Choices(Task):
 
     @property
     def columns(self) -> list[str]:
-        return [*(each for each in (self.context, self.question) if each is not None), *self.choices, self.label]
+        return [
+            *(each for each in (self.context, self.question) if each is not None),
+            *self.choices,
+            self.label,
+        ]
 
     def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
         return {
@@ -82,13 +87,17 @@ class Choices(Task):
     def item(arrays: Item) -> Item:
         sizes, label = arrays.pop(SIZES), int(arrays.pop("labels")[0])
         borders = np.cumsum(sizes)[:-1]
-        return {name: np.split(values, borders) for name, values in arrays.items()} | {"labels": label}
+        return {name: np.split(values, borders) for name, values in arrays.items()} | {
+            "labels": label
+        }
 
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Encoded]:
         found = [self.read(row) for row in rows]
-        encoded = iter(encoder.ids([text for texts, _ in found for text in texts], max_length=max_length))
+        encoded = iter(
+            encoder.ids([text for texts, _ in found for text in texts], max_length=max_length)
+        )
         for row, (texts, label) in zip(rows, found, strict=True):
             # All rows' choices were encoded in one call, for the tokenizer's threads.
             parts = [next(encoded) for _ in texts]
@@ -165,7 +174,11 @@ class Choices(Task):
         """Number of the right choice. Raises DataError for a label that names no choice."""
         value = row.values[self.label]
         known = names or [*map(str, range(count))]
-        text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
+        text = (
+            str(value).strip()
+            if isinstance(value, str | int) and not isinstance(value, bool)
+            else ""
+        )
         if text in known:
             return known.index(text)
         if not names and len(text) == 1 and text in LETTERS[:count]:
@@ -206,14 +219,23 @@ def padding_of(
     def waste(parts: list[Indices], wide: Any) -> Waste:
         return Waste(
             total,
-            sum(int(counts[part].sum()) * wide(int(longest[part].max()), int(counts[part].sum())) for part in parts),
+            sum(
+                int(counts[part].sum()) * wide(int(longest[part].max()), int(counts[part].sum()))
+                for part in parts
+            ),
         )
 
     cut = [np.asarray(run) for batch in batches for run in runs(batch.tolist(), micro_batches)]
     # Baseline for the report; a fixed seed keeps the figure reproducible.
-    mixed = np.array_split(np.random.default_rng(0).permutation(drawn), max(1, len(batches))) if batches else []
+    mixed = (
+        np.array_split(np.random.default_rng(0).permutation(drawn), max(1, len(batches)))
+        if batches
+        else []
+    )
     return PaddingReport(
         fixed=waste([drawn] if len(drawn) else [], lambda size, rows: round_up(size, multiple)),
-        shuffled=waste([part for part in mixed if len(part)], lambda size, rows: round_up(size, multiple)),
+        shuffled=waste(
+            [part for part in mixed if len(part)], lambda size, rows: round_up(size, multiple)
+        ),
         planned=waste(cut, lambda size, rows: width_of(size, rows, widths, tokens_multiple)),
     )

@@ -77,22 +77,30 @@ class Collator:
             )
         if self.pad_id < 0:
             raise ConfigError(
-                f"Collator: pad_id {self.pad_id} is no token id. Pass pad_id_of(tokenizer).", code="collator.pad-id"
+                f"Collator: pad_id {self.pad_id} is no token id. Pass pad_id_of(tokenizer).",
+                code="collator.pad-id",
             )
 
     def __call__(self, items: Sequence[Example | Sequence[Example]]) -> Batch:
         if not items:
-            raise DataError("Collator: the batch is empty. Pass at least one example.", code="collator.empty")
+            raise DataError(
+                "Collator: the batch is empty. Pass at least one example.", code="collator.empty"
+            )
         packed = [item for item in items if not isinstance(item, dict)]
         if 0 < len(packed) < len(items):
             raise DataError(
-                "Collator: the batch mixes examples with packed rows. Pass one kind.", code="collator.mixed"
+                "Collator: the batch mixes examples with packed rows. Pass one kind.",
+                code="collator.mixed",
             )
         if packed:
             return self._packed(packed)
         examples = [item for item in items if isinstance(item, dict)]
         first = examples[0]["input_ids"]
-        return self._of_choices(examples) if len(first) and np.ndim(first[0]) else self._padded(examples)
+        return (
+            self._of_choices(examples)
+            if len(first) and np.ndim(first[0])
+            else self._padded(examples)
+        )
 
     def _padded(self, examples: Sequence[Example]) -> Batch:
         sizes = [len(example["input_ids"]) for example in examples]
@@ -103,7 +111,9 @@ class Collator:
         if self.position_ids:
             batch["position_ids"] = torch.arange(width).expand(len(examples), width).contiguous()
         if "token_type_ids" in examples[0]:
-            batch["token_type_ids"] = _filled([example["token_type_ids"] for example in examples], width, 0)
+            batch["token_type_ids"] = _filled(
+                [example["token_type_ids"] for example in examples], width, 0
+            )
         if "labels" in examples[0]:
             batch["labels"] = self._labels(examples, sizes, width)
         return batch
@@ -124,11 +134,15 @@ class Collator:
         firsts = torch.tensor([0, *counts[:-1]]).cumsum(0)
         batch["labels"] = torch.full((len(rows),), IGNORED)
         if "labels" in examples[0]:
-            batch["labels"][firsts] = firsts + torch.tensor([int(example["labels"]) for example in examples])
+            batch["labels"][firsts] = firsts + torch.tensor(
+                [int(example["labels"]) for example in examples]
+            )
         return batch
 
     def _width(self, longest: int, rows: int) -> int:
-        widths = self.widths if self.widths is not None else (round_up(max(1, longest), self.multiple),)
+        widths = (
+            self.widths if self.widths is not None else (round_up(max(1, longest), self.multiple),)
+        )
         return width_of(longest, rows, widths, self.tokens_multiple)
 
     def _labels(self, examples: Sequence[Example], sizes: list[int], width: int) -> Tensor:
@@ -165,8 +179,13 @@ class Collator:
     def _packed(self, rows: Sequence[Sequence[Example]]) -> Batch:
         sizes = [[len(example["input_ids"]) for example in row] for row in rows]
         width = self._width(max(map(sum, sizes)), len(rows))
-        ids = _filled([np.concatenate([one["input_ids"] for one in row]) for row in rows], width, self.pad_id)
-        targets = [np.concatenate([self._targets(one["labels"], len(one["input_ids"])) for one in row]) for row in rows]
+        ids = _filled(
+            [np.concatenate([one["input_ids"] for one in row]) for row in rows], width, self.pad_id
+        )
+        targets = [
+            np.concatenate([self._targets(one["labels"], len(one["input_ids"])) for one in row])
+            for row in rows
+        ]
         labels = _filled(targets, width, IGNORED)
         both = [positions(row, width) for row in sizes]
         position, document = (torch.stack(part) for part in zip(*both, strict=True))
@@ -199,7 +218,9 @@ def pad_id_of(tokenizer: Any) -> int:
 
     Any id works, because masks are computed from lengths.
     """
-    return next((int(id) for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)
+    return next(
+        (int(id) for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +238,9 @@ class PackingCheck:
     alone: float
 
 
-def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = None, seed: int = 0) -> PackingCheck:
+def check_packing(
+    model: Any, collator: Collator, *, vocabulary: int | None = None, seed: int = 0
+) -> PackingCheck:
     """Checks that a model separates packed documents: changes one, and compares the others' logits.
 
     vocabulary  upper limit of the random ids; None means the model config's
@@ -229,7 +252,9 @@ def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = No
     """
     vocabulary = vocabulary or int(model.config.get_text_config().vocab_size)
     draw = torch.Generator().manual_seed(seed)
-    documents = [torch.randint(vocabulary, (size,), generator=draw).numpy() for size in CHECKED_TOKENS]
+    documents = [
+        torch.randint(vocabulary, (size,), generator=draw).numpy() for size in CHECKED_TOKENS
+    ]
     # Accumulated rounding in the weights' dtype, since other positions use other kernels. Wrong
     # positions cause far larger differences.
     tolerance = 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 5e-2
@@ -238,7 +263,9 @@ def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = No
     try:
         with torch.no_grad():
             # The sampler's widths can be hundreds of times wider than three short documents.
-            found = _compared(model, replace(collator, widths=None), documents, vocabulary, tolerance)
+            found = _compared(
+                model, replace(collator, widths=None), documents, vocabulary, tolerance
+            )
     finally:
         model.train(training)
     kind = getattr(model.config, "_attn_implementation", "unknown")
@@ -260,7 +287,9 @@ def check_packing(model: Any, collator: Collator, *, vocabulary: int | None = No
     return found
 
 
-def _compared(model: Any, collator: Collator, documents: list[Any], vocabulary: int, tolerance: float) -> PackingCheck:
+def _compared(
+    model: Any, collator: Collator, documents: list[Any], vocabulary: int, tolerance: float
+) -> PackingCheck:
     """Measures the three differences.
 
     Compared calls have the same shape, so that the same kernels compute a position in both.
@@ -269,16 +298,26 @@ def _compared(model: Any, collator: Collator, documents: list[Any], vocabulary: 
 
     def logits(rows: list[list[Any]]) -> Tensor:
         """[rows, positions, vocabulary] float32 of packed rows, without padding."""
-        batch = collator([[{"input_ids": document, "labels": document} for document in row] for row in rows])
-        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        batch = collator(
+            [[{"input_ids": document, "labels": document} for document in row] for row in rows]
+        )
+        inputs = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
         del inputs["labels"]
         found: Tensor = model(**inputs).logits.float()
-        return found.reshape(len(rows), -1, found.shape[-1])[:, : max(sum(map(len, row)) for row in rows)]
+        return found.reshape(len(rows), -1, found.shape[-1])[
+            :, : max(sum(map(len, row)) for row in rows)
+        ]
 
     first, second, last = documents
     start, end = len(first), len(first) + len(second)
     straight = logits([documents, documents])
-    moved = logits([[(first + 1) % vocabulary, second, last], [first, second, (last + 1) % vocabulary]]) - straight
+    moved = (
+        logits([[(first + 1) % vocabulary, second, last], [first, second, (last + 1) % vocabulary]])
+        - straight
+    )
     alone = logits([[second], [second]])[0, : len(second)] - straight[0, start:end]
     size = float(straight.abs().max()) or 1.0
     leak = float(torch.maximum(moved[0, start:].abs().max(), moved[1, :end].abs().max())) / size

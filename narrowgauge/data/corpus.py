@@ -89,7 +89,10 @@ class Split:
     def parts(self, text: str, digest: bytes) -> Iterator[tuple[str, str]]:
         """Yields (side, text) of each non-blank part: one part by document, two by tail."""
         if self.by_document:
-            yield VALIDATION if validates(digest, fraction=self.fraction, seed=self.seed) else TRAIN, text
+            yield (
+                VALIDATION if validates(digest, fraction=self.fraction, seed=self.seed) else TRAIN,
+                text,
+            )
             return
         cut = tail_cut(text, self.fraction)
         for side, part in zip(SIDES, (text[:cut], text[cut:]), strict=True):
@@ -114,7 +117,9 @@ def tail_cut(text: str, fraction: float) -> int:
     target = len(text) - share
     starts = text.rfind("\n", 0, target) + 1, text.find("\n", max(target - 1, 0)) + 1
     # Candidates that hold out between half and twice the share.
-    near = [start for start in starts if start > 0 and share <= 2 * (len(text) - start) <= 4 * share]
+    near = [
+        start for start in starts if start > 0 and share <= 2 * (len(text) - start) <= 4 * share
+    ]
     return min(near, key=lambda start: abs(start - target), default=target)
 
 
@@ -151,7 +156,9 @@ def prepare(
             f"{unknown} of {len(train) + len(validation)} tokens are {tokenizer.unk_token}: the tokenizer does not fit this text."
         )
     if special := facts["special_tokens_in_text"]:
-        notes.append(f"The text itself spells out special tokens, {special} times; they became special ids.")
+        notes.append(
+            f"The text itself spells out special tokens, {special} times; they became special ids."
+        )
     summary = {
         "source": job.source,
         "documents": job.documents,
@@ -198,7 +205,9 @@ class _Job:
             content.update(digest := _digest(document))
             held_out += validates(digest, fraction=fraction, seed=seed)
             self.documents += 1
-        by_document = self.documents >= FEW_DOCUMENTS and (0 < held_out < self.documents or fraction == 0)
+        by_document = self.documents >= FEW_DOCUMENTS and (
+            0 < held_out < self.documents or fraction == 0
+        )
         self.split = Split(fraction=fraction, seed=seed, by_document=by_document)
         self.source, self.read, self.unknown = source, read, tokenizer.unk_token_id
         self.backend, self.end_of_text = plain_backend(tokenizer), end_of_text(tokenizer)
@@ -221,7 +230,9 @@ class _Job:
         counts = {side: np.zeros(self.vocabulary, np.int64) for side in SIDES}  # of each id
         ends = dict.fromkeys(SIDES, 0)
         for batch in _batches(self._pieces()):
-            encodings = self.backend.encode_batch_fast([piece for _, piece, _ in batch], add_special_tokens=False)
+            encodings = self.backend.encode_batch_fast(
+                [piece for _, piece, _ in batch], add_special_tokens=False
+            )
             taken: dict[str, list[list[int]]] = {side: [] for side in SIDES}
             for (side, _, is_last), encoding in zip(batch, encodings, strict=True):
                 taken[side].append([*encoding.ids, self.end_of_text] if is_last else encoding.ids)

@@ -64,12 +64,17 @@ class Encoder:
         if self._backend is not None and self._target is not None:
             from tokenizers import __version__
 
-            both = [json.loads(backend.to_str())["post_processor"] for backend in (self._backend, self._target)]
+            both = [
+                json.loads(backend.to_str())["post_processor"]
+                for backend in (self._backend, self._target)
+            ]
             return {
                 "tokenizer": fingerprint(self.tokenizer),
                 "tokenizers": __version__,
                 "post_processors": both,
-                "special": {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()},
+                "special": {
+                    name: str(token) for name, token in self.tokenizer.special_tokens_map.items()
+                },
                 "template": self.tokenizer.chat_template,
             }
         from transformers import __version__ as transformers_version
@@ -93,7 +98,9 @@ class Encoder:
         texts: list[Text] = [row.text(text) for row in rows]
         if pair is not None:
             texts = [(str(first), row.text(pair)) for first, row in zip(texts, rows, strict=True)]
-        for row, given, found in zip(rows, texts, self.ids(texts, max_length=max_length), strict=True):
+        for row, given, found in zip(
+            rows, texts, self.ids(texts, max_length=max_length), strict=True
+        ):
             self.check_start(found["input_ids"], row.origin)
             yield found if "".join(given).strip() else found | {"input_ids": found["input_ids"][:0]}
 
@@ -114,11 +121,16 @@ class Encoder:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=True)
         backend.no_truncation()
         return [
-            {"input_ids": np.array(found.ids, np.int64), "token_type_ids": np.array(found.type_ids, np.int64)}
+            {
+                "input_ids": np.array(found.ids, np.int64),
+                "token_type_ids": np.array(found.type_ids, np.int64),
+            }
             for found in encodings
         ]
 
-    def _slow_ids(self, texts: Sequence[Text], target: bool, max_length: int | None) -> list[dict[str, Values]]:
+    def _slow_ids(
+        self, texts: Sequence[Text], target: bool, max_length: int | None
+    ) -> list[dict[str, Values]]:
         self._slow_texts += len(texts)
         if self._slow_texts > SLOW_ROWS and not self.allow_slow:
             raise ConfigError(
@@ -130,7 +142,11 @@ class Encoder:
         found = []
         for text in texts:
             pair = text if isinstance(text, tuple) else (text,)
-            encoded = self.tokenizer(text_target=pair[0], **cut) if target else self.tokenizer(*pair, **cut)
+            encoded = (
+                self.tokenizer(text_target=pair[0], **cut)
+                if target
+                else self.tokenizer(*pair, **cut)
+            )
             ids = np.array(encoded["input_ids"], np.int64)
             types = encoded.get("token_type_ids", np.zeros(len(ids)))
             found.append({"input_ids": ids, "token_type_ids": np.array(types, np.int64)})
@@ -149,11 +165,15 @@ class Encoder:
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             # The mask also marks special tokens that the text spells out. Those cover characters.
             if special:
-                places[np.array(encoding.special_tokens_mask, bool) & (places[:, 0] == places[:, 1])] = -1
+                places[
+                    np.array(encoding.special_tokens_mask, bool) & (places[:, 0] == places[:, 1])
+                ] = -1
             found.append((np.array(encoding.ids, np.int64), places))
         return found
 
-    def words(self, rows: Sequence[Sequence[str]], *, max_length: int | None = None) -> list[dict[str, Values]]:
+    def words(
+        self, rows: Sequence[Sequence[str]], *, max_length: int | None = None
+    ) -> list[dict[str, Values]]:
         """Encodes rows that are split into words.
 
         ->  input_ids, token_type_ids, and `words`: each token's word number, or -1
@@ -169,10 +189,15 @@ class Encoder:
             {
                 "input_ids": np.array(found.ids, np.int64),
                 "token_type_ids": np.array(found.type_ids, np.int64),
-                "words": np.array([-1 if word is None else word for word in found.word_ids], np.int64),
+                "words": np.array(
+                    [-1 if word is None else word for word in found.word_ids], np.int64
+                ),
             }
             for found in self._cut(
-                self._of_words, list(map(list, rows)), {"max_length": max_length}, is_pretokenized=True
+                self._of_words,
+                list(map(list, rows)),
+                {"max_length": max_length},
+                is_pretokenized=True,
             )
         ]
 
@@ -202,11 +227,15 @@ class Encoder:
             if len(found.ids) > max_length and max_length - special - firsts[place] > stride
         ]  # fmt: skip
         options = {"max_length": max_length, "stride": stride, "strategy": "only_second"}
-        for place, found in zip(cut, self._cut(self._backend, [pairs[each] for each in cut], options), strict=True):
+        for place, found in zip(
+            cut, self._cut(self._backend, [pairs[each] for each in cut], options), strict=True
+        ):
             result[place] = [_window(each) for each in (found, *found.overflowing)]
         return result
 
-    def _cut(self, backend: Any, texts: list[Any], truncation: dict[str, Any], **options: Any) -> list[Any]:
+    def _cut(
+        self, backend: Any, texts: list[Any], truncation: dict[str, Any], **options: Any
+    ) -> list[Any]:
         """Encodings with special tokens, truncated by `truncation` unless max_length is None."""
         if truncation["max_length"] is not None:
             backend.enable_truncation(**truncation)
@@ -227,7 +256,9 @@ class Encoder:
         """Raises DataError if the ids begin with the same beginning-of-text token twice."""
         if len(ids) < 2 or ids[0] != ids[1]:
             return
-        if int(ids[0]) in (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")):
+        if int(ids[0]) in (
+            getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "cls")
+        ):
             token = self.tokenizer.convert_ids_to_tokens(int(ids[0]))
             raise DataError(
                 f"{origin}: begins with {token} twice, because the text or template holds it and the tokenizer adds it too. "

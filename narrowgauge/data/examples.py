@@ -55,7 +55,9 @@ class Examples(Stored):
     regression      as classification, with labels [columns] float64
     """
 
-    def __init__(self, task: type[Task], entry: Entry, fields: Sequence[str], summary: dict[str, Any]):
+    def __init__(
+        self, task: type[Task], entry: Entry, fields: Sequence[str], summary: dict[str, Any]
+    ):
         super().__init__(entry, fields)
         self.task, self.summary = task, summary
 
@@ -87,7 +89,11 @@ class Examples(Stored):
     def __getitem__(self, index: int | Sequence[int]) -> Any:
         if isinstance(index, Sequence):
             return [self[one] for one in index]
-        found = {name: _wide(self.array(name, index)) for name in self._ends if name not in self.task.aside}
+        found = {
+            name: _wide(self.array(name, index))
+            for name in self._ends
+            if name not in self.task.aside
+        }
         return self.task.item(found)
 
     def __iter__(self) -> Iterator[Item]:
@@ -122,7 +128,10 @@ class Limits:
                 f"max_length: {self.max_length} leaves no token to predict. Pass at least 2, or None.",
                 code="examples.max-length",
             )
-        if self.too_long not in ("error", "truncate", "skip") or self.no_target not in ("error", "skip"):
+        if self.too_long not in ("error", "truncate", "skip") or self.no_target not in (
+            "error",
+            "skip",
+        ):
             raise ConfigError(
                 f"too_long {self.too_long!r}, no_target {self.no_target!r}. Pass 'error', 'skip', or 'truncate' for too_long.",
                 code="examples.policy",
@@ -159,17 +168,33 @@ def prepare_examples(
         # Stored anyway: the cache entry does not depend on which inputs the model takes.
         names.remove("token_type_ids")
     notes = [*entry.facts["notes"], *notes]
-    return Examples(type(task), entry, names, {**entry.facts, "source": shown(source), "notes": notes})
+    return Examples(
+        type(task), entry, names, {**entry.facts, "source": shown(source), "notes": notes}
+    )
 
 
 class _Job:
     """Everything that determines the bytes of a cache entry, and counters for its notes."""
 
-    def __init__(self, source: Any, task: Task, encoder: Encoder, limits: Limits, header: Sequence[str] | None):
-        self.source, self.task, self.encoder, self.limits, self.header = source, task, encoder, limits, header
+    def __init__(
+        self,
+        source: Any,
+        task: Task,
+        encoder: Encoder,
+        limits: Limits,
+        header: Sequence[str] | None,
+    ):
+        self.source, self.task, self.encoder, self.limits, self.header = (
+            source,
+            task,
+            encoder,
+            limits,
+            header,
+        )
         if task.windows and limits.too_long == "truncate":
             raise ConfigError(
-                "too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.", code="examples.windows"
+                "too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.",
+                code="examples.windows",
             )
         self.fields = task.arrays(encoder)
         self.content = self._content()
@@ -193,7 +218,9 @@ class _Job:
             with reading.opened(path, USERS) as file:
                 # The suffix decides how the bytes are parsed. The path does not count: a moved file
                 # stays cached.
-                digest.update(path.suffix.lower().encode() + hashlib.file_digest(file, "sha256").digest())
+                digest.update(
+                    path.suffix.lower().encode() + hashlib.file_digest(file, "sha256").digest()
+                )
         return digest.hexdigest()
 
     def fill(self, append: Append) -> dict[str, Any]:
@@ -206,7 +233,9 @@ class _Job:
                     values = [example[name] for example in kept]
                     append(name, np.concatenate(values))
                     append(f"{name}.lengths", np.array([len(each) for each in values]))
-        notes = [note.replace("{count}", str(count)) for note, count in self.notes.items() if count] + self._judged()
+        notes = [
+            note.replace("{count}", str(count)) for note, count in self.notes.items() if count
+        ] + self._judged()
         # The key was computed before; a file that changed since would be cached under the wrong
         # key.
         if self._content() != self.content:
@@ -228,7 +257,9 @@ class _Job:
         self.counts["rows"] += len(rows)
         # Only window tasks need the limit at once; other tasks report rows that exceed it.
         own_length = {"max_length": limit} if task.windows else {}
-        for row, found in zip(rows, task.encode(rows, self.encoder, self.notes, **own_length), strict=True):
+        for row, found in zip(
+            rows, task.encode(rows, self.encoder, self.notes, **own_length), strict=True
+        ):
             for example in found if task.windows else (found,):
                 yield from self._fitting(row, example)
 
@@ -263,7 +294,12 @@ class _Job:
 
         Raises DataError if the policy allows none, or if no row is left.
         """
-        limits, rows, source, notes = self.limits, self.counts["rows"], shown(self.source), list[str]()
+        limits, rows, source, notes = (
+            self.limits,
+            self.counts["rows"],
+            shown(self.source),
+            list[str](),
+        )
         if count := self.counts["too_long"]:
             if limits.too_long == "error":
                 other = NO_CUT if self.task.windows else "'truncate' or 'skip'"
@@ -289,6 +325,7 @@ class _Job:
             notes.append(f"{count} of {rows} rows had no {what} and were left out.")
         if not self.counts["examples"]:
             raise DataError(
-                f"{source}: no row is left of {rows}. Pass more data, or other limits.", code="examples.none-left"
+                f"{source}: no row is left of {rows}. Pass more data, or other limits.",
+                code="examples.none-left",
             )
         return notes

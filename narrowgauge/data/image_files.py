@@ -35,7 +35,9 @@ PICTURE = reading.Kind(
     step="Make the picture smaller, or remove it.",
 )
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"})
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
+)
 # Prefixes of Pillow's modes with more than 8 bits. Pillow converts those to 8 bits by clipping.
 WIDE_MODES = ("I", "F")
 
@@ -56,7 +58,8 @@ class Picture(NamedTuple):
             return self.source
         if not self.source.is_file():
             raise DataError(
-                f"{self.row.origin}: there is no picture {shown(self.source)}. Correct the path.", code="image.missing"
+                f"{self.row.origin}: there is no picture {shown(self.source)}. Correct the path.",
+                code="image.missing",
             )
         return reading.bytes_of(self.source, PICTURE)
 
@@ -72,7 +75,8 @@ def pictures(
     if Path(name).is_dir():
         if header is not None:
             raise ConfigError(
-                f"{shown(name)}: header is for CSV and TSV files alone. Leave it out.", code="table.header"
+                f"{shown(name)}: header is for CSV and TSV files alone. Leave it out.",
+                code="table.header",
             )
         yield from _of_folder(Path(name), image, label)
         return
@@ -102,7 +106,11 @@ def _of_folder(folder: Path, image: str, label: str) -> Iterator[Picture]:
         yield Picture(path, Record({image: path, label: first}, shown(path)))
     # Otherwise an empty class would silently be missing from the classes.
     with readable(folder, "listed"):
-        classes = {each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")}
+        classes = {
+            each.name
+            for each in folder.iterdir()
+            if each.is_dir() and not each.name.startswith(".")
+        }
     if empty := sorted(classes - found):
         raise DataError(
             f"{shown(folder / empty[0])}: this class has no picture. Add some, or remove the folder.",
@@ -149,7 +157,8 @@ def decoded(raw: bytes, origin: str, channels: int) -> tuple[Image, bool]:
             turned = ImageOps.exif_transpose(image)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise DataError(
-            f"{origin}: {reason(error)} Make the picture smaller, or remove it.", code="image.too-large"
+            f"{origin}: {reason(error)} Make the picture smaller, or remove it.",
+            code="image.too-large",
         ) from None
     except Exception as error:  # Pillow's decoders raise arbitrary exceptions on damaged files
         raise DataError(

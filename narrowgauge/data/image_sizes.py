@@ -70,16 +70,32 @@ class Preprocessing:
         known = reading.json_of(path, SETTINGS)
         try:
             return cls.of(known, channels)
-        except (ConfigError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        except (
+            ConfigError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            why = (
+                str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            )
             raise SETTINGS.refusal(path, why) from None
 
     @classmethod
     def of(cls, known: Mapping[str, Any], channels: int) -> Self:
         """Settings from the contents of a `preprocessor_config.json`."""
-        unknown = [key for key, value in known.items() if key.startswith("do_") and value and key not in STEPS]
+        unknown = [
+            key
+            for key, value in known.items()
+            if key.startswith("do_") and value and key not in STEPS
+        ]
         if unknown:
-            raise ConfigError(f"asks for {', '.join(unknown)}, which is not done here", code="image-processor.unknown")
+            raise ConfigError(
+                f"asks for {', '.join(unknown)}, which is not done here",
+                code="image-processor.unknown",
+            )
         resize: tuple[int, int] | int | None = None
         crop: tuple[int, int] | None = None
         if known.get("do_resize", True):
@@ -96,9 +112,15 @@ class Preprocessing:
                 f"size {known.get('size')} leaves pictures of different sizes; a model reads one",
                 code="image-processor.unequal",
             )
-        if crop is not None and resize is not None and min(_pair(resize)) < max(crop) and _pair(resize) != crop:
+        if (
+            crop is not None
+            and resize is not None
+            and min(_pair(resize)) < max(crop)
+            and _pair(resize) != crop
+        ):
             raise ConfigError(
-                f"crops {crop} from pictures resized to {resize}, which may be smaller", code="image-processor.crop"
+                f"crops {crop} from pictures resized to {resize}, which may be smaller",
+                code="image-processor.crop",
             )
         normalizes = known.get("do_normalize", True)
         found = cls(
@@ -127,7 +149,9 @@ class Preprocessing:
     def apply(self, image: Image, origin: str) -> Values:
         """Resizes and crops an 8-bit image to [height, width, channels] uint8."""
         if self.resize is not None:
-            height, width = self.resize if isinstance(self.resize, tuple) else _shorter_edge(image, self.resize)
+            height, width = (
+                self.resize if isinstance(self.resize, tuple) else _shorter_edge(image, self.resize)
+            )
             if (width, height) != image.size:
                 image = image.resize((width, height), resample=self.resample)
         # Pillow's sizes are (width, height), arrays are [height, width].
@@ -181,7 +205,10 @@ def _edges(size: Any) -> tuple[int, int] | int:
     """(height, width), or the shorter edge. A plain number means a square, as in older files."""
     if isinstance(size, int) and not isinstance(size, bool):
         size = {"height": size, "width": size}
-    edges = [size[key] for key in (("shortest_edge",) if "shortest_edge" in size else ("height", "width"))]
+    edges = [
+        size[key]
+        for key in (("shortest_edge",) if "shortest_edge" in size else ("height", "width"))
+    ]
     if any(isinstance(edge, bool) or not isinstance(edge, int) or edge < 1 for edge in edges):
         raise ConfigError(f"size {size} is no number of pixels", code="image-processor.size")
     return edges[0] if len(edges) == 1 else (edges[0], edges[1])
@@ -192,10 +219,13 @@ def _pair(size: tuple[int, int] | int) -> tuple[int, int]:
 
 
 def _of_channels(numbers: Any, channels: int) -> tuple[float, ...]:
-    found = tuple(map(float, numbers if isinstance(numbers, list | tuple) else [numbers] * channels))
+    found = tuple(
+        map(float, numbers if isinstance(numbers, list | tuple) else [numbers] * channels)
+    )
     if len(found) != channels:
         raise ConfigError(
-            f"has numbers for {len(found)} channels, and the model reads {channels}", code="image-processor.channels"
+            f"has numbers for {len(found)} channels, and the model reads {channels}",
+            code="image-processor.channels",
         )
     return found
 

@@ -76,7 +76,10 @@ class Images:
         return self.entry.arrays["labels"][self.rows].astype(np.int64)
 
     def __getitem__(self, place: int) -> dict[str, Any]:
-        return {"pixels": self.pixels(place), "labels": int(self.entry.arrays["labels"][self.rows[place]])}
+        return {
+            "pixels": self.pixels(place),
+            "labels": int(self.entry.arrays["labels"][self.rows[place]]),
+        }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[place] for place in range(len(self)))
@@ -109,7 +112,9 @@ def prepare_images(
     # one to another class does.
     digest, count = hashlib.sha256(), 0
     for picture in pictures(source, image, columns.label, header=header):
-        digest.update(b"%d:" % columns.class_of(picture.row) + hashlib.sha256(picture.raw()).digest())
+        digest.update(
+            b"%d:" % columns.class_of(picture.row) + hashlib.sha256(picture.raw()).digest()
+        )
         count += 1
     if not count:
         raise DataError(
@@ -120,14 +125,21 @@ def prepare_images(
     # Pillow's version is part of the key: its filters may change between releases.
     import PIL
 
-    facts = {"images": FORMAT, "content": content, "sizes": preprocessing.facts(), "pillow": PIL.__version__}
+    facts = {
+        "images": FORMAT,
+        "content": content,
+        "sizes": preprocessing.facts(),
+        "pillow": PIL.__version__,
+    }
     path = Path(cache) / f"images-{key_of({**facts, 'task': asdict(columns)})}"
     if not path.exists():
         _refuse_full(path.parent, count * preprocessing.nbytes, count, preprocessing)
 
     def fill(append: Append) -> dict[str, Any]:
         again, notes = hashlib.sha256(), Counter[str]()
-        for picture in _told(pictures(source, image, columns.label, header=header), count, name, say):
+        for picture in _told(
+            pictures(source, image, columns.label, header=header), count, name, say
+        ):
             raw, label = picture.raw(), columns.class_of(picture.row)
             again.update(b"%d:" % label + hashlib.sha256(raw).digest())
             pixels, is_transparent = decoded(raw, picture.row.origin, preprocessing.channels)
@@ -204,7 +216,9 @@ class ImageBatches:
             else self._changed(images.pixels(place), epoch, int(images.rows[place]))
             for place in places
         ]
-        labels = torch.from_numpy(images.entry.arrays["labels"][images.rows[list(places)]].astype(np.int64))
+        labels = torch.from_numpy(
+            images.entry.arrays["labels"][images.rows[list(places)]].astype(np.int64)
+        )
         return {"pixel_values": images.preprocessing.values(np.stack(pixels)), "labels": labels}
 
     def _changed(self, pixels: Values, epoch: int, row: int) -> Values:
@@ -212,7 +226,9 @@ class ImageBatches:
         if not (self.padding or self.flip):
             return pixels
         drawn = hashlib.sha256(b"picture:%d:%d:%d" % (self.seed, epoch, row)).digest()
-        top, left, turn = (int.from_bytes(drawn[first : first + 8], "little") for first in (0, 8, 16))
+        top, left, turn = (
+            int.from_bytes(drawn[first : first + 8], "little") for first in (0, 8, 16)
+        )
         if self.padding:
             height, width, _ = pixels.shape
             top, left = top % (2 * self.padding + 1), left % (2 * self.padding + 1)

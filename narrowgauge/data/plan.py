@@ -37,7 +37,15 @@ from typing import Any, Literal
 import numpy as np
 
 from narrowgauge.data.batches import Indices, permutation
-from narrowgauge.data.rows import PaddingReport, Waste, choose_widths, dynamic_waste, pack, round_up, width_of
+from narrowgauge.data.rows import (
+    PaddingReport,
+    Waste,
+    choose_widths,
+    dynamic_waste,
+    pack,
+    round_up,
+    width_of,
+)
 from narrowgauge.data.strata import stratified
 from narrowgauge.errors import ConfigError, DataError
 
@@ -85,7 +93,10 @@ class Batching:
             )
         for name in ("batch_size", "token_budget", "row_length", "world", "classes"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"batching: {name} {value} is not a positive number.", code="batching.not-positive")
+                raise ConfigError(
+                    f"batching: {name} {value} is not a positive number.",
+                    code="batching.not-positive",
+                )
         for name in ("multiple", "tokens_multiple"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
@@ -98,7 +109,8 @@ class Batching:
         ):  # fmt: skip
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(
-                    f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.", code="batching.choice"
+                    f"batching: {name} {value!r}. Pass {' or '.join(map(repr, known))}.",
+                    code="batching.choice",
                 )
         if self.row_length is not None and self.row_length % self.tokens_multiple:
             raise ConfigError(
@@ -106,7 +118,11 @@ class Batching:
                 f"{round_up(self.row_length, self.tokens_multiple)}.",
                 code="batching.row-multiple",
             )
-        if self.row_length is not None and self.token_budget is not None and self.token_budget < self.row_length:
+        if (
+            self.row_length is not None
+            and self.token_budget is not None
+            and self.token_budget < self.row_length
+        ):
             raise ConfigError(
                 f"batching: token_budget {self.token_budget} holds no row of row_length {self.row_length}. "
                 "Pass a larger budget or a shorter row.",
@@ -160,7 +176,9 @@ class Plan:
             "fill no whole step and are left out of this epoch.": len(self.dropped),
             "are drawn again in this epoch to fill its last step.": self.repeated,
         }
-        return [self.alone] * bool(self.alone) + [f"{count} examples {what}" for what, count in counts.items() if count]
+        return [self.alone] * bool(self.alone) + [
+            f"{count} examples {what}" for what, count in counts.items() if count
+        ]
 
 
 def plan(
@@ -187,7 +205,8 @@ def plan(
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.min()) < 1:
         raise DataError(
-            f"plan: example {int(np.argmin(sizes))} has no tokens. Leave it out of the data.", code="plan.empty-example"
+            f"plan: example {int(np.argmin(sizes))} has no tokens. Leave it out of the data.",
+            code="plan.empty-example",
         )
     fitting = _fitting(sizes, batching)
     chosen = np.arange(len(sizes)) if among is None else np.asarray(among, dtype=np.int64)
@@ -197,7 +216,9 @@ def plan(
     chosen = chosen[permutation(len(chosen), b"examples:%d:%d" % (batching.seed, epoch))]
     rows, tokens, widths, alone = _rows(sizes, chosen, sizes[fitting], batching, epoch)
     groups = _groups(strata, len(sizes), batching)
-    order, width = _ordered(tokens, widths, None if groups is None else groups[chosen], batching.order == "shuffled")
+    order, width = _ordered(
+        tokens, widths, None if groups is None else groups[chosen], batching.order == "shuffled"
+    )
     parts, dropped = _cut(width, batching)
     items, world = [rows[place] for place in order], batching.world
     if groups is not None or batching.order == "shuffled":
@@ -205,10 +226,17 @@ def plan(
         parts = [sorted(part, key=lambda place: -width[place]) for part in parts]
     ranks = [[part[rank::world] for rank in range(world)] for part in parts]
     steps = [[[items[place] for place in batch] for batch in step] for step in ranks]
-    drawn = np.fromiter((index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64)
-    shapes = [[batching.shape(max(width[place] for place in batch), len(batch)) for batch in step] for step in ranks]
+    drawn = np.fromiter(
+        (index for step in steps for batch in step for index in examples_of(batch)), dtype=np.int64
+    )
+    shapes = [
+        [batching.shape(max(width[place] for place in batch), len(batch)) for batch in step]
+        for step in ranks
+    ]
     micro = [run for step in ranks for batch in step for run in runs(batch, micro_batches)]
-    positions = sum(batching.shape(max(width[place] for place in run), len(run))[0] for run in micro)
+    positions = sum(
+        batching.shape(max(width[place] for place in run), len(run))[0] for run in micro
+    )
     planned, shuffled = sizes[chosen], sizes[chosen][permutation(len(chosen), b"padding")]
     batches = max(1, sum(map(len, shapes)))
     return Plan(
@@ -281,7 +309,9 @@ def _rows(
     together, apart = (_positions(*each, batching) for each in ((whole, widths), (every, singles)))
     # Packing can lose: rows are as long as row_length, while single examples get narrow widths.
     if apart < together:
-        packed, padded = (Waste(int(every.sum()), positions).percent for positions in (together, apart))
+        packed, padded = (
+            Waste(int(every.sum()), positions).percent for positions in (together, apart)
+        )
         reason = (
             f"Rows of {batching.row_length} tokens would be padded by {packed:.1f} % with several examples in a row and by "
             f"{padded:.1f} % with one: each example has its own. Longer rows hold more."
@@ -294,7 +324,9 @@ def _rows(
 def _packed(sizes: Indices, row_length: int) -> tuple[list[list[int]], Indices]:
     """(packed rows, tokens of each)."""
     rows = pack(sizes, row_length)
-    return rows, np.fromiter((int(sizes[row].sum()) for row in rows), dtype=np.int64, count=len(rows))
+    return rows, np.fromiter(
+        (int(sizes[row].sum()) for row in rows), dtype=np.int64, count=len(rows)
+    )
 
 
 def _positions(tokens: Indices, widths: tuple[int, ...], batching: Batching) -> int:
@@ -339,7 +371,10 @@ def _cut(width: list[int], batching: Batching) -> tuple[list[Sequence[int]], Seq
     # Without strata or shuffling, rows are sorted by width and `width[start]` is a step's widest.
     world, start = batching.world, 0
     parts: list[Sequence[int]] = []
-    while start < len(width) and (take := _rows_of_step(width, start, batching) * world) <= len(width) - start:
+    while (
+        start < len(width)
+        and (take := _rows_of_step(width, start, batching) * world) <= len(width) - start
+    ):
         parts.append(range(start, start + take))
         start += take
     tail = range(start, len(width))
@@ -357,7 +392,10 @@ def _rows_of_step(width: list[int], start: int, batching: Batching) -> int:
     """Rows per rank of the step that begins at `start`; they fit at the width of the widest row."""
     rows, budget = batching.rows(width[start]), batching.token_budget or sys.maxsize
     # More rows can include a wider one, which in turn leaves room for fewer.
-    while batching.shape(widest := max(width[start : start + rows * batching.world]), rows)[0] > budget:
+    while (
+        batching.shape(widest := max(width[start : start + rows * batching.world]), rows)[0]
+        > budget
+    ):
         rows = min(batching.rows(widest), rows - 1)
     return rows
 

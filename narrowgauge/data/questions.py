@@ -54,7 +54,9 @@ class Questions(Task):
 
     def __post_init__(self) -> None:
         if self.stride < 0:
-            raise ConfigError(f"Questions: stride {self.stride}. Pass 0 or more tokens.", code="questions.stride")
+            raise ConfigError(
+                f"Questions: stride {self.stride}. Pass 0 or more tokens.", code="questions.stride"
+            )
 
     @property
     def columns(self) -> list[str]:
@@ -128,7 +130,8 @@ def _pairs(value: Any, where: str) -> Iterator[Answer]:
             value = json.loads(value)
         except ValueError:
             raise DataError(
-                f"{where} holds {value[:60]!r}, which is no JSON. Write {FORM}.", code="questions.json"
+                f"{where} holds {value[:60]!r}, which is no JSON. Write {FORM}.",
+                code="questions.json",
             ) from None
     if isinstance(value, dict):
         lists = value.get("text"), value.get("answer_start")
@@ -141,7 +144,9 @@ def _pairs(value: Any, where: str) -> Iterator[Answer]:
     if not isinstance(value, list):
         raise DataError(f"{where} holds {value!r:.60}. Write {FORM}.", code="questions.answers")
     for each in value:
-        text, start = (each.get(key) if isinstance(each, dict) else None for key in ("text", "answer_start"))
+        text, start = (
+            each.get(key) if isinstance(each, dict) else None for key in ("text", "answer_start")
+        )
         if not isinstance(text, str) or not isinstance(start, int) or isinstance(start, bool):
             raise DataError(
                 f"{where} holds the answer {each!r:.60}. Write {FORM}, texts and whole numbers.",
@@ -153,7 +158,10 @@ def _pairs(value: Any, where: str) -> Iterator[Answer]:
 def _encoded(
     context: str, answers: list[Answer], windows: list[dict[str, Values]], encoder: Encoder
 ) -> Iterator[Encoded]:
-    text = np.frombuffer(json.dumps({"context": context, "answers": [each for each, _ in answers]}).encode(), np.uint8)
+    text = np.frombuffer(
+        json.dumps({"context": context, "answers": [each for each, _ in answers]}).encode(),
+        np.uint8,
+    )
     # All questions on one context form a group: a split must not put the same text on both sides.
     group = group_of(context)
     for number, window in enumerate(windows):

@@ -41,7 +41,8 @@ class Regression(Task):
     def __post_init__(self) -> None:
         if not self.labels or len(set(self.labels)) != len(self.labels) or not all(self.labels):
             raise ConfigError(
-                f"Regression: labels {self.labels!r}. Name each column with numbers once.", code="regression.labels"
+                f"Regression: labels {self.labels!r}. Name each column with numbers once.",
+                code="regression.labels",
             )
 
     @property
@@ -62,7 +63,9 @@ class Regression(Task):
     ) -> Iterator[Encoded]:
         numbers = [np.array([number_of(row, column) for column in self.labels]) for row in rows]
         examples = encoder.rows(rows, self.text, self.pair, max_length)
-        return ({**example, "labels": label} for example, label in zip(examples, numbers, strict=True))
+        return (
+            {**example, "labels": label} for example, label in zip(examples, numbers, strict=True)
+        )
 
 
 def number_of(row: Record, column: str) -> float:

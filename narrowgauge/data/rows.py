@@ -208,7 +208,10 @@ class PaddingReport:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: tokens, positions and percent of each way."""
-        return {name: {**waste, "percent": getattr(self, name).percent} for name, waste in asdict(self).items()}
+        return {
+            name: {**waste, "percent": getattr(self, name).percent}
+            for name, waste in asdict(self).items()
+        }
 
 
 def dynamic_waste(lengths: Indices, rows: int, multiple: int) -> Waste:

@@ -38,7 +38,12 @@ class LengthBatchSampler(Sampler[list[Any]]):
     """
 
     def __init__(
-        self, lengths: Sequence[int] | Indices, batching: Batching, *, strata: Indices | None = None, rank: int = 0
+        self,
+        lengths: Sequence[int] | Indices,
+        batching: Batching,
+        *,
+        strata: Indices | None = None,
+        rank: int = 0,
     ):
         if not 0 <= rank < batching.world:
             raise ConfigError(
@@ -47,9 +52,16 @@ class LengthBatchSampler(Sampler[list[Any]]):
             )
         self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
         # Without strata the setting has no effect, so states with and without it must be equal.
-        self.batching, self.rank = replace(batching, stratify=batching.stratify and strata is not None), rank
+        self.batching, self.rank = (
+            replace(batching, stratify=batching.stratify and strata is not None),
+            rank,
+        )
         self.strata = None if strata is None else np.asarray(strata, dtype=np.int64)
-        self._strata = "" if self.strata is None else hashlib.sha256(self.strata.astype("<i8").tobytes()).hexdigest()
+        self._strata = (
+            ""
+            if self.strata is None
+            else hashlib.sha256(self.strata.astype("<i8").tobytes()).hexdigest()
+        )
         self._data = hashlib.sha256(self.lengths.astype("<i8").tobytes()).hexdigest()
         self._start(0, [])
 
@@ -80,7 +92,13 @@ class LengthBatchSampler(Sampler[list[Any]]):
             # Examples that no finished segment has drawn.
             left = np.setdiff1d(np.arange(len(self.lengths)) if left is None else left, drawn)
         self.plan = planned(self.batching, first)
-        self.epoch, self._before, self._first, self._drawn, self._exhausted = epoch, done, first, first, False
+        self.epoch, self._before, self._first, self._drawn, self._exhausted = (
+            epoch,
+            done,
+            first,
+            first,
+            False,
+        )
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -145,7 +163,8 @@ class LengthBatchSampler(Sampler[list[Any]]):
         try:
             epoch, lengths = int(state["epoch"]), state["lengths"]
             segments = [
-                (Batching(**{"stratify": False, **settings}), int(steps)) for settings, steps in state["segments"]
+                (Batching(**{"stratify": False, **settings}), int(steps))
+                for settings, steps in state["segments"]
             ]
             # States saved before strata existed have neither `strata` nor `stratify`.
             strata = state.get("strata", "")

@@ -33,13 +33,29 @@ from typing import Any, NoReturn
 
 from narrowgauge.data.squad import json_rows
 from narrowgauge.data.tables import TABLES, Record, chosen_columns, table_rows
-from narrowgauge.data.text import LIMIT_BYTES, Document, readable, reason, shown, text_documents, too_long
+from narrowgauge.data.text import (
+    LIMIT_BYTES,
+    Document,
+    readable,
+    reason,
+    shown,
+    text_documents,
+    too_long,
+)
 from narrowgauge.errors import ConfigError, DataError, closest
 
 STDLIB = "stdlib"
 # Tests contain numbers and broken files. The repetitive tables of `encodings`, 1.4 MB, would lower
 # a validation loss without merit.
-LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "__pycache__",
+}
 HUB = "hf:"
 HUB_ROWS = 256  # rows read at once
 # fmt: off
@@ -73,11 +89,13 @@ def documents(
     name = os.fspath(source)
     if not name:
         raise ConfigError(
-            "source: an empty string names nothing. Pass a file, a folder, a glob or stdlib.", code="source.empty"
+            "source: an empty string names nothing. Pass a file, a folder, a glob or stdlib.",
+            code="source.empty",
         )
     if separator == "":
         raise ConfigError(
-            "separator: an empty string separates nothing. Pass None for form feeds.", code="source.separator"
+            "separator: an empty string separates nothing. Pass None for form feeds.",
+            code="source.separator",
         )
     if limit_bytes < 1:
         raise ConfigError(
@@ -86,7 +104,8 @@ def documents(
         )
     if separator is not None and (name == STDLIB or name.startswith(HUB)):
         raise ConfigError(
-            f"{name}: separator is for plain text files alone. Leave it out.", code="source.separator-of-table"
+            f"{name}: separator is for plain text files alone. Leave it out.",
+            code="source.separator-of-table",
         )
     if name.startswith(HUB):
         return _usable(_hub_documents(name, *parse_hub_name(name), column), name, limit_bytes)
@@ -114,7 +133,10 @@ def records(
     file.
     """
     if not columns or len(set(columns)) != len(columns):
-        raise ConfigError(f"records: columns {list(columns)}. Name each column to read, once.", code="source.columns")
+        raise ConfigError(
+            f"records: columns {list(columns)}. Name each column to read, once.",
+            code="source.columns",
+        )
     for path in files_of(os.fspath(source)):
         if path.suffix.lower() == ".json" and header is None:
             yield from json_rows(path, columns)
@@ -130,7 +152,8 @@ def records(
 def _refuse_column(column: str | None, name: str) -> None:
     if column is not None:
         raise ConfigError(
-            f"{name}: column={column!r}, but plain text has no columns. Leave it out.", code="source.column-of-text"
+            f"{name}: column={column!r}, but plain text has no columns. Leave it out.",
+            code="source.column-of-text",
         )
 
 
@@ -149,8 +172,14 @@ def _usable(found: Iterator[Document], name: str, limit_bytes: int) -> Iterator[
         empty = False
         yield document
     if empty:
-        held = f"{passed_over} document{'s' * (passed_over > 1)}, all blank" if passed_over else "no document"
-        raise DataError(f"{shown(name)}: {held}. Pass a source that holds text.", code="source.holds-no-text")
+        held = (
+            f"{passed_over} document{'s' * (passed_over > 1)}, all blank"
+            if passed_over
+            else "no document"
+        )
+        raise DataError(
+            f"{shown(name)}: {held}. Pass a source that holds text.", code="source.holds-no-text"
+        )
 
 
 def files_of(name: str) -> list[Path]:
@@ -167,7 +196,9 @@ def files_of(name: str) -> list[Path]:
             return [path]
         if has_magic(name):
             if found := [
-                path for path in sorted({Path(match) for match in glob(name, recursive=True)}) if path.is_file()
+                path
+                for path in sorted({Path(match) for match in glob(name, recursive=True)})
+                if path.is_file()
             ]:
                 return found
             raise DataError(
@@ -183,7 +214,11 @@ def files_of(name: str) -> list[Path]:
         beside = sorted(os.listdir(parent)) if parent.is_dir() else []
         near = closest(path.name, [*beside, STDLIB])
         hint = (
-            f" Closest: {near}." if near else "" if parent.is_dir() else f" The folder {shown(parent)} is missing too."
+            f" Closest: {near}."
+            if near
+            else ""
+            if parent.is_dir()
+            else f" The folder {shown(parent)} is missing too."
         )
         raise DataError(
             f"{shown(path)}: no such file or folder.{hint} Pass a file, a folder, a glob, {HUB}NAME or {STDLIB}.",
@@ -216,10 +251,13 @@ def _folder_files(folder: Path) -> list[Path]:
         return found
     if not files:
         raise DataError(
-            f"{shown(folder)}: the folder holds no files. Pass one that does, or a file.", code="source.empty-folder"
+            f"{shown(folder)}: the folder holds no files. Pass one that does, or a file.",
+            code="source.empty-folder",
         )
     others = Counter(path.suffix for path in files)
-    seen = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in others.most_common(5))
+    seen = ", ".join(
+        f"{count} {suffix or 'without suffix'}" for suffix, count in others.most_common(5)
+    )
     raise DataError(
         f"{shown(folder)}: no text files below it, but {seen}. Name the files by a glob, such as "
         f"'{shown(folder)}/**/*{next(iter(others))}'.",
@@ -227,7 +265,9 @@ def _folder_files(folder: Path) -> list[Path]:
     )
 
 
-def _file_documents(path: Path, *, column: str | None, separator: str | None, limit_bytes: int) -> Iterator[Document]:
+def _file_documents(
+    path: Path, *, column: str | None, separator: str | None, limit_bytes: int
+) -> Iterator[Document]:
     suffix = path.suffix.lower()
     if suffix == ".json":
         raise DataError(
@@ -268,7 +308,9 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
             with tokenize.open(path) as file:
                 yield Document(file.read(), origin)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
-            raise DataError(f"{origin}: cannot be read: {error}. {remedy}", code="source.unreadable") from error
+            raise DataError(
+                f"{origin}: cannot be read: {error}. {remedy}", code="source.unreadable"
+            ) from error
 
 
 def parse_hub_name(source: str) -> tuple[str, str | None, str]:
@@ -280,12 +322,15 @@ def parse_hub_name(source: str) -> tuple[str, str | None, str]:
     name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix(HUB))
     if len(rest) > 2 or not all([name, *rest]):
         raise ConfigError(
-            f"{source}: not of the form hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.", code="source.hub-name"
+            f"{source}: not of the form hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT.",
+            code="source.hub-name",
         )
     return name, (rest[0] if len(rest) == 2 else None), (rest[-1] if rest else "train")
 
 
-def _hub_documents(source: str, name: str, config: str | None, split: str, column: str | None) -> Iterator[Document]:
+def _hub_documents(
+    source: str, name: str, config: str | None, split: str, column: str | None
+) -> Iterator[Document]:
     """One document per row of a Hub data set, or of a folder that `datasets` loads.
 
     Never runs a repository's code.
@@ -294,7 +339,8 @@ def _hub_documents(source: str, name: str, config: str | None, split: str, colum
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{source}: this needs the package datasets. Run: pip install datasets.", code="source.no-datasets"
+            f"{source}: this needs the package datasets. Run: pip install datasets.",
+            code="source.no-datasets",
         ) from None
     try:
         found: Any = datasets.load_dataset(name, config, split=split)
@@ -304,9 +350,15 @@ def _hub_documents(source: str, name: str, config: str | None, split: str, colum
             "Check the name, the config, the split and the connection, or download the files and pass a glob.",
             code="source.hub-fails",
         ) from error
-    texts = [name for name, kind in found.features.items() if "string" in str(getattr(kind, "dtype", ""))]
-    [column] = chosen_columns(None if column is None else [column], list(found.features), texts, source)
-    values = (value for batch in found.select_columns([column]).iter(HUB_ROWS) for value in batch[column])
+    texts = [
+        name for name, kind in found.features.items() if "string" in str(getattr(kind, "dtype", ""))
+    ]
+    [column] = chosen_columns(
+        None if column is None else [column], list(found.features), texts, source
+    )
+    values = (
+        value for batch in found.select_columns([column]).iter(HUB_ROWS) for value in batch[column]
+    )
     for row, value in enumerate(values, 1):
         origin = f"{source} row {row}"
         yield Document(Record({column: value}, origin).text(column), origin)

@@ -44,7 +44,9 @@ def json_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
 
 def _listed_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterator[Record]:
     if not whole:
-        raise DataError(f"{name}: its list is empty. Pass a file that holds rows.", code="squad.empty")
+        raise DataError(
+            f"{name}: its list is empty. Pass a file that holds rows.", code="squad.empty"
+        )
     for number, row in enumerate(whole):
         place = f"{name}[{number}]"
         if not isinstance(row, dict):

@@ -25,7 +25,9 @@ TABLES = frozenset({".jsonl", ".ndjson", ".parquet", *DELIMITERS})
 SHOWN_COLUMNS = 20
 SHOWN_CHARACTERS = 80  # of a column's name in messages
 PARQUET_ROWS = 256  # rows decoded at a time
-ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string")  # names of Arrow's string types, also string_view
+ARROW_TEXT = re.compile(
+    r"(dictionary<values=)?(large_)?string"
+)  # names of Arrow's string types, also string_view
 JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "an array", dict: "an object",
 }  # fmt: skip
@@ -70,7 +72,9 @@ def refuse_half_a_pair(value: str, where: str) -> None:
         ) from None
 
 
-def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str], where: str) -> list[str]:
+def chosen_columns(
+    columns: Columns, found: Sequence[str], texts: Sequence[str], where: str
+) -> list[str]:
     """Columns to read: the named ones, else 'text', else the only text column. Else DataError.
 
     columns  names, or None
@@ -78,23 +82,30 @@ def chosen_columns(columns: Columns, found: Sequence[str], texts: Sequence[str],
     texts    columns with strings
     where    place for messages
     """
-    listing = ", ".join(map(_short, found[:SHOWN_COLUMNS])) + (", ..." if found[SHOWN_COLUMNS:] else "")
+    listing = ", ".join(map(_short, found[:SHOWN_COLUMNS])) + (
+        ", ..." if found[SHOWN_COLUMNS:] else ""
+    )
     for column in columns or ():
         if column not in found:
             near = closest(column, found)
             hint = f" Closest: {near}." if near else ""
             raise DataError(
-                f"{where}: no column {column!r}.{hint} Columns: {listing or 'none'}.", code="table.no-column"
+                f"{where}: no column {column!r}.{hint} Columns: {listing or 'none'}.",
+                code="table.no-column",
             )
     if columns is not None:
         return list(columns)
     if CONVENTIONAL_COLUMN in found:
         return [CONVENTIONAL_COLUMN]
     if not texts:
-        raise DataError(f"{where}: no column holds text. Columns: {listing or 'none'}.", code="table.no-text-column")
+        raise DataError(
+            f"{where}: no column holds text. Columns: {listing or 'none'}.",
+            code="table.no-text-column",
+        )
     if len(texts) > 1:
         raise DataError(
-            f"{where}: which column holds the text? Name it with `column`, one of {listing}.", code="table.which-column"
+            f"{where}: which column holds the text? Name it with `column`, one of {listing}.",
+            code="table.which-column",
         )
     return list(texts)
 
@@ -114,8 +125,15 @@ def table_rows(
     if suffix in DELIMITERS:
         return _csv_rows(path, columns, limit_bytes, header)
     if header is not None:
-        raise ConfigError(f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.", code="table.header")
-    return _parquet_rows(path, columns) if suffix == ".parquet" else _jsonl_rows(path, columns, limit_bytes)
+        raise ConfigError(
+            f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.",
+            code="table.header",
+        )
+    return (
+        _parquet_rows(path, columns)
+        if suffix == ".parquet"
+        else _jsonl_rows(path, columns, limit_bytes)
+    )
 
 
 def _jsonl_rows(path: Path, columns: Columns, limit_bytes: int) -> Iterator[Record]:
@@ -145,12 +163,14 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         fault = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise DataError(
-            f"{where}: unusable JSON: {fault}. Correct the line or remove it.", code="table.json-fault"
+            f"{where}: unusable JSON: {fault}. Correct the line or remove it.",
+            code="table.json-fault",
         ) from None
     if not isinstance(row, dict):
         held = JSON_TYPES.get(type(row), "a string")
         raise DataError(
-            f'{where}: the line is {held}, not a JSON object. Write it as {{"text": ...}}.', code="table.no-object"
+            f'{where}: the line is {held}, not a JSON object. Write it as {{"text": ...}}.',
+            code="table.no-object",
         )
     return row
 
@@ -159,7 +179,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Object hook that rejects repeated keys; json itself keeps the last one silently."""
     row = dict(pairs)
     if len(row) != len(pairs):
-        raise ValueError(f"the key {_repeated([name for name, _ in pairs])[0]!r} stands twice in one object")
+        raise ValueError(
+            f"the key {_repeated([name for name, _ in pairs])[0]!r} stands twice in one object"
+        )
     return row
 
 
@@ -170,11 +192,14 @@ def _repeated(names: Sequence[str]) -> list[str]:
 def _check_names(names: Sequence[str], where: str) -> None:
     if repeated := sorted(_repeated(names)):
         raise DataError(
-            f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.", code="table.repeated-name"
+            f"{where}: the header names {repeated[0]!r} twice. Rename one of the columns.",
+            code="table.repeated-name",
         )
 
 
-def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[str] | None) -> Iterator[Record]:
+def _csv_rows(
+    path: Path, columns: Columns, limit_bytes: int, header: Sequence[str] | None
+) -> Iterator[Record]:
     """Rows of a CSV or TSV file, all with as many fields as the header row, or as `header`."""
     where = file = shown(path)
     rows, may_be_header = _csv_lines(path, limit_bytes), header is not None
@@ -191,7 +216,9 @@ def _csv_rows(path: Path, columns: Columns, limit_bytes: int, header: Sequence[s
             )
     else:
         return
-    places = {column: names.index(column) for column in chosen_columns(columns, names, names, where)}
+    places = {
+        column: names.index(column) for column in chosen_columns(columns, names, names, where)
+    }
     for line, row in rows:
         where = f"{file}:{line}"
         if len(row) != len(names):
@@ -227,7 +254,11 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
             if "field limit" in str(error):
                 remedy = "A quotation mark may be open. Split the document over several rows."
                 raise too_long(where, limit_bytes, remedy) from None
-            fault = "a quotation mark is open to the end of the file" if "end of data" in str(error) else error
+            fault = (
+                "a quotation mark is open to the end of the file"
+                if "end of data" in str(error)
+                else error
+            )
             raise DataError(
                 f'{where}: malformed CSV: {fault}. Put a field with a comma, " or line break in quotation marks; double each " in it.',
                 code="table.csv",
@@ -247,7 +278,8 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(
-            f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.", code="table.no-pyarrow"
+            f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.",
+            code="table.no-pyarrow",
         ) from None
     name, first = shown(path), 1
     with reading.opened(path, USERS):  # rejects pipes, on which pyarrow would block
@@ -263,7 +295,11 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
                 for row, values in enumerate(_batch_rows(batch, name, first), first):
                     yield Record(values, f"{name}:{row}")
                 first += batch.num_rows
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: column names
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        UnicodeDecodeError,
+    ) as error:  # UnicodeDecodeError: column names
         raise DataError(
             f"{name}: cannot be read as Parquet: {reason(error)} Write or download the file again.",
             code="table.parquet",
@@ -276,7 +312,9 @@ def _batch_rows(batch: Any, file: str, first: int) -> list[dict[str, Any]]:
         return list(batch.to_pylist())
     except UnicodeDecodeError:
         # Slow path, after an error: find the value to name in the message.
-        for place, column in ((place, column) for place in range(batch.num_rows) for column in batch.schema.names):
+        for place, column in (
+            (place, column) for place in range(batch.num_rows) for column in batch.schema.names
+        ):
             try:
                 batch.column(column)[place].as_py()
             except UnicodeDecodeError as error:

@@ -59,7 +59,9 @@ class Tagging(Task):
 
     def __post_init__(self) -> None:
         if len(self.tags) < 2 or len(set(self.tags)) != len(self.tags):
-            raise ConfigError(f"Tagging: tags {self.tags!r}. Name at least two, each once.", code="tagging.tags")
+            raise ConfigError(
+                f"Tagging: tags {self.tags!r}. Name at least two, each once.", code="tagging.tags"
+            )
         in_spans(self.tags)
 
     @property
@@ -93,7 +95,9 @@ class Tagging(Task):
                 notes[DROPPED] += len(words) - int(first.sum())
             yield {**example, "labels": labels}
 
-    def _id(self, row: Record, place: int, words: list[str], tags: list[str], known: dict[str, int]) -> int:
+    def _id(
+        self, row: Record, place: int, words: list[str], tags: list[str], known: dict[str, int]
+    ) -> int:
         if tags[place] in known:
             return known[tags[place]]
         near = closest(tags[place], self.tags)
@@ -126,7 +130,11 @@ def in_spans(tags: Sequence[str]) -> bool:
         return False
     other = next((tag for tag in tags if tag != OUTSIDE and not MARKED.fullmatch(tag)), "")
     if other:
-        scheme = "Convert IOBES or BILOU to IOB2" if OTHER_MARKS.fullmatch(other) else "Write all of them in IOB2"
+        scheme = (
+            "Convert IOBES or BILOU to IOB2"
+            if OTHER_MARKS.fullmatch(other)
+            else "Write all of them in IOB2"
+        )
         raise ConfigError(
             f"tags: {other!r} is neither 'O' nor begins with 'B-' or 'I-', as {marked[0]!r} does. {scheme}, or none with such marks.",
             code="tagging.scheme",
@@ -172,7 +180,11 @@ def _listed(row: Record, column: str) -> list[str]:
         )
     for place, each in enumerate(value, 1):
         if not isinstance(each, str):
-            hint = " Write the names of tags instead of their numbers." if isinstance(each, int) else " Write strings."
+            hint = (
+                " Write the names of tags instead of their numbers."
+                if isinstance(each, int)
+                else " Write strings."
+            )
             raise DataError(
                 f"{row.origin}: entry {place} of column {column!r} is {each!r:.60}, not a string.{hint}",
                 code="tagging.entry",
@@ -208,7 +220,9 @@ def _of_spans(row: Record, column: str, spans: str) -> Words:
                 f"{row.origin}: the span {each!r:.60} has no start, end and label. Write all three.",
                 code="tagging.span",
             ) from None
-        where = f"{row.origin}: the span {first} to {end} ({text[max(0, first) : max(0, end)]!r:.60})"
+        where = (
+            f"{row.origin}: the span {first} to {end} ({text[max(0, first) : max(0, end)]!r:.60})"
+        )
         # A span inside of a word would have no word to tag.
         if first not in starts or end not in ends or not label:
             raise DataError(
@@ -218,7 +232,8 @@ def _of_spans(row: Record, column: str, spans: str) -> Words:
         covered = range(starts[first], ends[end] + 1)
         if not covered or any(tags[place] != OUTSIDE for place in covered):
             raise DataError(
-                f"{where} overlaps another span. A word has one tag: keep one of them.", code="tagging.overlap"
+                f"{where} overlaps another span. A word has one tag: keep one of them.",
+                code="tagging.overlap",
             )
         for place in covered:
             tags[place] = f"{'B' if place == covered[0] else 'I'}-{label}"

@@ -51,7 +51,9 @@ def count_targets(batches: Sequence[Batch], kind: Kind) -> int:
 
     Raises DataError if there are none.
     """
-    total = sum(valid_targets({"labels": shifted_labels(batch["labels"], kind)}) for batch in batches)
+    total = sum(
+        valid_targets({"labels": shifted_labels(batch["labels"], kind)}) for batch in batches
+    )
     if not total:
         raise DataError(
             f"step: no valid target in {len(batches)} micro-batches, every label is {IGNORED}. Check a coloured_sample of the "
@@ -77,7 +79,10 @@ def aligned_loss(logits: Tensor, targets: Tensor) -> Tensor:
     # float32: a 16-bit log-softmax loses the small probabilities. reduction="sum": the caller
     # divides by the targets of the whole step.
     return torch.nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
+        logits.reshape(-1, logits.shape[-1]).float(),
+        targets.reshape(-1),
+        ignore_index=IGNORED,
+        reduction="sum",
     )
 
 
@@ -102,7 +107,9 @@ def step_loss(model: Any, batch: Batch, kind: Kind, total: int) -> Tensor:
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if kind == "seq2seq":
-        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(
+            labels=batch["labels"]
+        )
     if kind in ("causal-lm", "seq2seq"):
         # A KV cache would only cost memory in training.
         inputs["use_cache"] = False  # type: ignore[assignment]
@@ -128,7 +135,11 @@ def trainer_loss(kind: Kind) -> Callable[..., Tensor]:
     """
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        total = count_targets([{"labels": labels}], kind) if num_items_in_batch is None else num_items_in_batch
+        total = (
+            count_targets([{"labels": labels}], kind)
+            if num_items_in_batch is None
+            else num_items_in_batch
+        )
         return summed_loss(scores_of(outputs, labels, kind), labels, kind) / total
 
     return loss

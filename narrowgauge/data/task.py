@@ -21,7 +21,13 @@ from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
 
 Kind = Literal[
-    "causal-lm", "classification", "seq2seq", "regression", "question-answering", "tagging", "multiple-choice"
+    "causal-lm",
+    "classification",
+    "seq2seq",
+    "regression",
+    "question-answering",
+    "tagging",
+    "multiple-choice",
 ]
 Encoded = dict[str, Values]
 Item = dict[str, Any]

@@ -40,9 +40,7 @@ STRADDLING_CHAT = (
     "{count} chats have a token across the border of a prompt and its answer; it counts as prompt, and what it holds of the answer "
     "is not learnt. A template whose prompt ends in a special token or a line break has none."
 )
-UNFINISHED = (
-    "{count} chats end without the end-of-text token {token}: the template does not write it behind the last answer."
-)
+UNFINISHED = "{count} chats end without the end-of-text token {token}: the template does not write it behind the last answer."
 
 
 class _Causal(Task):
@@ -79,8 +77,12 @@ class Completion(_Causal):
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Encoded]:
         prompts = [row.text(self.prompt) for row in rows]
-        texts = [prompt + row.text(self.completion) for prompt, row in zip(prompts, rows, strict=True)]
-        learnt = _learnt(rows, texts, [[(len(prompt), sys.maxsize)] for prompt in prompts], encoder, special=True)
+        texts = [
+            prompt + row.text(self.completion) for prompt, row in zip(prompts, rows, strict=True)
+        ]
+        learnt = _learnt(
+            rows, texts, [[(len(prompt), sys.maxsize)] for prompt in prompts], encoder, special=True
+        )
         end = end_of_text(encoder.tokenizer)
         for row, ids, targets, straddles in learnt:
             notes[STRADDLING] += straddles
@@ -103,7 +105,9 @@ class Chat(_Causal):
 
     def __post_init__(self) -> None:
         if self.train_on not in ("answers", "last"):
-            raise ConfigError(f"Chat: train_on {self.train_on!r}. Pass 'answers' or 'last'.", code="chat.train-on")
+            raise ConfigError(
+                f"Chat: train_on {self.train_on!r}. Pass 'answers' or 'last'.", code="chat.train-on"
+            )
 
     @property
     def columns(self) -> list[str]:
@@ -114,7 +118,8 @@ class Chat(_Causal):
     ) -> Iterator[Encoded]:
         chats = [check_messages(row.values[self.messages], row.origin) for row in rows]
         rendered = [
-            answers(encoder.tokenizer, chat, row.origin, self.train_on) for chat, row in zip(chats, rows, strict=True)
+            answers(encoder.tokenizer, chat, row.origin, self.train_on)
+            for chat, row in zip(chats, rows, strict=True)
         ]
         texts, spans = [text for text, _ in rendered], [found for _, found in rendered]
         end, token = encoder.tokenizer.eos_token_id, str(encoder.tokenizer.eos_token)
@@ -128,14 +133,21 @@ class Chat(_Causal):
 
 
 def _learnt(
-    rows: Sequence[Record], texts: Sequence[str], spans: Sequence[Sequence[Span]], encoder: Encoder, *, special: bool
+    rows: Sequence[Record],
+    texts: Sequence[str],
+    spans: Sequence[Sequence[Span]],
+    encoder: Encoder,
+    *,
+    special: bool,
 ) -> Iterator[tuple[Record, Values, Values, bool]]:
     """Yields (row, ids, targets, straddles) of each text.
 
     targets    bool per token: it starts inside a span of characters
     straddles  True if a token crosses the start of a span
     """
-    for row, wanted, (ids, places) in zip(rows, spans, encoder.spans(texts, special=special), strict=True):
+    for row, wanted, (ids, places) in zip(
+        rows, spans, encoder.spans(texts, special=special), strict=True
+    ):
         encoder.check_start(ids, row.origin)
         targets, straddles = np.zeros(len(ids), bool), False
         for first, last in wanted:
@@ -194,7 +206,10 @@ class Classification(Task):
     ) -> Iterator[Encoded]:
         labels = [self.class_of(row) for row in rows]
         examples = encoder.rows(rows, self.text, self.pair, max_length)
-        return ({**example, "labels": np.array([label])} for example, label in zip(examples, labels, strict=True))
+        return (
+            {**example, "labels": np.array([label])}
+            for example, label in zip(examples, labels, strict=True)
+        )
 
     def class_of(self, row: Record) -> int:
         """Class id of a row. Raises DataError for an unknown label."""
@@ -203,7 +218,11 @@ class Classification(Task):
             if value in self.classes:
                 return self.classes.index(value)
             near = closest(str(value), self.classes)
-            listing = f"Closest: {near}." if near else f"Classes: {', '.join(map(repr, self.classes[:20]))}."
+            listing = (
+                f"Closest: {near}."
+                if near
+                else f"Classes: {', '.join(map(repr, self.classes[:20]))}."
+            )
             raise DataError(
                 f"{row.origin}: label {value!r} in column {self.label!r} is none of the {self.count} classes. {listing} "
                 "Correct the row, or name all classes.",
@@ -239,7 +258,9 @@ class Seq2Seq(Task):
 
     def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
         ids = token_dtype(encoder.vocabulary - 1)
-        return {"input_ids": ids, "labels": ids} | ({"text": np.dtype("u1")} if self.keeps_text else {})
+        return {"input_ids": ids, "labels": ids} | (
+            {"text": np.dtype("u1")} if self.keeps_text else {}
+        )
 
     def length(self, example: Encoded) -> int:
         return max(len(example["input_ids"]), len(example["labels"]))
@@ -254,10 +275,16 @@ class Seq2Seq(Task):
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Encoded]:
         sources = encoder.ids([row.text(self.source) for row in rows], max_length=max_length)
-        targets = encoder.ids([row.text(self.target) for row in rows], target=True, max_length=max_length)
+        targets = encoder.ids(
+            [row.text(self.target) for row in rows], target=True, max_length=max_length
+        )
         for row, source, target in zip(rows, sources, targets, strict=True):
             encoder.check_start(source["input_ids"], row.origin)
             # The original text, for BLEU: decoding the ids would lose what the tokenizer
             # normalizes.
-            text = {"text": np.frombuffer(row.text(self.target).encode(), np.uint8)} if self.keeps_text else {}
+            text = (
+                {"text": np.frombuffer(row.text(self.target).encode(), np.uint8)}
+                if self.keeps_text
+                else {}
+            )
             yield {"input_ids": source["input_ids"], "labels": target["input_ids"], **text}

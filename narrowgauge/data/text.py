@@ -18,7 +18,11 @@ from narrowgauge.storage import reading
 
 # Files that the user names as data: any size, since they are read in parts, and links allowed.
 USERS = reading.Kind(
-    most_bytes=2**62, error=DataError, refused=StorageError, follow_links=True, step="Pass a file, a folder or a glob."
+    most_bytes=2**62,
+    error=DataError,
+    refused=StorageError,
+    follow_links=True,
+    step="Pass a file, a folder or a glob.",
 )
 LIMIT_BYTES = 256 * 2**20  # per document; more than any book
 CHUNK_BYTES = 2**20
@@ -29,7 +33,14 @@ PIECE_CHARS = 2**18
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FORM_FEED = "\f"
 
-UNPACK = {".gz": "gunzip", ".tgz": "tar xzf", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
+UNPACK = {
+    ".gz": "gunzip",
+    ".tgz": "tar xzf",
+    ".bz2": "bunzip2",
+    ".xz": "unxz",
+    ".zst": "unzstd",
+    ".zip": "unzip",
+}
 MAGIC = {  # first bytes of files that are not UTF-8 text
     b"\x1f\x8b": "a gzip file; gunzip it first",
     b"PK\x03\x04": "a zip file; unzip it first",
@@ -58,13 +69,17 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def readable(path: str | os.PathLike[str], doing: str = "read", step: str = "Check its permissions.") -> Iterator[None]:
+def readable(
+    path: str | os.PathLike[str], doing: str = "read", step: str = "Check its permissions."
+) -> Iterator[None]:
     """Converts an OSError of the body to a StorageError: "<path>: cannot be <doing>: <reason>"."""
     try:
         yield
     except OSError as error:
         where = shown(error.filename or path)
-        raise StorageError(f"{where}: cannot be {doing}: {error.strerror}. {step}", code="text.unreadable") from error
+        raise StorageError(
+            f"{where}: cannot be {doing}: {error.strerror}. {step}", code="text.unreadable"
+        ) from error
 
 
 @contextmanager
@@ -82,7 +97,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         head = file.read(8)
         for magic, meaning in MAGIC.items():
             if head.startswith(magic):
-                raise DataError(f"{shown(path)}: the first bytes say that this is {meaning}.", code="text.foreign")
+                raise DataError(
+                    f"{shown(path)}: the first bytes say that this is {meaning}.",
+                    code="text.foreign",
+                )
         file.seek(len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0)
         yield file
 
@@ -116,7 +134,8 @@ def decode(raw: bytes, path: Path, *, line: int, offset: int) -> str:
 def too_long(where: str, limit_bytes: int, remedy: str) -> DataError:
     """The error for a document above the limit."""
     return DataError(
-        f"{where}: a document of more than {limit_bytes} bytes, the limit_bytes. {remedy}", code="text.too-long"
+        f"{where}: a document of more than {limit_bytes} bytes, the limit_bytes. {remedy}",
+        code="text.too-long",
     )
 
 
@@ -176,7 +195,9 @@ def lines(path: Path, *, limit_bytes: int) -> Iterator[tuple[int, str]]:
             if not raw:
                 return
             if len(raw) > limit_bytes:
-                size = f"{shown(path)}:{number} ({os.fstat(file.fileno()).st_size} bytes in the file)"
+                size = (
+                    f"{shown(path)}:{number} ({os.fstat(file.fileno()).st_size} bytes in the file)"
+                )
                 raise too_long(size, limit_bytes, "Split the document over several rows.")
             yield number, decode(raw, path, line=number, offset=offset)
             offset += len(raw)

@@ -58,7 +58,11 @@ class TrainedTokenizer:
 
 
 def train_bpe(
-    texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str], *, sample_bytes: int = SAMPLE_BYTES
+    texts: Iterable[str],
+    vocab_size: int,
+    folder: str | os.PathLike[str],
+    *,
+    sample_bytes: int = SAMPLE_BYTES,
 ) -> TrainedTokenizer:
     """Trains a byte-level BPE on `texts`, cached in `folder` by content, size and library version.
 
@@ -85,15 +89,21 @@ def train_bpe(
     path = Path(folder) / f"bpe-{vocab_size}-{key}"
     notes = []
     if (used_bytes := sum(len(text.encode()) for text in sample)) < total_bytes:
-        notes.append(f"The tokenizer was trained on a sample of {used_bytes} of {total_bytes} bytes.")
+        notes.append(
+            f"The tokenizer was trained on a sample of {used_bytes} of {total_bytes} bytes."
+        )
     tokenizer = _sealed(path)
     if tokenizer is None:
         if path.exists():
-            notes.append(f"The cached tokenizer {path.name} had changed on disk and was made again.")
+            notes.append(
+                f"The cached tokenizer {path.name} had changed on disk and was made again."
+            )
         _train(sample, vocab_size, path)
         tokenizer = load(path)
     if len(tokenizer) < vocab_size:
-        notes.append(f"The text yields {len(tokenizer)} vocabulary entries, fewer than the {vocab_size} asked for.")
+        notes.append(
+            f"The text yields {len(tokenizer)} vocabulary entries, fewer than the {vocab_size} asked for."
+        )
     return TrainedTokenizer(tokenizer, path, notes)
 
 
@@ -111,11 +121,17 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> tuple[list[str], str, in
         for part in pieces(text):
             raw = part.encode()
             order += 1
-            heapq.heappush(kept, (-int.from_bytes(hashlib.sha256(raw).digest()[:8], "big"), order, part))
+            heapq.heappush(
+                kept, (-int.from_bytes(hashlib.sha256(raw).digest()[:8], "big"), order, part)
+            )
             kept_bytes += len(raw)
             while kept_bytes > sample_bytes and len(kept) > 1:
                 kept_bytes -= len(heapq.heappop(kept)[2].encode())
-    return [part for _, _, part in sorted(kept, key=lambda item: item[1])], everything.hexdigest(), total_bytes
+    return (
+        [part for _, _, part in sorted(kept, key=lambda item: item[1])],
+        everything.hexdigest(),
+        total_bytes,
+    )
 
 
 def _train(sample: list[str], vocab_size: int, path: Path) -> None:
@@ -136,7 +152,10 @@ def _train(sample: list[str], vocab_size: int, path: Path) -> None:
     )
     backend.train_from_iterator(sample, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
     )
     with new_folder(path, lambda path: _sealed(path) is not None) as draft:
         try:
@@ -147,14 +166,18 @@ def _train(sample: list[str], vocab_size: int, path: Path) -> None:
         except Exception as error:
             code = re.search(r"os error (\d+)", str(error))
             raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
-        (draft / SEAL).write_text(json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8")
+        (draft / SEAL).write_text(
+            json.dumps({"fingerprint": fingerprint(tokenizer)}), encoding="utf-8"
+        )
 
 
 def _sealed(path: Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer at `path` if it is there and unchanged, else None."""
     try:
         tokenizer = load(path)
-        is_whole = reading.json_of(path / SEAL, OF_TOKENIZERS)["fingerprint"] == fingerprint(tokenizer)
+        is_whole = reading.json_of(path / SEAL, OF_TOKENIZERS)["fingerprint"] == fingerprint(
+            tokenizer
+        )
         return tokenizer if is_whole else None
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return None
@@ -210,14 +233,20 @@ def _closest_folder(name: str) -> str:
     """A sentence with the name of a similar folder; '' if there is none or `name` is a folder."""
     parent, own = os.path.split(name)
     try:
-        beside = [] if os.path.isdir(name) else [each.name for each in os.scandir(parent or ".") if each.is_dir()]
+        beside = (
+            []
+            if os.path.isdir(name)
+            else [each.name for each in os.scandir(parent or ".") if each.is_dir()]
+        )
     except (OSError, ValueError):  # ValueError: a path with a zero byte
         return ""
     near = closest(own, beside, limit=1)
     return f"The folder with the closest name is {near}. " if near else ""
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = True) -> tokenizers.Tokenizer:
+def plain_backend(
+    tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = True
+) -> tokenizers.Tokenizer:
     """Copy of the Rust tokenizer without truncation, padding and dropout.
 
     trim_offsets  False keeps leading spaces in the offsets of tokens
@@ -230,7 +259,9 @@ def plain_backend(tokenizer: PreTrainedTokenizerFast, *, trim_offsets: bool = Tr
         state["model"]["dropout"] = None
     if not trim_offsets:
         # A textual replacement, because the option can be nested in a sequence of post-processors.
-        raw = json.dumps(state["post_processor"]).replace('"trim_offsets": true', '"trim_offsets": false')
+        raw = json.dumps(state["post_processor"]).replace(
+            '"trim_offsets": true', '"trim_offsets": false'
+        )
         state["post_processor"] = json.loads(raw)
     return Tokenizer.from_str(json.dumps(state))
 
@@ -274,8 +305,12 @@ def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     Names and chat templates are left out as well.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    decides = {part: state[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    decides = {
+        part: state[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")
+    }
+    special = {
+        name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")
+    }
     plain = json.dumps({**_switched_on(decides), "special": special}, sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()
 
@@ -283,5 +318,9 @@ def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
 def _switched_on(state: Any) -> Any:
     if isinstance(state, dict):
         # None and False are the defaults of new options.
-        return {key: _switched_on(value) for key, value in state.items() if value is not None and value is not False}
+        return {
+            key: _switched_on(value)
+            for key, value in state.items()
+            if value is not None and value is not False
+        }
     return [_switched_on(value) for value in state] if isinstance(state, list) else state

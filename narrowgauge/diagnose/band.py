@@ -61,10 +61,16 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def _block_widths(values: Sequence[float]) -> Iterator[float]:
-    lengths = [1 << power for power in range(len(values).bit_length()) if len(values) >> power >= MINIMUM_BLOCKS]
+    lengths = [
+        1 << power
+        for power in range(len(values).bit_length())
+        if len(values) >> power >= MINIMUM_BLOCKS
+    ]
     for length in (*lengths, len(values) // 3):
         first = len(values) % length  # an incomplete block is dropped at the older end
-        means = [statistics.fmean(values[i : i + length]) for i in range(first, len(values), length)]
+        means = [
+            statistics.fmean(values[i : i + length]) for i in range(first, len(values), length)
+        ]
         yield student_quantile(len(means) - 1) * math.sqrt(statistics.variance(means) / len(means))
 
 
@@ -94,12 +100,17 @@ def window_radius(total: int) -> int:
     return min(max(1 << int(math.log2(max(total / 8, 1))), MINIMUM_VALUES), 256)
 
 
-def moving(steps: Sequence[int], values: Sequence[float], radius: int, points: int = 300) -> list[tuple[int, Estimate]]:
+def moving(
+    steps: Sequence[int], values: Sequence[float], radius: int, points: int = 300
+) -> list[tuple[int, Estimate]]:
     """Estimates in a moving window, at up to `points` places.
 
     radius  values on either side; fewer at the ends of the series
     """
-    return [(steps[i], estimate(values[max(i - radius, 0) : i + radius + 1])) for i in spread(len(values), points)]
+    return [
+        (steps[i], estimate(values[max(i - radius, 0) : i + radius + 1]))
+        for i in spread(len(values), points)
+    ]
 
 
 def spread(total: int, points: int) -> list[int]:

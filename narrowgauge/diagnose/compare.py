@@ -68,7 +68,9 @@ class Comparison:
     def cannot_tell(self) -> bool:
         """True if the steps show no difference and could not have shown one (`sensitivity`)."""
         return (
-            self.assay is not None and not self.assay.is_sensitive and self.training_finding in ("noise", "identical")
+            self.assay is not None
+            and not self.assay.is_sensitive
+            and self.training_finding in ("noise", "identical")
         )
 
     @property
@@ -98,9 +100,14 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The finding as sentences, with its numbers and its limits."""
-        stops = ((self.run_name, self.run_nonfinite), (self.reference_name, self.reference_nonfinite))
+        stops = (
+            (self.run_name, self.run_nonfinite),
+            (self.reference_name, self.reference_nonfinite),
+        )
         sentences = [
-            f"The loss of {name} is not finite at step {count(step)}." for name, step in stops if step is not None
+            f"The loss of {name} is not finite at step {count(step)}."
+            for name, step in stops
+            if step is not None
         ]
         if sentences and self.steps:
             sentences.append("The rest compares the steps before.")
@@ -149,9 +156,7 @@ class Comparison:
         low, high = (signed(tail.mean + side * tail.half_width, places) for side in (-1, 1))
         band = f"95{PERCENT} band from {low} to {high}"
         if self.training_finding == "noise":
-            return (
-                f"{gap} ({band}): zero lies within the band, so these steps show no difference, nor that there is none."
-            )
+            return f"{gap} ({band}): zero lies within the band, so these steps show no difference, nor that there is none."
         return f"{gap} ({band}): zero lies outside the band, so the scatter and drift of these steps do not explain it."
 
     def _about_validation(self, pair: Pair) -> str:
@@ -159,7 +164,9 @@ class Comparison:
         if not pair.ratio:
             return f"{said}."
         nats = signed(pair.difference, decimals(pair.difference))
-        return f"{said} ({nats} nats, {signed(100 * pair.difference / pair.reference, 2)}{PERCENT})."
+        return (
+            f"{said} ({nats} nats, {signed(100 * pair.difference / pair.reference, 2)}{PERCENT})."
+        )
 
 
 def compare(
@@ -186,20 +193,29 @@ def compare(
     # The last common evaluation, not each run's last one: runs may have stopped at different steps.
     last_evaluated = max(evaluated.keys() & reference_evaluated.keys(), default=0)
 
-    def pair(ours: float | None, theirs: float | None, step: int = max(common, default=0)) -> Pair | None:
-        return None if ours is None or theirs is None else Pair(run=ours, reference=theirs, step=step)
+    def pair(
+        ours: float | None, theirs: float | None, step: int = max(common, default=0)
+    ) -> Pair | None:
+        return (
+            None if ours is None or theirs is None else Pair(run=ours, reference=theirs, step=step)
+        )
 
     return Comparison(
         run_name=run_name,
         reference_name=reference_name,
         steps=steps,
         # Equal token counts do not prove equal batches, but different counts prove different ones.
-        unpaired=sum(ours[step].get("tokens") != theirs[step].get("tokens") or step in other for step in steps),
+        unpaired=sum(
+            ours[step].get("tokens") != theirs[step].get("tokens") or step in other
+            for step in steps
+        ),
         identical=not any(differences),
         window=window,
         curve=moving(steps, differences, radius),
         tail=estimate(differences[-window:]) if steps else None,
-        validation=pair(evaluated.get(last_evaluated), reference_evaluated.get(last_evaluated), last_evaluated),
+        validation=pair(
+            evaluated.get(last_evaluated), reference_evaluated.get(last_evaluated), last_evaluated
+        ),
         tokens_per_s=pair(tokens_per_s(run), tokens_per_s(reference)),
         peak_bytes=pair(peak_bytes(run), peak_bytes(reference)),
         run_nonfinite=first_nonfinite(run),
@@ -210,7 +226,9 @@ def compare(
     )
 
 
-def smooth(curve: Sequence[tuple[int, float]], radius: int, points: int = 600) -> list[tuple[int, float]]:
+def smooth(
+    curve: Sequence[tuple[int, float]], radius: int, points: int = 600
+) -> list[tuple[int, float]]:
     """Smooth a curve by a local linear fit; returns (step, value) at up to `points` places.
 
     The fit is a least-squares line through the finite values within `radius` places, evaluated at
@@ -243,7 +261,10 @@ def finite_loss(event: Event) -> bool:
 
 def first_nonfinite(events: Sequence[Event]) -> int | None:
     """First step whose training loss is NaN or infinite."""
-    return min((step for step, event in step_events(events).items() if not finite_loss(event)), default=None)
+    return min(
+        (step for step, event in step_events(events).items() if not finite_loss(event)),
+        default=None,
+    )
 
 
 def evaluations(events: Sequence[Event]) -> list[tuple[int, float]]:
@@ -254,11 +275,18 @@ def evaluations(events: Sequence[Event]) -> list[tuple[int, float]]:
 def tokens_per_s(events: Sequence[Event]) -> float | None:
     """Median over the steps, without the first step, which includes start-up."""
     by_step = step_events(events)
-    rates = [by_step[step]["tokens_per_s"] for step in sorted(by_step) if by_step[step].get("tokens_per_s")]
+    rates = [
+        by_step[step]["tokens_per_s"]
+        for step in sorted(by_step)
+        if by_step[step].get("tokens_per_s")
+    ]
     # The first step includes compilation and allocation; a run of one step has no other.
     return statistics.median(rates[1:] or rates) if rates else None
 
 
 def peak_bytes(events: Sequence[Event]) -> float | None:
     """Largest peak of all steps; None if none was measured (zero means not measured)."""
-    return max((event.get("peak_bytes") or 0 for event in step_events(events).values()), default=0) or None
+    return (
+        max((event.get("peak_bytes") or 0 for event in step_events(events).values()), default=0)
+        or None
+    )

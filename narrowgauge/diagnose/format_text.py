@@ -10,7 +10,11 @@ PERCENT = "\N{NO-BREAK SPACE}%"  # no line break before the sign
 
 def decimals(value: float) -> int:
     """Number of decimal places (4 to 7) that shows two digits of the value."""
-    return min(max(4, 1 - math.floor(math.log10(abs(value)))), 7) if value and math.isfinite(value) else 4
+    return (
+        min(max(4, 1 - math.floor(math.log10(abs(value)))), 7)
+        if value and math.isfinite(value)
+        else 4
+    )
 
 
 def signed(value: float | None, places: int = 4) -> str:
@@ -28,7 +32,9 @@ def true_minus(text: str) -> str:
 
 def count(value: float) -> str:
     """Format as 1,234,567; text is returned unchanged."""
-    return f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else str(value)
+    return (
+        f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else str(value)
+    )
 
 
 def plural(value: float, noun: str) -> str:
@@ -62,12 +68,22 @@ def duration(seconds: float) -> str:
     if seconds < 99.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+    return (
+        f"{minutes} min {rest:02} s"
+        if minutes < 100
+        else f"{minutes // 60} h {minutes % 60:02} min"
+    )
 
 
 def loss_value(value: float) -> str:
     """Format with four decimal places, or as 'NaN' or 'infinite'."""
-    return true_minus(f"{value:.4f}") if math.isfinite(value) else "NaN" if math.isnan(value) else "infinite"
+    return (
+        true_minus(f"{value:.4f}")
+        if math.isfinite(value)
+        else "NaN"
+        if math.isnan(value)
+        else "infinite"
+    )
 
 
 def perplexity(loss: float) -> str:
@@ -98,7 +114,9 @@ def magnitude(value: float | None) -> str:
     if value == 0 or 0.001 <= abs(value) < 10000:
         return true_minus(f"{value:.4g}")
     mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{true_minus(mantissa)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10{superscript(int(exponent))}"
+    return (
+        f"{true_minus(mantissa)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10{superscript(int(exponent))}"
+    )
 
 
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

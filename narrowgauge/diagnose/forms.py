@@ -32,12 +32,16 @@ def parts(kind: type, words: str, split: Callable[[Any], Iterable[tuple[str, For
     def check(value: Any) -> str:
         if not isinstance(value, kind):
             return f" = {shown(value)} is not {words}"
-        return next((place + wrong for place, form, each in split(value) if (wrong := form(each))), "")
+        return next(
+            (place + wrong for place, form, each in split(value) if (wrong := form(each))), ""
+        )
 
     return check
 
 
-def number(low: float = -math.inf, high: float = math.inf, *, whole: bool = False, finite: bool = True) -> Form:
+def number(
+    low: float = -math.inf, high: float = math.inf, *, whole: bool = False, finite: bool = True
+) -> Form:
     """A number from `low` to `high`. finite=False allows NaN and infinity."""
     limits = f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
 
@@ -60,12 +64,18 @@ def either(*forms: Form) -> Form:
 
 
 def listed(form: Form) -> Form:
-    return parts(list, "a list", lambda value: ((f"[{place}]", form, each) for place, each in enumerate(value)))
+    return parts(
+        list,
+        "a list",
+        lambda value: ((f"[{place}]", form, each) for place, each in enumerate(value)),
+    )
 
 
 def table(form: Form) -> Form:
     """A mapping with any keys, whose values match one form."""
-    return parts(Mapping, "a table", lambda value: ((f".{key}", form, each) for key, each in value.items()))
+    return parts(
+        Mapping, "a table", lambda value: ((f".{key}", form, each) for key, each in value.items())
+    )
 
 
 def record(required: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
@@ -84,7 +94,11 @@ def shown(value: Any) -> str:
     """Short text for a value, at most 60 characters; dtype and shape for a tensor."""
     if hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return ascii(value) if isinstance(value, str | int | float) and len(str(value)) <= 60 else reprlib.repr(value)
+    return (
+        ascii(value)
+        if isinstance(value, str | int | float) and len(str(value)) <= 60
+        else reprlib.repr(value)
+    )
 
 
 text = leaf(lambda value: isinstance(value, str), "text")

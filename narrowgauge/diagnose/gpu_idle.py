@@ -92,7 +92,12 @@ def measure(intervals: Iterable[Interval]) -> Launches | None:
 
 
 def advice(
-    found: Launches, *, graphs: bool = False, graphs_refused: str = "", compiled: bool = False, micro_batches: int = 1
+    found: Launches,
+    *,
+    graphs: bool = False,
+    graphs_refused: str = "",
+    compiled: bool = False,
+    micro_batches: int = 1,
 ) -> list[str]:
     """Sentences on possible changes, the most effective first; [] if the GPU is busy.
 

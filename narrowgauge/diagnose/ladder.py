@@ -26,7 +26,9 @@ from narrowgauge.diagnose.forms import listed, number, record, refuse, table, te
 from narrowgauge.diagnose.same_curve import DIFFERS, SAME, SMALL, UNKNOWN, SameCurve, judge
 
 AGAIN, WIDE, CONTROL, RECIPE, PRODUCT = "again", "bf16", "control", "recipe:", "product:"
-ELSEWHERE = "Look at the data of these steps, at the learning rate, and at modules that are no Linears."
+ELSEWHERE = (
+    "Look at the data of these steps, at the learning rate, and at modules that are no Linears."
+)
 PRODUCTS = ("output", "grad_input", "grad_weight")
 REST = 0.5  # a fix leaves at most this share of the gap to BF16
 
@@ -84,7 +86,11 @@ class Rung:
     @property
     def curve(self) -> list[float]:
         """Losses; NaN is appended if a gradient became non-finite before any loss did."""
-        return [*self.losses, math.nan] if self.lost and all(map(math.isfinite, self.losses)) else self.losses
+        return (
+            [*self.losses, math.nan]
+            if self.lost and all(map(math.isfinite, self.losses))
+            else self.losses
+        )
 
 
 @dataclass(kw_only=True)
@@ -159,7 +165,9 @@ class Ladder:
 
     def mended(self) -> list[str]:
         """Rungs that fix the run, recipes first."""
-        return [name for name in self.rungs if name.startswith((RECIPE, PRODUCT)) and self.mends(name)]
+        return [
+            name for name in self.rungs if name.startswith((RECIPE, PRODUCT)) and self.mends(name)
+        ]
 
     # --- in words
 
@@ -236,7 +244,8 @@ class Ladder:
     def _of_scores(self) -> str:
         narrow, wide = self.scores["narrow"], self.scores.get("wide")
         words = ", ".join(
-            f"{name} {value:.4f}" + (f" ({wide[name]:.4f} in 16 bits, {signed(value - wide[name])})" if wide else "")
+            f"{name} {value:.4f}"
+            + (f" ({wide[name]:.4f} in 16 bits, {signed(value - wide[name])})" if wide else "")
             for name, value in narrow.items()
         )
         return f"Validation at step {count(self.begun)}: {words}."

@@ -29,7 +29,9 @@ def of_run(run: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> tuple
     run     its run.json, which includes the batches that a branch's parent skipped
     events  its events, for batches skipped after run.json was written
     """
-    since = (number for event in events if event["event"] == "spike" for number in event.get(KEY) or ())
+    since = (
+        number for event in events if event["event"] == "spike" for number in event.get(KEY) or ()
+    )
     return tuple(sorted({*(run.get(KEY) or ()), *since}))
 
 
@@ -39,7 +41,9 @@ def other_steps(steps: Iterable[int], one: Sequence[int], other: Sequence[int]) 
     All later steps count, since the weights differ from then on.
     """
     known = list(steps)
-    first = min((step for step in known if batch_of(step, one) != batch_of(step, other)), default=None)
+    first = min(
+        (step for step in known if batch_of(step, one) != batch_of(step, other)), default=None
+    )
     return [] if first is None else [step for step in known if step >= first]
 
 

@@ -61,7 +61,9 @@ class Member:
 
     @property
     def losses(self) -> dict[int, float]:
-        return {step: event["loss"] for step, event in sorted(pairs.step_events(self.events).items())}
+        return {
+            step: event["loss"] for step, event in sorted(pairs.step_events(self.events).items())
+        }
 
     @property
     def words(self) -> str:
@@ -71,7 +73,8 @@ class Member:
         if not self.parent:
             return f"{self.name}: {self.recipe}, {reach}"
         changed = "; ".join(
-            f"{key}: {old or 'none'} to {new or 'none'}" for key, (old, new) in self.parent.get("changes", {}).items()
+            f"{key}: {old or 'none'} to {new or 'none'}"
+            for key, (old, new) in self.parent.get("changes", {}).items()
         )
         return f"{self.name}: branch of {self.parent['from']} at step {count(self.parent['step'])}, {changed or 'same settings'}; {reach}"
 
@@ -119,7 +122,9 @@ class Compared:
             f"Control: {one.name} and {other.name}, which differ in the order of summation alone."
             for one, other in self.controls
         ]
-        return "\n".join([*lines, *self.notes, *(line for each in self.judged for line in each.sentences)])
+        return "\n".join(
+            [*lines, *self.notes, *(line for each in self.judged for line in each.sentences)]
+        )
 
 
 def read(folder: Path) -> Member:
@@ -127,9 +132,14 @@ def read(folder: Path) -> Member:
     if not os.path.lexists(folder / "run.json"):
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
-            f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.", code="compare.no-run"
+            f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.",
+            code="compare.no-run",
         )
-    return Member(folder=folder, run=read_run(folder / "run.json"), events=read_metrics(folder / "metrics.jsonl"))
+    return Member(
+        folder=folder,
+        run=read_run(folder / "run.json"),
+        events=read_metrics(folder / "metrics.jsonl"),
+    )
 
 
 def compare(folders: Sequence[Path | str]) -> Compared:
@@ -186,7 +196,10 @@ def is_parent(one: Member, other: Member) -> bool:
         return False
     expected = (other.folder / str(other.parent.get("run", ""))).resolve()
     # The folders may have been moved since: then the start time and the folder's name must agree.
-    return expected == one.folder.resolve() or Path(str(other.parent["from"]).partition("@")[0]).name == one.folder.name
+    return (
+        expected == one.folder.resolve()
+        or Path(str(other.parent["from"]).partition("@")[0]).name == one.folder.name
+    )
 
 
 def parent_of(member: Member) -> Path | None:
@@ -194,7 +207,11 @@ def parent_of(member: Member) -> Path | None:
     expected = member.folder / str(member.parent.get("run", ""))
     if not member.parent or not (expected / "run.json").is_file():
         return None
-    return expected if read_run(expected / "run.json").get("started_at") == member.parent.get("started_at") else None
+    return (
+        expected
+        if read_run(expected / "run.json").get("started_at") == member.parent.get("started_at")
+        else None
+    )
 
 
 def gone(member: Member) -> str:
@@ -248,7 +265,12 @@ def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Membe
     )
     left = (first.left_out, other.left_out)
     pair = pairs.compare(
-        first.events, other.events, first.recipe, other.recipe, left, assay_at(MARGIN * abs(curve.loss))
+        first.events,
+        other.events,
+        first.recipe,
+        other.recipe,
+        left,
+        assay_at(MARGIN * abs(curve.loss)),
     )
     return Judged(run=first, reference=other, curve=curve, pair=pair)
 

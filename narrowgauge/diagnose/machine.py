@@ -19,7 +19,10 @@ from narrowgauge.recipe import Gemm, Recipe
 
 def info() -> str:
     """Describe the machine: for each device and recipe, native and emulated GEMMs with reasons."""
-    lines = [f"narrowgauge {__version__}, torch {torch.__version__}, Python {platform.python_version()}", ""]
+    lines = [
+        f"narrowgauge {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "",
+    ]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     width = max(map(len, recipes.names()))
     for device in [*(torch.device("cuda", index) for index in range(count)), torch.device("cpu")]:
@@ -28,7 +31,9 @@ def info() -> str:
         lines += [*_selfcheck_summary(device), ""]
     found = cpp_compiler()
     without = "none. Training on the CPU works; --compile does not, and casts are not fused there."
-    lines.append(f"C++ compiler: {f'{found}. --compile can fuse casts on the CPU.' if found else without}")
+    lines.append(
+        f"C++ compiler: {f'{found}. --compile can fuse casts on the CPU.' if found else without}"
+    )
     return "\n".join(lines)
 
 
@@ -64,7 +69,11 @@ def _headline(device: torch.device) -> str:
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
         return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {total:.0f} GiB"
     facts = device_facts("cpu", None)
-    has = [name for name, there in (("bfloat16", facts.bf16_gemm), ("int8 (VNNI)", facts.int8_gemm)) if there]
+    has = [
+        name
+        for name, there in (("bfloat16", facts.bf16_gemm), ("int8 (VNNI)", facts.int8_gemm))
+        if there
+    ]
     units = f"fast {' and '.join(has)} GEMM" if has else "no fast bfloat16 or int8 GEMM"
     return f"cpu: {processor_name()}, {threads_words()}, {torch.backends.cpu.get_cpu_capability()}, {units}"
 

@@ -33,7 +33,9 @@ def first_nonfinite(model: nn.Module, compute: Callable[[], None], loss: float =
     return first_seen(model, compute, loss)[0]
 
 
-def first_seen(model: nn.Module, compute: Callable[[], None], loss: float = math.nan) -> tuple[str, int]:
+def first_seen(
+    model: nn.Module, compute: Callable[[], None], loss: float = math.nan
+) -> tuple[str, int]:
     """`first_nonfinite`, plus the number of tensors checked before it.
 
     Ranks that compute one model together check tensors in one order, so the smallest number among
@@ -43,7 +45,9 @@ def first_seen(model: nn.Module, compute: Callable[[], None], loss: float = math
         return words, 0
     watch = _Watch()
     handles: list[Any] = []
-    quantized = {name: module for name, module in model.named_modules() if isinstance(module, QLinear)}
+    quantized = {
+        name: module for name, module in model.named_modules() if isinstance(module, QLinear)
+    }
     try:
         for name, layer in quantized.items():
             layer.observer = partial(watch.operand, name)
@@ -99,7 +103,9 @@ class _Watch:
             return
         self.count += 1
         each = tensors if isinstance(tensors, (tuple, list)) else [tensors]
-        floats = [shards.local(one) for one in each if isinstance(one, Tensor) and one.is_floating_point()]
+        floats = [
+            shards.local(one) for one in each if isinstance(one, Tensor) and one.is_floating_point()
+        ]
         # Synchronizes with the device at every tensor; this runs only after a step has failed.
         if any(not tensor.isfinite().all() for tensor in floats):
             self.found = f"{clause} was not finite"
@@ -108,7 +114,9 @@ class _Watch:
         """A torch hook that checks its argument number `place`."""
         return lambda *given: self.check(clause, given[place])
 
-    def operand(self, name: str, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
+    def operand(
+        self, name: str, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor
+    ) -> None:
         title = f"module {name!r}, product {gemm}:"
         self.check(f"{title} {ROLES[role]}", original)
         if isinstance(operand, QTensor):
@@ -118,7 +126,9 @@ class _Watch:
 def _describe_norm(model: nn.Module) -> str:
     """Clause on the norm of finite gradients, and on the largest gradient."""
     gradients = {
-        name: each.grad for name, each in model.named_parameters() if each.grad is not None and each.grad.numel()
+        name: each.grad
+        for name, each in model.named_parameters()
+        if each.grad is not None and each.grad.numel()
     }
     if not gradients:
         return "no module, and without a gradient, when the step was repeated"
@@ -129,4 +139,6 @@ def _describe_norm(model: nn.Module) -> str:
     if gradient_norm([*gradients.values()]).isfinite():
         why = "and when the step was repeated it was finite"
     size, name = float(largest[place]), list(gradients)[place]
-    return f"the norm of the gradients, {why}: the largest, {size:.4g}, is of the parameter {name!r}"
+    return (
+        f"the norm of the gradients, {why}: the largest, {size:.4g}, is of the parameter {name!r}"
+    )

@@ -49,7 +49,11 @@ def half_width_of_next(values: Sequence[float], confidence: float = CONFIDENCE) 
     None for fewer than two values.
     """
     n = len(values)
-    return None if n < 2 else float(_quantile(confidence, n) * spread_of(values) * math.sqrt(1 + 1 / n))
+    return (
+        None
+        if n < 2
+        else float(_quantile(confidence, n) * spread_of(values) * math.sqrt(1 + 1 / n))
+    )
 
 
 def _quantile(confidence: float, n: int) -> float:
@@ -99,7 +103,9 @@ def power_of_equivalence(n: int, spread: float, margin: float, true: float = 0.0
     error = spread / math.sqrt(n)
     # Where s is so large that the 90 % interval is wider than the margins, room < 0: never
     # equivalent.
-    room = margin - stats.t.ppf(1 - ALPHA, n - 1) * error * np.sqrt(stats.chi2.ppf(quantiles, n - 1) / (n - 1))
+    room = margin - stats.t.ppf(1 - ALPHA, n - 1) * error * np.sqrt(
+        stats.chi2.ppf(quantiles, n - 1) / (n - 1)
+    )
     inside = stats.norm.cdf((room - true) / error) - stats.norm.cdf((-room - true) / error)
     return float(np.where(room > 0, inside, 0.0).mean())
 
@@ -111,11 +117,15 @@ def power_beyond(n: int, spread: float, distance: float) -> float:
     """
     if n < 2:
         return 0.0
-    return float(stats.nct.sf(stats.t.ppf(1 - ALPHA, n - 1), n - 1, distance * math.sqrt(n) / spread))
+    return float(
+        stats.nct.sf(stats.t.ppf(1 - ALPHA, n - 1), n - 1, distance * math.sqrt(n) / spread)
+    )
 
 
 @lru_cache(maxsize=256)
-def pairs_needed(spread: float, margin: float, true: float = 0.0, power: float = POWER) -> int | None:
+def pairs_needed(
+    spread: float, margin: float, true: float = 0.0, power: float = POWER
+) -> int | None:
     """Pairs needed to show equivalence with probability `power`; None above MOST.
 
     If the true mean lies outside the margin: pairs needed to show that. The number that shows
@@ -126,7 +136,11 @@ def pairs_needed(spread: float, margin: float, true: float = 0.0, power: float =
         return None
 
     def reached(n: int) -> bool:
-        found = power_of_equivalence(n, spread, margin, true) if distance < 0 else power_beyond(n, spread, distance)
+        found = (
+            power_of_equivalence(n, spread, margin, true)
+            if distance < 0
+            else power_beyond(n, spread, distance)
+        )
         return found >= power
 
     # Doubling, then bisection: the power is monotone in n, and each evaluation costs a quadrature.

@@ -15,7 +15,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.diagnose.forms import Form, anything, either, listed, number, one_of, record, refuse, table, text
+from narrowgauge.diagnose.forms import (
+    Form,
+    anything,
+    either,
+    listed,
+    number,
+    one_of,
+    record,
+    refuse,
+    table,
+    text,
+)
 from narrowgauge.errors import ConfigError
 from narrowgauge.storage import reading
 
@@ -99,7 +110,11 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {
     "nonfinite": ({"where": text}, {}),
     "blame": (
         {"suspects": listed(text), "errors": table(table(listed(anything)))},
-        {"recipes": listed(text), "findings": listed(table(anything)), "confirmations": listed(table(anything))},
+        {
+            "recipes": listed(text),
+            "findings": listed(table(anything)),
+            "confirmations": listed(table(anything)),
+        },
     ),
     "sample": ({}, {"prompt": text, "text": text}),
     "checkpoint": ({"path": text}, {"save_s": SECONDS}),
@@ -114,7 +129,8 @@ _FORMS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {
     "study": ({"metric": text, "reference": text, "verdicts": listed(anything)}, {}),
 }
 EVENTS = {
-    kind: record({"event": text, "step": COUNT, **required}, allowed) for kind, (required, allowed) in _FORMS.items()
+    kind: record({"event": text, "step": COUNT, **required}, allowed)
+    for kind, (required, allowed) in _FORMS.items()
 }
 
 MODEL = {
@@ -126,7 +142,19 @@ DATA = {
     "source": text, "unigram_entropy": either(SIZE, NOTHING),
 }  # fmt: skip
 TRIVIAL_SCORES = dict.fromkeys(
-    ("accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman", "bleu", "chrf"),
+    (
+        "accuracy",
+        "mcc",
+        "f1",
+        "f1_binary",
+        "exact_match",
+        "precision",
+        "recall",
+        "pearson",
+        "spearman",
+        "bleu",
+        "chrf",
+    ),
     number(-1.000001, 100.0001),
 )
 RUN = record(
@@ -146,7 +174,9 @@ RUN = record(
 )  # fmt: skip
 
 
-METRICS = reading.Kind(most_bytes=4 * reading.GIB, step="Name a folder that narrowgauge train wrote.")
+METRICS = reading.Kind(
+    most_bytes=4 * reading.GIB, step="Name a folder that narrowgauge train wrote."
+)
 RECORD = reading.Kind(
     most_bytes=64 * reading.MIB,
     step="Name a folder that narrowgauge train wrote. If it is one, restore a copy of the file; or remove it and continue the run with "
@@ -221,13 +251,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise ValueError(problem)
             step = event["step"]
             if kind == "step" and step <= reached:
-                raise ValueError(f"step = {step} comes after step {reached}, but only a resumption goes back")
+                raise ValueError(
+                    f"step = {step} comes after step {reached}, but only a resumption goes back"
+                )
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"{path}:{place}: is not an event of a run: {error}. Remove the line.", code="run.event"
+                f"{path}:{place}: is not an event of a run: {error}. Remove the line.",
+                code="run.event",
             ) from None
         if kind in ("resume", "rewind"):
-            events = {key: each for key, each in events.items() if each["step"] <= step or _stays(each, event)}
+            events = {
+                key: each
+                for key, each in events.items()
+                if each["step"] <= step or _stays(each, event)
+            }
             reached = step - 1
         elif kind in ("step", "branch"):
             reached = step

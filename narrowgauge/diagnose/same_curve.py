@@ -64,7 +64,11 @@ class SameCurve:
     def numbers(self) -> str:
         """Numbers in words: "+0.0003 nats over the last 50 steps; control 0.0002"."""
         places = decimals(self.difference)
-        control = "no control" if self.control is None else f"control {self.control:.{decimals(self.control)}f}"
+        control = (
+            "no control"
+            if self.control is None
+            else f"control {self.control:.{decimals(self.control)}f}"
+        )
         return f"{signed(self.difference, places)} nats over the last {plural(self.steps, 'step')}; {control}"
 
     def sentence(self, change: str = "the number format") -> str:
@@ -77,9 +81,13 @@ class SameCurve:
             return f"Both losses stop being finite: the cause is not {change}."
         if not math.isfinite(self.difference):
             which = "reference" if not math.isfinite(self.loss) else "run"
-            return f"The loss of the {which} alone stops being finite: {change} makes the difference."
+            return (
+                f"The loss of the {which} alone stops being finite: {change} makes the difference."
+            )
         if self.name == SAME:
-            return f"The curve is the same within control ({self.numbers}): the cause is not {change}."
+            return (
+                f"The curve is the same within control ({self.numbers}): the cause is not {change}."
+            )
         if self.name == SMALL:
             return (
                 f"The curve differs by more than control, but by less than the margin of {self.margin:.4f} nats ({self.numbers}): "
@@ -91,9 +99,7 @@ class SameCurve:
             return f"The curve is {side} ({beside}): {change} makes the difference."
         if self.control is None:
             return f"Not known ({self.numbers}): without a control nobody knows how far rounding alone drives two runs apart."
-        return (
-            f"Not known: {plural(self.steps, 'step')} of the second half in common, and at least {FEWEST} are needed."
-        )
+        return f"Not known: {plural(self.steps, 'step')} of the second half in common, and at least {FEWEST} are needed."
 
 
 def judge(
@@ -120,11 +126,15 @@ def judge(
         loss = math.inf if lost[1] else statistics.fmean(reference[len(reference) // 2 :])
         gap = 0.0 if all(lost) else math.inf if lost[0] else -math.inf
         name = SAME if all(lost) else DIFFERS
-        return SameCurve(name=name, difference=gap, loss=loss, control=None, margin=math.nan, steps=shortest)
+        return SameCurve(
+            name=name, difference=gap, loss=loss, control=None, margin=math.nan, steps=shortest
+        )
     half = slice(shortest // 2, shortest)
     count = shortest - shortest // 2
     if not shortest:
-        return SameCurve(name=UNKNOWN, difference=math.nan, loss=math.nan, control=None, margin=math.nan, steps=0)
+        return SameCurve(
+            name=UNKNOWN, difference=math.nan, loss=math.nan, control=None, margin=math.nan, steps=0
+        )
     # One number for all steps: neighbouring steps are correlated, so they are not independent
     # samples.
     difference = statistics.fmean(a - b for a, b in zip(run[half], reference[half], strict=True))
@@ -138,13 +148,27 @@ def judge(
     control = max(found, default=None)
     name = UNKNOWN
     if count >= FEWEST and control is not None:
-        name = SAME if abs(difference) <= CONTROLS * control else SMALL if abs(difference) <= allowed else DIFFERS
+        name = (
+            SAME
+            if abs(difference) <= CONTROLS * control
+            else SMALL
+            if abs(difference) <= allowed
+            else DIFFERS
+        )
     # Bit-identical curves need no control.
     if not any(a != b for a, b in zip(run, reference, strict=False)):
         name, control = SAME, control or 0.0
     why = "" if assay is None or name == DIFFERS else assay.sentence
     name = UNKNOWN if why else name
-    return SameCurve(name=name, difference=difference, loss=loss, control=control, margin=allowed, steps=count, why=why)
+    return SameCurve(
+        name=name,
+        difference=difference,
+        loss=loss,
+        control=control,
+        margin=allowed,
+        steps=count,
+        why=why,
+    )
 
 
 def control_of(one: Sequence[float], other: Sequence[float]) -> float | None:
@@ -158,7 +182,10 @@ def control_of(one: Sequence[float], other: Sequence[float]) -> float | None:
     if shortest - first < FEWEST or _is_lost(one) or _is_lost(other):
         return None
     gaps = [a - b for a, b in zip(one[first:shortest], other[first:shortest], strict=True)]
-    return max(abs(statistics.fmean(gaps[place * length : (place + 1) * length])) for place in range(BLOCKS))
+    return max(
+        abs(statistics.fmean(gaps[place * length : (place + 1) * length]))
+        for place in range(BLOCKS)
+    )
 
 
 def _is_lost(losses: Sequence[float]) -> bool:

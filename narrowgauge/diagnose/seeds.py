@@ -150,7 +150,9 @@ class Runs:
     @property
     def diverged(self) -> set[int]:
         """Seeds whose losses became non-finite, during training or at the end."""
-        return {seed for seed, why in self.failed.items() if why == NOT_FINITE} | (set(self.values) - set(self.finite))
+        return {seed for seed, why in self.failed.items() if why == NOT_FINITE} | (
+            set(self.values) - set(self.finite)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +252,10 @@ class Verdict:
     @property
     def other_batches(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Seed -> batches that each run of a pair skipped, for pairs where they differ."""
-        found = {seed: (self.runs.left_out.get(seed, ()), self.reference.left_out.get(seed, ())) for seed in self.seeds}
+        found = {
+            seed: (self.runs.left_out.get(seed, ()), self.reference.left_out.get(seed, ()))
+            for seed in self.seeds
+        }
         return {seed: both for seed, both in found.items() if both[0] != both[1]}
 
     @property
@@ -262,7 +267,12 @@ class Verdict:
         """Name of the verdict; the module docstring lists the names."""
         if self.lost_by_divergence:
             return DIVERGED
-        shown = {WORSE: self.p_worse, BETTER: self.p_better, EQUIVALENT: self.p_equivalent, NOT_WORSE: self.p_not_worse}
+        shown = {
+            WORSE: self.p_worse,
+            BETTER: self.p_better,
+            EQUIVALENT: self.p_equivalent,
+            NOT_WORSE: self.p_not_worse,
+        }
         # The order matters: "equivalent" implies "not worse", and the stronger claim is reported.
         found = next((name for name, p in shown.items() if p < ALPHA), UNKNOWN)
         if len(self.differences) > 1 and not any(self.differences):
@@ -290,7 +300,12 @@ class Verdict:
     @property
     def p(self) -> float | None:
         """p of the test behind the verdict; None if the verdict rests on no test."""
-        shown = {WORSE: self.p_worse, BETTER: self.p_better, EQUIVALENT: self.p_equivalent, NOT_WORSE: self.p_not_worse}
+        shown = {
+            WORSE: self.p_worse,
+            BETTER: self.p_better,
+            EQUIVALENT: self.p_equivalent,
+            NOT_WORSE: self.p_not_worse,
+        }
         return shown.get(self.name)
 
     @property
@@ -327,7 +342,11 @@ class Verdict:
 
 
 def judge(
-    runs: Runs, reference: Runs, metric: str, margin: Margin | None = None, control: Runs | None = None
+    runs: Runs,
+    reference: Runs,
+    metric: str,
+    margin: Margin | None = None,
+    control: Runs | None = None,
 ) -> Verdict:
     """Judge one recipe.
 
@@ -368,7 +387,9 @@ def sign_of(metric: str) -> int:
 def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -> Assay:
     """Assay sensitivity of the reference's runs. asked: requested margin in units of the metric."""
     name, sign, values = reference.name, sign_of(metric), list(reference.finite.values())
-    progress = progress_of(reference.curves[seed] for seed in reference.finite if seed in reference.curves)
+    progress = progress_of(
+        reference.curves[seed] for seed in reference.finite if seed in reference.curves
+    )
     mean = statistics.fmean(values) if values else None
     # The worse end of the one-sided 95 % interval; for one seed the value itself.
     reached = None if mean is None else mean + sign * (half_width(values, 0.9) or 0.0)
@@ -377,18 +398,26 @@ def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -
     are_same = len(values) > 1 and len(set(values)) == 1
     samples = {
         DIVERGENCE: f"{name} diverged itself, at seed {lost}." if lost else "",
-        SEEDS: f"All {len(values)} seeds of {name} gave the same {metric}, so they are no samples." if are_same else "",
+        SEEDS: f"All {len(values)} seeds of {name} gave the same {metric}, so they are no samples."
+        if are_same
+        else "",
     }
     known = Reference(
         name=name, sign=sign, progress=progress, learnt=_learnt(metric, progress, mean, trivial, reached), mean=mean, reached=reached,
         predictor=str(reference.trivial.get("predictor", "")), trivial=trivial, targets=reference.targets,
         whole=abs(mean or 0.0) if metric in LOWER_IS_BETTER else 100.0 if metric in PERCENTS else 1.0, samples=samples,
     )  # fmt: skip
-    return assess(known, asked, None if control is None else partial(_control, control, reference, metric))
+    return assess(
+        known, asked, None if control is None else partial(_control, control, reference, metric)
+    )
 
 
 def _learnt(
-    metric: str, progress: Progress | None, mean: float | None, trivial: float | None, reached: float | None
+    metric: str,
+    progress: Progress | None,
+    mean: float | None,
+    trivial: float | None,
+    reached: float | None,
 ) -> float | None:
     """Progress of the reference in units of the metric.
 
@@ -442,6 +471,8 @@ def with_holm(verdicts: Sequence[Verdict]) -> list[Verdict]:
         )
     }
     return [
-        replace(each, holds_together=adjusted[each.name][place] < ALPHA) if each.name in adjusted else each
+        replace(each, holds_together=adjusted[each.name][place] < ALPHA)
+        if each.name in adjusted
+        else each
         for place, each in enumerate(verdicts)
     ]

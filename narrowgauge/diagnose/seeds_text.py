@@ -47,7 +47,11 @@ def needs(verdict: Verdict, before: str) -> str:
     # A lower number that is already reached says nothing: only the other one is given.
     if low <= len(verdict.differences) or low == high:
         return f"{before}about {high:,} seeds" if high <= MOST else f"{before}many more seeds"
-    return f"{before}{low:,} to {high:,} seeds" if high <= MOST else f"{before}{low:,} seeds or many more"
+    return (
+        f"{before}{low:,} to {high:,} seeds"
+        if high <= MOST
+        else f"{before}{low:,} seeds or many more"
+    )
 
 
 def number(value: float, places: int) -> str:
@@ -71,7 +75,11 @@ def _about_failures(verdict: Verdict) -> list[str]:
     for runs in (verdict.reference, verdict.runs):
         for seed in sorted(set(runs.failed) | runs.diverged):
             why = runs.failed.get(seed, NOT_FINITE)
-            ended = "ended with numbers that are not finite" if why == NOT_FINITE else f"did not finish ({why})"
+            ended = (
+                "ended with numbers that are not finite"
+                if why == NOT_FINITE
+                else f"did not finish ({why})"
+            )
             words.append(f"{runs.name} {ended} at seed {seed}.")
     if words and verdict.seeds:
         words.append(
@@ -81,7 +89,12 @@ def _about_failures(verdict: Verdict) -> list[str]:
 
 
 def _about_difference(verdict: Verdict) -> str:
-    ours, theirs, mean, half = verdict.runs.name, verdict.reference.name, verdict.mean, verdict.half_width
+    ours, theirs, mean, half = (
+        verdict.runs.name,
+        verdict.reference.name,
+        verdict.mean,
+        verdict.half_width,
+    )
     if mean is None:
         return f"{ours} and {theirs} have no finished pair of one seed, so nothing can be compared."
     pairs = plural(len(verdict.seeds), "pair")
@@ -116,10 +129,13 @@ def _about_control(verdict: Verdict) -> str:
     """Sentence on the positive control, for verdicts that claim no difference; '' for others."""
     control = verdict.assay.control
     if verdict.lacks_control:
-        return (
-            "No positive control was trained, so it is not shown that these runs would have seen a recipe that is bad."
-        )
-    if control is None or control.harm is None or verdict.name in (WORSE, DIVERGED) or verdict.cannot_tell:
+        return "No positive control was trained, so it is not shown that these runs would have seen a recipe that is bad."
+    if (
+        control is None
+        or control.harm is None
+        or verdict.name in (WORSE, DIVERGED)
+        or verdict.cannot_tell
+    ):
         return ""
     pairs = plural(control.seeds, "pair")
     return f"The positive control, which is bad on purpose, was seen: worse by {number(control.harm, decimals(control.harm))} over {pairs}."
@@ -135,7 +151,9 @@ def _about_margin(verdict: Verdict) -> str:
     size = f"the margin of {number(margin, decimals(margin))}{share}"
     chance = f"p = {verdict.p:.2g}" if verdict.p is not None else ""
     together = (
-        "" if verdict.holds_together in (None, True) else " With Holm’s correction for several recipes it is not shown."
+        ""
+        if verdict.holds_together in (None, True)
+        else " With Holm’s correction for several recipes it is not shown."
     )
     texts = {
         WORSE: f"It is worse by more than {size}: one-sided t test at 5{PERCENT}, {chance}.",
@@ -148,7 +166,9 @@ def _about_margin(verdict: Verdict) -> str:
     }
     if verdict.name in texts:
         return texts[verdict.name] + (together if texts[verdict.name] else "")
-    return f"Neither a difference above {size} is shown, nor that there is none.{_about_need(verdict)}"
+    return (
+        f"Neither a difference above {size} is shown, nor that there is none.{_about_need(verdict)}"
+    )
 
 
 def _about_share(verdict: Verdict) -> str:
@@ -157,7 +177,11 @@ def _about_share(verdict: Verdict) -> str:
     if verdict.limit < assay.asked:
         asked = number(assay.asked, decimals(assay.asked))
         return f" ({100 * SHARE:g}{PERCENT} of what {name} learnt; {asked} was asked for)"
-    return f" ({100 * verdict.margin.value:g}{PERCENT} of {name}’s mean)" if verdict.margin.is_share else ""
+    return (
+        f" ({100 * verdict.margin.value:g}{PERCENT} of {name}’s mean)"
+        if verdict.margin.is_share
+        else ""
+    )
 
 
 def _interval_of_both_tests(verdict: Verdict) -> str:
@@ -169,7 +193,9 @@ def _interval_of_both_tests(verdict: Verdict) -> str:
 def _about_need(verdict: Verdict) -> str:
     if verdict.needed is None or verdict.mean is None:
         return ""
-    none, observed = (f"more than {MOST:,}" if each is None else f"about {each:,}" for each in verdict.needed)
+    none, observed = (
+        f"more than {MOST:,}" if each is None else f"about {each:,}" for each in verdict.needed
+    )
     if none == observed:
         said = f"{none} seeds tell with 80{PERCENT} power if there is no true difference, or the one that was seen"
     else:

@@ -170,7 +170,13 @@ def progress_of(curves: Iterable[Sequence[float]]) -> Progress | None:
         if len(curve) >= FEWEST_STEPS and all(map(math.isfinite, curve)):
             # Up to two steps per end give too few differences, so the variance comes from the whole
             # curve.
-            ends.append((curve[:size], curve[-size:], [curve[:size], curve[-size:]] if size > 2 else [curve]))
+            ends.append(
+                (
+                    curve[:size],
+                    curve[-size:],
+                    [curve[:size], curve[-size:]] if size > 2 else [curve],
+                )
+            )
     return _between(ends)
 
 
@@ -184,7 +190,9 @@ def progress_between(first: Sequence[float], last: Sequence[float]) -> Progress 
     return _between([(first, last, [first, last])])
 
 
-def _between(ends: Sequence[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]]]]) -> Progress | None:
+def _between(
+    ends: Sequence[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]]]],
+) -> Progress | None:
     """Progress from the ends of curves.
 
     ends  (first losses, last losses, pieces of the curve for the variance of a step) of each run
@@ -203,7 +211,9 @@ def _between(ends: Sequence[tuple[Sequence[float], Sequence[float], Sequence[Seq
     now = statistics.fmean(statistics.fmean(last) for _, last, _ in ends)
     # Standard error of a mean over runs; each run adds the variances of its two end means.
     error = math.sqrt(variance) / len(ends)
-    return Progress(first=begun, last=now, shown=max(0.0, begun - now - student_quantile(freedom) * error))
+    return Progress(
+        first=begun, last=now, shown=max(0.0, begun - now - student_quantile(freedom) * error)
+    )
 
 
 def trivial_of(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +226,11 @@ def trivial_of(run: Mapping[str, Any]) -> dict[str, Any]:
     entropy = (run.get("data") or {}).get("unigram_entropy")
     if entropy is None or run.get("task", "text") != "text":
         return {}
-    return {"predictor": FREQUENCIES, "loss": entropy, "perplexity": math.exp(min(entropy, LARGEST_EXPONENT))}
+    return {
+        "predictor": FREQUENCIES,
+        "loss": entropy,
+        "perplexity": math.exp(min(entropy, LARGEST_EXPONENT)),
+    }
 
 
 def narrowed(margin: float, learnt: float | None) -> float:
@@ -241,7 +255,9 @@ def flaw_of_progress(progress: Progress | None, name: str) -> str:
     )
 
 
-def flaw_of_trivial(predictor: str, trivial: float | None, reached: float | None, sign: int, name: str) -> str:
+def flaw_of_trivial(
+    predictor: str, trivial: float | None, reached: float | None, sign: int, name: str
+) -> str:
     """Sentence if the reference does not beat a known trivial predictor, else ''.
 
     reached  worse end of the reference's interval, or its value
@@ -260,7 +276,9 @@ def flaw_of_evaluation(targets: int | None, margin: float, whole: float) -> str:
     """
     if targets is None or targets * margin >= whole:
         return ""
-    needed = f"{count(math.ceil(whole / margin))} are needed" if margin > 0 else "no number is enough"
+    needed = (
+        f"{count(math.ceil(whole / margin))} are needed" if margin > 0 else "no number is enough"
+    )
     return f"The evaluation has {plural(targets, 'target')}, and one weighs more than the margin: {needed}."
 
 
@@ -308,7 +326,9 @@ class Reference:
     samples: Mapping[str, str] = field(default_factory=dict)
 
 
-def assess(reference: Reference, asked: float, control_at: Callable[[float], Control] | None = None) -> Assay:
+def assess(
+    reference: Reference, asked: float, control_at: Callable[[float], Control] | None = None
+) -> Assay:
     """Apply the rule in the module docstring.
 
     control_at  control_at(margin) -> result of the positive control; None: none was trained
@@ -319,7 +339,11 @@ def assess(reference: Reference, asked: float, control_at: Callable[[float], Con
         **reference.samples,
         PROGRESS: flaw_of_progress(reference.progress, reference.name),
         TRIVIAL: flaw_of_trivial(
-            reference.predictor, reference.trivial, reference.reached, reference.sign, reference.name
+            reference.predictor,
+            reference.trivial,
+            reference.reached,
+            reference.sign,
+            reference.name,
         ),
         EVALUATION: flaw_of_evaluation(reference.targets, margin, reference.whole),
         CONTROL: flaw_of_control(control, reference.name),
@@ -334,7 +358,11 @@ def assess(reference: Reference, asked: float, control_at: Callable[[float], Con
 
 
 def assess_curve(
-    name: str, losses: Sequence[float], asked: float, trivial: Mapping[str, Any], evaluated: float | None
+    name: str,
+    losses: Sequence[float],
+    asked: float,
+    trivial: Mapping[str, Any],
+    evaluated: float | None,
 ) -> Assay:
     """Assay sensitivity of one run that others are compared with, step by step.
 

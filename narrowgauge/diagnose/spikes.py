@@ -108,7 +108,11 @@ class Spikes:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`."""
-        self._losses, self._norms, self.inside = list(state["losses"]), list(state["norms"]), state["inside"]
+        self._losses, self._norms, self.inside = (
+            list(state["losses"]),
+            list(state["norms"]),
+            state["inside"],
+        )
 
 
 def measured(before: Sequence[float], value: float) -> tuple[float | None, float | None]:

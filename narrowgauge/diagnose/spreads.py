@@ -60,7 +60,9 @@ def row_spread(gy: Tensor) -> Rows:
     norms = norms.cpu()
     norms, count = norms[norms > 0], len(norms)
     if not len(norms):
-        return Rows(count=count, effective=1.0, top=0.1, norms=Histogram(lowest_exponent=0, counts=[]))
+        return Rows(
+            count=count, effective=1.0, top=0.1, norms=Histogram(lowest_exponent=0, counts=[])
+        )
     energy = norms.square()
     tenth = energy.sort(descending=True).values[: -(-len(norms) // 10)]
     return Rows(
@@ -83,7 +85,9 @@ def channel_spread(x: Tensor, rotation: Hadamard | None = None) -> Channels:
     before = _over_median(wide.abs().amax(0).cpu())
     # A rotation can enlarge the ratio: down_proj's input has a mean, which the first Hadamard
     # column sums (2.5 and 4.2 became 14 and 31 in a two-layer Llama, docs/log.md).
-    after = _over_median(rotate(wide, known, draw_signs(known, x.shape[1], wide.device)).abs().amax(0).cpu())
+    after = _over_median(
+        rotate(wide, known, draw_signs(known, x.shape[1], wide.device)).abs().amax(0).cpu()
+    )
     return Channels(
         count=x.shape[1],
         largest=float(before.max()),

@@ -66,7 +66,8 @@ def tensor_statistics(
     """
     if not x.is_floating_point():
         raise ConfigError(
-            f"tensor_statistics: x is {x.dtype}. Pass a float tensor; decode codes first.", code="statistics.dtype"
+            f"tensor_statistics: x is {x.dtype}. Pass a float tensor; decode codes first.",
+            code="statistics.dtype",
         )
     wide = x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     scale = torch.as_tensor(scale, dtype=wide.dtype, device=wide.device)
@@ -92,7 +93,9 @@ def tensor_statistics(
         inf=int(wide.isinf().sum()),
         underflow=int((code <= smallest_subnormal / 2).sum()) / max(code.numel(), 1),
         saturated=int((code > format_max * (1 + ROUNDING)).sum()) / max(code.numel(), 1),
-        histogram=Histogram(lowest_exponent=lowest, counts=torch.bincount(exponents - lowest).tolist()),
+        histogram=Histogram(
+            lowest_exponent=lowest, counts=torch.bincount(exponents - lowest).tolist()
+        ),
     )
 
 

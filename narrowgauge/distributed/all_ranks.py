@@ -52,13 +52,17 @@ def run_on_all_ranks(
             raise cause
         return result
     reports: list[Any] = [None] * world
-    dist.all_gather_object(reports, (failure, compare(result) if compare and failure is None else None), group=group)
+    dist.all_gather_object(
+        reports, (failure, compare(result) if compare and failure is None else None), group=group
+    )
     # An interrupt stays an interrupt on its own rank.
     if cause is not None and not isinstance(cause, Exception):
         raise cause
     for other, (failed, _) in enumerate(reports):
         if failed is not None:
-            raise _error_of_rank(failed[0], failed[1], other) from (cause if other == rank else None)
+            raise _error_of_rank(failed[0], failed[1], other) from (
+                cause if other == rank else None
+            )
     for other, (_, value) in enumerate(reports):
         if value != reports[0][1]:
             raise CheckpointError(
@@ -79,7 +83,9 @@ def first_rank_error(group: Group) -> Iterator[None]:
         with warnings.catch_warnings():
             if not (dist.is_available() and dist.is_initialized()):
                 # torch warns about saving without a process group, which is supported here.
-                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+                warnings.filterwarnings(
+                    "ignore", "torch.distributed is disabled, unavailable or uninitialized"
+                )
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())

@@ -39,25 +39,39 @@ def arrange(
     stages: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     are_stages = bool(stages) and all(pipeline.is_stage(each) for each in stages)
     error = _argument_error(
-        model, weights, activations, replicas, seed, is_model=are_stages or isinstance(model, nn.Module)
+        model,
+        weights,
+        activations,
+        replicas,
+        seed,
+        is_model=are_stages or isinstance(model, nn.Module),
     )
     agreed_seed, states = _agreed_seed(seed, error), []
     for module in [each.submod for each in stages] if are_stages else stages:
         state = DistributedState(
-            seed=agreed_seed, detect=partial(_detect, replicas=replicas, weights=weights, is_stage=are_stages)
+            seed=agreed_seed,
+            detect=partial(_detect, replicas=replicas, weights=weights, is_stage=are_stages),
         )
         topology = state.attach(module)
         # Ranks with different formats would run different collectives and deadlock.
-        require_same({"weights": weights, "activations": activations}, topology.replicas, topology.device(module))
+        require_same(
+            {"weights": weights, "activations": activations},
+            topology.replicas,
+            topology.device(module),
+        )
         # A single unwrapped process sends nothing, but keeps the settings for its state_dict.
         is_single_rank = not dist.is_initialized() or dist.get_world_size() == 1
         if is_single_rank and not (topology.ddp or topology.fsdp):
             state.gradients = gradient_messages.single_rank_gradients(gradients, reduce)
         elif topology.ddp or topology.fsdp or gradients != "16bit" or reduce != "mean":
-            state.gradients = gradient_messages.install(module, gradients=gradients, reduce=reduce, mesh=nodes)
+            state.gradients = gradient_messages.install(
+                module, gradients=gradients, reduce=reduce, mesh=nodes
+            )
             if dist.is_initialized() and dist.get_world_size() > 1:
                 state.describe_traffic["gradient"] = state.gradients.describe_traffic
-        if not are_stages and (activations == "fp8" or any(isinstance(each, DTensor) for each in module.parameters())):
+        if not are_stages and (
+            activations == "fp8" or any(isinstance(each, DTensor) for each in module.parameters())
+        ):
             tensor_parallel.install(module, activations)
         states.append(state)
     if are_stages:
@@ -91,7 +105,9 @@ def _detect(
                 code="distribute.frozen-codes",
             )
     # Strings: recipes are compared by digest, and shown in the error message.
-    recipes = tuple(f"{plain_name(name)}: {_describe_recipe(layer)}" for layer, name in layers.items())
+    recipes = tuple(
+        f"{plain_name(name)}: {_describe_recipe(layer)}" for layer, name in layers.items()
+    )
     _require_same_recipes(state, topology, model, recipes, is_running)
     topology.require_reduced_step_sizes(layers)
 
@@ -120,7 +136,11 @@ def _detect(
 
 
 def _require_same_recipes(
-    state: DistributedState, topology: Topology, model: nn.Module, recipes: tuple[str, ...], is_running: bool
+    state: DistributedState,
+    topology: Topology,
+    model: nn.Module,
+    recipes: tuple[str, ...],
+    is_running: bool,
 ) -> None:
     """Raise ConfigError on all ranks if the converted layers or their recipes differ.
 
@@ -133,10 +153,17 @@ def _require_same_recipes(
         return
     state.compared_settings = settings
     if not is_running:
-        require_same({"layers and their recipes": recipes}, topology.replicas, topology.device(model))
+        require_same(
+            {"layers and their recipes": recipes}, topology.replicas, topology.device(model)
+        )
         return
     try:
-        require_same({"layers and their recipes": recipes}, topology.replicas, topology.device(model), FIRST_FORWARD_S)
+        require_same(
+            {"layers and their recipes": recipes},
+            topology.replicas,
+            topology.device(model),
+            FIRST_FORWARD_S,
+        )
     except RuntimeError as error:
         raise PeerError(
             f"distribute: rank {dist.get_rank()} is in its first forward pass since the model was wrapped or converted, and "
@@ -147,7 +174,12 @@ def _require_same_recipes(
 
 
 def _require_fully_shard(topology: Topology, model: nn.Module, weights: Weights) -> None:
-    if weights == "codes" and not topology.fsdp and dist.is_initialized() and dist.get_world_size() > 1:
+    if (
+        weights == "codes"
+        and not topology.fsdp
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    ):
         raise ConfigError(
             f'distribute: weights="codes" says how fully_shard gathers, and {type(model).__name__} was not passed to it. Call '
             "fully_shard first, on this model, or leave weights out.",
@@ -158,7 +190,11 @@ def _require_fully_shard(topology: Topology, model: nn.Module, weights: Weights)
 def _warn_about_one_replica(topology: Topology, model: nn.Module) -> None:
     """Warn if several ranks train but no wrapper, group or DTensor connects them."""
     several = dist.is_initialized() and dist.get_world_size() > 1
-    if several and not topology.replicas and not any(isinstance(each, DTensor) for each in model.parameters()):
+    if (
+        several
+        and not topology.replicas
+        and not any(isinstance(each, DTensor) for each in model.parameters())
+    ):
         warnings.warn(
             f"{dist.get_world_size()} ranks train, and narrowgauge.distribute found neither DistributedDataParallel nor fully_shard nor "
             f"tensor parallelism around this {type(model).__name__}: each rank stands alone, with the same random numbers as the others. "
@@ -185,9 +221,14 @@ def _describe_recipe(layer: QLinear) -> str:
     return f"{recipe.name} ({products}, {recipe.save}, {recipe.backward})"
 
 
-def _argument_error(model: Any, weights: Any, activations: Any, replicas: Any, seed: Any, is_model: bool) -> str:
+def _argument_error(
+    model: Any, weights: Any, activations: Any, replicas: Any, seed: Any, is_model: bool
+) -> str:
     """Return an error sentence, with the next step, for this rank's invalid arguments, or ""."""
-    for name, value, choices in (("weights", weights, Weights), ("activations", activations, Activations)):
+    for name, value, choices in (
+        ("weights", weights, Weights),
+        ("activations", activations, Activations),
+    ):
         if value not in get_args(choices):
             return f"{name} is {value!r}; choose one of {', '.join(get_args(choices))}."
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
@@ -220,6 +261,7 @@ def _agreed_seed(seed: int | None, error: str) -> int:
     seeds = [each for _, _, each in reported]
     if len(set(seeds)) > 1:
         raise ConfigError(
-            f"distribute: ranks have seeds {seeds}. Pass the same on all of them.", code="distribute.seeds"
+            f"distribute: ranks have seeds {seeds}. Pass the same on all of them.",
+            code="distribute.seeds",
         )
     return int(reported[0][1])

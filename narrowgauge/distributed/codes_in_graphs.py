@@ -46,7 +46,11 @@ def read(weight: Any, orientation: str, use_history: bool, after: Tensor | None)
     gathered_bytes, rows = weight.gathered_bytes, weight.rows.total
     assert gathered_bytes is not None
     # With one set of codes forward and backward read the same bytes.
-    if after is None and not weight.coder.has_two_sets and weight.has_codes(orientation, use_history):
+    if (
+        after is None
+        and not weight.coder.has_two_sets
+        and weight.has_codes(orientation, use_history)
+    ):
         return gathered_bytes.data[:rows]
     # FSDP refills the same tensor before backward, with the grad_input codes if the recipe has two
     # sets. Only an operator can check at run time which set it holds, and gather the other one.
@@ -58,7 +62,9 @@ def read(weight: Any, orientation: str, use_history: bool, after: Tensor | None)
     return found[:rows]
 
 
-def _gathered_codes(data: Tensor, index: Tensor, after: Tensor | None, orientation: str, use_history: bool) -> Tensor:
+def _gathered_codes(
+    data: Tensor, index: Tensor, after: Tensor | None, orientation: str, use_history: bool
+) -> Tensor:
     weight = _weights[int(index)]
     found: Tensor = weight.bytes_of(orientation, use_history)
     # A custom operator must not return its input.
@@ -70,4 +76,6 @@ torch.library.define(
     "(Tensor data, Tensor index, Tensor? after, str orientation, bool use_history) -> Tensor",
 )
 torch.library.impl("narrowgauge::gathered_codes", "CompositeExplicitAutograd", _gathered_codes)
-torch.library.register_fake("narrowgauge::gathered_codes", lambda data, *rest: torch.empty_like(data))
+torch.library.register_fake(
+    "narrowgauge::gathered_codes", lambda data, *rest: torch.empty_like(data)
+)

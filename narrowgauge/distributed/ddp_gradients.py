@@ -46,7 +46,9 @@ def install(model: DistributedDataParallel, gradients: Gradients, mesh: DeviceMe
     if across is not None and gradients.format != "16bit":
         gradients.bytes_between_nodes = 2 * gradients.bytes_of_sum(first) / within.size
     hops = _describe_hops(gradients, within, across)
-    gradients.descriptions.append(f"gradients: {gradients.describe_format()}; {hops}, {gradients.reduce}")
+    gradients.descriptions.append(
+        f"gradients: {gradients.describe_format()}; {hops}, {gradients.reduce}"
+    )
     if gradients.format != "16bit":
         _register(model, Fp8AllReduceHook(gradients, names, within, across))
     elif gradients.reduce == "sum":
@@ -60,7 +62,9 @@ def install(model: DistributedDataParallel, gradients: Gradients, mesh: DeviceMe
 class Fp8AllReduceHook:
     """8-bit all-reduce of a bucket. On a GPU it runs on its own stream, beside backward."""
 
-    def __init__(self, gradients: Gradients, names: Mapping[int, str], within: Link, across: Link | None) -> None:
+    def __init__(
+        self, gradients: Gradients, names: Mapping[int, str], within: Link, across: Link | None
+    ) -> None:
         self.gradients, self.names, self.within, self.across = gradients, names, within, across
         ranks = within.size * (across.size if across else 1)
         self.divisor = ranks if gradients.reduce == "mean" else 1
@@ -149,7 +153,9 @@ def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) 
     model.__dict__[HOOK] = hook
 
 
-def _hops(gradients: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None) -> tuple[Link, Link | None]:
+def _hops(
+    gradients: Gradients, group: dist.ProcessGroup, mesh: DeviceMesh | None
+) -> tuple[Link, Link | None]:
     """Return the link of the reduce-scatter, and the link across nodes (None for one group)."""
     if mesh is None:
         return gradients.link(group), None

@@ -41,14 +41,18 @@ TORCH_DEFAULTS: dict[str, Callable[[], Any]] = {
 
 def install(model: nn.Module, gradients: Gradients, mesh: DeviceMesh | None) -> None:
     """Install the collectives on all FSDP2 modules; see `gradients.install`."""
-    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    blocks = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    ]
     gradients.names = (
         *(name for name, _ in model.named_parameters()),
         *(_concatenated_name(name) for name, _ in blocks),
     )
     across = None if mesh is None else gradients.link(mesh.get_group(0))
     for name, block in blocks:
-        parameters = [(at, it) for at, it in _own_parameters(name, cast(nn.Module, block)) if it.requires_grad]
+        parameters = [
+            (at, it) for at, it in _own_parameters(name, cast(nn.Module, block)) if it.requires_grad
+        ]
         if mesh is not None:
             _check_mesh(parameters, mesh)
         _install(block, gradients, FsdpReduceScatter(gradients, name, parameters, across), across)
@@ -67,7 +71,9 @@ def install(model: nn.Module, gradients: Gradients, mesh: DeviceMesh | None) -> 
         )
 
 
-def _install(block: FSDPModule, gradients: Gradients, comm: ReduceScatter, across: Link | None) -> None:
+def _install(
+    block: FSDPModule, gradients: Gradients, comm: ReduceScatter, across: Link | None
+) -> None:
     # Undo an earlier `distribute`.
     for method in block.__dict__.pop(SETTERS_CALLED, ()):
         getattr(block, method)(TORCH_DEFAULTS[method]())
@@ -100,7 +106,11 @@ def _set(block: FSDPModule, method: str, value: Any) -> None:
 
 def _own_parameters(prefix: str, block: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of `block` outside its inner FSDP2 modules, in FSDP2's layout order."""
-    inner = [f"{name}." for name, module in block.named_modules() if name and isinstance(module, FSDPModule)]
+    inner = [
+        f"{name}."
+        for name, module in block.named_modules()
+        if name and isinstance(module, FSDPModule)
+    ]
     for name, parameter in block.named_parameters():
         if not name.startswith(tuple(inner)):
             yield f"{prefix}.{name}" if prefix else name, parameter
@@ -110,7 +120,9 @@ def _groups(parameters: Parameters) -> list[dist.ProcessGroup]:
     """Return the process group of each mesh axis of the first DTensor; [] without DTensors."""
     for _, parameter in parameters:
         if isinstance(parameter, DTensor):
-            return [parameter.device_mesh.get_group(axis) for axis in range(parameter.device_mesh.ndim)]
+            return [
+                parameter.device_mesh.get_group(axis) for axis in range(parameter.device_mesh.ndim)
+            ]
     return []
 
 
@@ -131,12 +143,20 @@ def _is_hsdp(parameter: Tensor) -> bool:
 
     Tensor parallelism replicates too, but on the last axis.
     """
-    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 and parameter.placements[0].is_replicate()
+    return (
+        isinstance(parameter, DTensor)
+        and parameter.device_mesh.ndim > 1
+        and parameter.placements[0].is_replicate()
+    )
 
 
 def _all_reduce_across_nodes(gradients: Gradients, across: Link, shard: Tensor) -> None:
     """All-reduce hook: combine the shard with the same shard of the other nodes, in place."""
-    reduced = across.all_reduce_sum(shard) if gradients.format == "16bit" else messages.all_reduce(shard, across)
+    reduced = (
+        across.all_reduce_sum(shard)
+        if gradients.format == "16bit"
+        else messages.all_reduce(shard, across)
+    )
     # FSDP2 itself divides only by the number of ranks in the node.
     shard.copy_(reduced / across.size if gradients.reduce == "mean" else reduced)
 
@@ -144,11 +164,20 @@ def _all_reduce_across_nodes(gradients: Gradients, across: Link, shard: Tensor) 
 class FsdpReduceScatter(ReduceScatter):
     """The reduce-scatter of one FSDP2 module."""
 
-    def __init__(self, gradients: Gradients, name: str, parameters: Parameters, across: Link | None) -> None:
-        self.gradients, self.name, self.parameters, self.across = gradients, name, parameters, across
+    def __init__(
+        self, gradients: Gradients, name: str, parameters: Parameters, across: Link | None
+    ) -> None:
+        self.gradients, self.name, self.parameters, self.across = (
+            gradients,
+            name,
+            parameters,
+            across,
+        )
         self.layouts: dict[Link, tuple[Layout, tuple[Link, ...]]] = {}
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -178,7 +207,11 @@ class FsdpReduceScatter(ReduceScatter):
 
     def layout(self, link: Link) -> Layout:
         """Return the layout of a message in which every parameter has a gradient."""
-        sizes = {name: _shard_numel(parameter, link) for name, parameter in self.parameters if parameter.numel()}
+        sizes = {
+            name: _shard_numel(parameter, link)
+            for name, parameter in self.parameters
+            if parameter.numel()
+        }
         return Layout(tuple(sizes), tuple(sizes.values()), repeats=link.size)
 
     def other_links(self, link: Link) -> tuple[Link, ...]:
@@ -187,7 +220,11 @@ class FsdpReduceScatter(ReduceScatter):
         These are HSDP replicas, tensor-parallel ranks and other nodes; they share mu of "fp8-lm".
         """
         ranks = set(dist.get_process_group_ranks(link.group))
-        groups = [group for group in _groups(self.parameters) if not ranks >= set(dist.get_process_group_ranks(group))]
+        groups = [
+            group
+            for group in _groups(self.parameters)
+            if not ranks >= set(dist.get_process_group_ranks(group))
+        ]
         links = tuple(self.gradients.link(group) for group in groups)
         return (*links, self.across) if self.across else links
 

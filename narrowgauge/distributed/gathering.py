@@ -89,7 +89,9 @@ def _tensor_infos(selected: dict[str, Tensor], dtype: torch.dtype | None) -> dic
                 code="distribute.meta-tensor",
             )
         earlier = first.setdefault(id(tensor), name)
-        infos[name] = TensorInfo(_cast(tensor.dtype, dtype), list(tensor.shape), earlier if earlier != name else "")
+        infos[name] = TensorInfo(
+            _cast(tensor.dtype, dtype), list(tensor.shape), earlier if earlier != name else ""
+        )
     return infos
 
 
@@ -116,7 +118,9 @@ def _full_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return as_bytes.full_tensor().view(local.dtype)
 
 
-def _to_rank_0(full: Tensor | None, holder: int, info: TensorInfo, rank: int, group: Group) -> Tensor | None:
+def _to_rank_0(
+    full: Tensor | None, holder: int, info: TensorInfo, rank: int, group: Group
+) -> Tensor | None:
     """Return the tensor on the CPU on rank 0, received from `holder` if needed; None elsewhere."""
     if holder == 0:
         return full.cpu() if rank == 0 and full is not None else None
@@ -136,5 +140,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _device(group: Group) -> torch.device:
     """Return the device that the group's point-to-point messages use."""
     return (
-        torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
+        torch.device("cuda", torch.cuda.current_device())
+        if "nccl" in dist.get_backend(group)
+        else torch.device("cpu")
     )

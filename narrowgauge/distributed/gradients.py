@@ -42,7 +42,11 @@ __all__ = ["GradientFormat", "Gradients", "Reduce", "install"]
 
 
 def install(
-    model: nn.Module, *, gradients: GradientFormat = "16bit", reduce: Reduce = "mean", mesh: DeviceMesh | None = None
+    model: nn.Module,
+    *,
+    gradients: GradientFormat = "16bit",
+    reduce: Reduce = "mean",
+    mesh: DeviceMesh | None = None,
 ) -> Gradients:
     """Set the gradient messages of a parallelized model; call before its first backward.
 
@@ -94,7 +98,10 @@ def single_rank_gradients(gradients: GradientFormat, reduce: Reduce) -> Gradient
 
 
 def _refuse_unknown(gradients: GradientFormat, reduce: Reduce) -> None:
-    for name, value, choices in (("gradients", gradients, GradientFormat), ("reduce", reduce, Reduce)):
+    for name, value, choices in (
+        ("gradients", gradients, GradientFormat),
+        ("reduce", reduce, Reduce),
+    ):
         if value not in get_args(choices):
             raise ConfigError(
                 f"distribute: {name} is {value!r}; choose one of {', '.join(get_args(choices))}.",
@@ -115,5 +122,7 @@ def _groups(model: nn.Module) -> tuple[list[dist.ProcessGroup], torch.device]:
     """
     if isinstance(model, DistributedDataParallel):
         return [model.process_group], next(model.parameters()).device
-    mesh = next(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    mesh = next(
+        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
+    )
     return [mesh.get_group(axis) for axis in range(mesh.ndim)], torch.device(mesh.device_type)

@@ -36,11 +36,21 @@ from narrowgauge.manifest import DTYPES, FACTS, INDEX, Manifest
 from narrowgauge.storage import reading
 
 # One-byte dtypes that safetensors cannot store.
-AS_BYTES = frozenset(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))
+AS_BYTES = frozenset(
+    getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
+)
 STORABLE = {name: getattr(torch, name) for name in DTYPES} | {
     str(each).removeprefix("torch."): each for each in AS_BYTES
 }
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError)
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    SafetensorError,
+)
 
 # Key of a safetensors header for free text entries.
 METADATA = "__metadata__"
@@ -90,14 +100,18 @@ class Index:
             }
             for name, stored in self.tensors.items()
         }
-        values = {name: {"path": self.paths[name], "value": value} for name, value in self.values.items()}
+        values = {
+            name: {"path": self.paths[name], "value": value} for name, value in self.values.items()
+        }
         return json.dumps({"tensors": tensors, "values": values}, allow_nan=False).encode()
 
     def part(self, keep: Callable[[str], bool]) -> Index:
         """Return the entries whose outermost key satisfies `keep`."""
         paths = {name: path for name, path in self.paths.items() if keep(path[0])}
         tensors = {name: stored for name, stored in self.tensors.items() if name in paths}
-        return Index(tensors, {name: value for name, value in self.values.items() if name in paths}, paths)
+        return Index(
+            tensors, {name: value for name, value in self.values.items() if name in paths}, paths
+        )
 
     def tensors_alone(self) -> Index:
         return Index(self.tensors, {}, {name: self.paths[name] for name in self.tensors})
@@ -109,7 +123,8 @@ class Index:
             return state_tree.unflatten(self.paths, {**tensors, **values})
         except UNREADABLE as error:
             raise CheckpointError(
-                f"{folder}: its index makes no sense: {error}. Restore the checkpoint.", code="checkpoint.index"
+                f"{folder}: its index makes no sense: {error}. Restore the checkpoint.",
+                code="checkpoint.index",
             ) from error
 
 
@@ -161,7 +176,9 @@ def _parse_tensor(name: str, entry: Any, listing: Manifest) -> StoredTensor:
     for offsets, sizes, file in entry["chunks"]:
         chunk = Chunk(_box(offsets), _box(sizes), file, chunk_key(name, _box(offsets)))
         ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if file not in listing.files or any(end > most for end, most in zip(ends, shape, strict=True)):
+        if file not in listing.files or any(
+            end > most for end, most in zip(ends, shape, strict=True)
+        ):
             raise ValueError(f"{name!r} has a chunk outside of it, or in a file that is not listed")
         chunks.append(chunk)
     # Counting elements is not enough: chunks that overlap and leave a row empty can add up to the
@@ -182,13 +199,21 @@ def _covers_once(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> bool:
     if not math.prod(shape):
         return not filled
     full = ((0,) * len(shape), shape)
-    cut_axes = [axis for axis, length in enumerate(shape) if any(sizes[axis] != length for _, sizes in filled)]
+    cut_axes = [
+        axis
+        for axis, length in enumerate(shape)
+        if any(sizes[axis] != length for _, sizes in filled)
+    ]
     if len(cut_axes) > MAX_CUT_AXES:
-        raise ValueError(f"its chunks cut {len(cut_axes)} axes, and at most {MAX_CUT_AXES} are read")
+        raise ValueError(
+            f"its chunks cut {len(cut_axes)} axes, and at most {MAX_CUT_AXES} are read"
+        )
     sums: Counter[Box] = Counter()
     for (offsets, sizes), sign in (*((box, 1) for box in filled), (full, -1)):
         for far in itertools.product((0, 1), repeat=len(cut_axes)):
-            corner = tuple(offsets[axis] + end * sizes[axis] for axis, end in zip(cut_axes, far, strict=True))
+            corner = tuple(
+                offsets[axis] + end * sizes[axis] for axis, end in zip(cut_axes, far, strict=True)
+            )
             sums[corner] += -sign if sum(far) % 2 else sign
     return not any(sums.values())
 
@@ -221,10 +246,14 @@ def _single_process_index(folder: Path, listing: Manifest) -> Index:
         for name, first in ties.items():
             # Tied names share the list of chunks; `storage.read` restores the tie by its identity.
             tied = tensors[f"{group}.{first}"]
-            tensors[f"{group}.{name}"] = StoredTensor([group, name], tied.dtype, tied.shape, tied.chunks)
+            tensors[f"{group}.{name}"] = StoredTensor(
+                [group, name], tied.dtype, tied.shape, tied.chunks
+            )
     facts = reading.strict_json(manifest.read_file(folder, FACTS, listing))
     flat = state_tree.flatten({"facts": facts})
-    return Index(tensors, flat.values, {name: stored.path for name, stored in tensors.items()} | flat.paths)
+    return Index(
+        tensors, flat.values, {name: stored.path for name, stored in tensors.items()} | flat.paths
+    )
 
 
 def check_header(path: Path, chunks: Sequence[tuple[str, StoredTensor, Chunk]]) -> None:
@@ -233,7 +262,9 @@ def check_header(path: Path, chunks: Sequence[tuple[str, StoredTensor, Chunk]]) 
         header = _header(path) if chunks else {}
         for _, stored, chunk in chunks:
             entry = header.get(chunk.key)
-            found = None if entry is None else (_header_dtypes()[entry["dtype"]], _box(entry["shape"]))
+            found = (
+                None if entry is None else (_header_dtypes()[entry["dtype"]], _box(entry["shape"]))
+            )
             _require_chunk(path, stored, chunk, found)
     except UNREADABLE as error:
         raise CheckpointError(
@@ -298,18 +329,26 @@ def _header_dtypes() -> dict[str, torch.dtype]:
     for name in DTYPES:
         # safetensors has its own dtype names, such as F8_E4M3: read them from a saved header.
         data = safetensors.torch.save({"t": torch.empty(0, dtype=getattr(torch, name))})
-        found[json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["t"]["dtype"]] = getattr(torch, name)
+        found[json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["t"]["dtype"]] = getattr(
+            torch, name
+        )
     return found
 
 
-def read_chunk(shards: Mapping[str, Tensor], stored: StoredTensor, chunk: Chunk, path: Path) -> Tensor:
+def read_chunk(
+    shards: Mapping[str, Tensor], stored: StoredTensor, chunk: Chunk, path: Path
+) -> Tensor:
     """Return a chunk from the tensors of its file, in its dtype; CheckpointError if it does not fit."""
     found = shards.get(chunk.key)
-    _require_chunk(path, stored, chunk, None if found is None else (found.dtype, tuple(found.shape)))
+    _require_chunk(
+        path, stored, chunk, None if found is None else (found.dtype, tuple(found.shape))
+    )
     return shards[chunk.key].view(stored.dtype)
 
 
-def _require_chunk(path: Path, stored: StoredTensor, chunk: Chunk, found: tuple[torch.dtype, Box] | None) -> None:
+def _require_chunk(
+    path: Path, stored: StoredTensor, chunk: Chunk, found: tuple[torch.dtype, Box] | None
+) -> None:
     """Raise CheckpointError unless `found` is the chunk's stored dtype and shape."""
     expected = torch.uint8 if stored.dtype in AS_BYTES else stored.dtype
     if found != (expected, chunk.sizes):
@@ -320,7 +359,9 @@ def _require_chunk(path: Path, stored: StoredTensor, chunk: Chunk, found: tuple[
         )
 
 
-def by_file(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, list[tuple[str, StoredTensor, Chunk]]]]:
+def by_file(
+    tensors: Mapping[str, StoredTensor],
+) -> Iterator[tuple[str, list[tuple[str, StoredTensor, Chunk]]]]:
     """Yield each file with its chunks: (file, [(tensor name, tensor, chunk)])."""
     files: dict[str, list[tuple[str, StoredTensor, Chunk]]] = {}
     for name, stored in tensors.items():

@@ -38,7 +38,9 @@ BYTES_PER_ELEMENT = 1 + 1 / TILE
 MESSAGE = Cast(format=E4M3, tile=(1, TILE), scale=E8M0_CEIL)
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_all_gather = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
 
 
 def tiles(elements: int) -> int:
@@ -56,7 +58,11 @@ def encode(rows: Tensor) -> Tensor:
 def decode(messages: Tensor, columns: int) -> Tensor:
     """Dequantize messages of `encode` to float32 [rows, columns]."""
     codes, scales = messages.split((columns, tiles(columns)), dim=1)
-    return dequantize(QTensor(data=E4M3.unpack(codes, columns), scale=E8M0.decode(scales), cast=MESSAGE, inner=columns))
+    return dequantize(
+        QTensor(
+            data=E4M3.unpack(codes, columns), scale=E8M0.decode(scales), cast=MESSAGE, inner=columns
+        )
+    )
 
 
 def total(messages: Tensor, columns: int) -> Tensor:

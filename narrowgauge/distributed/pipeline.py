@@ -26,7 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed.stage_messages import DecodeMessage, EncodeMessage, is_sent_as_codes, message_like
+from narrowgauge.distributed.stage_messages import (
+    DecodeMessage,
+    EncodeMessage,
+    is_sent_as_codes,
+    message_like,
+)
 from narrowgauge.distributed.state import DistributedState
 from narrowgauge.distributed.torch_private import STAGES, is_shape_inference, parameter_group
 from narrowgauge.errors import ConfigError
@@ -60,7 +65,10 @@ def install(stages: Sequence[Stage], states: Sequence[DistributedState], activat
             f"distribute: activations is {activations!r}. Pass one of {', '.join(map(repr, FORMATS))}.",
             code="pipeline.activations",
         )
-    own = [(each.stage_index, each.num_stages, activations, _weight_digests(each.submod)) for each in stages]
+    own = [
+        (each.stage_index, each.num_stages, activations, _weight_digests(each.submod))
+        for each in stages
+    ]
     gathered: list[Any] = [None] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(gathered, own, group=stages[0].group)
     # Every rank evaluates the same list, so all raise the same error.
@@ -108,7 +116,9 @@ class StageHooks:
         if not self._crosses_ranks(-1):
             return args
         on_send = self._count_gradient if self.counts_bytes else _ignore
-        return tuple(DecodeMessage.apply(each, on_send) if is_sent_as_codes(each) else each for each in args)
+        return tuple(
+            DecodeMessage.apply(each, on_send) if is_sent_as_codes(each) else each for each in args
+        )
 
     def encode_outputs(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Forward hook: encode the outputs."""
@@ -155,10 +165,16 @@ def _warn_about_resharding(stages: Sequence[Stage]) -> None:
     # Zero-bubble schedules look up a stage's weights as registered at that moment. After resharding
     # those are other parameter objects, and their gradients are lost silently.
     for stage in stages:
-        parts = {name: each for name, each in stage.submod.named_modules() if name and isinstance(each, FSDPModule)}
+        parts = {
+            name: each
+            for name, each in stage.submod.named_modules()
+            if name and isinstance(each, FSDPModule)
+        }
         groups = {name: parameter_group(each) for name, each in parts.items()}
         found = [
-            name for name, group in groups.items() if group is not None and group.post_forward_mesh_info is not None
+            name
+            for name, group in groups.items()
+            if group is not None and group.post_forward_mesh_info is not None
         ]
         if found:
             warnings.warn(
@@ -217,7 +233,11 @@ def _weight_digests(module: nn.Module) -> list[WeightDigest]:
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.Linear) and (digest := _digest(each.weight)):
             parameter = dist.get_rank(), id(each.weight)
-            found.append(WeightDigest(f"{name}.weight".lstrip("."), isinstance(each, nn.Embedding), digest, parameter))
+            found.append(
+                WeightDigest(
+                    f"{name}.weight".lstrip("."), isinstance(each, nn.Embedding), digest, parameter
+                )
+            )
     return found
 
 

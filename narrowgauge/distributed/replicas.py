@@ -50,7 +50,12 @@ def rank_facts(plan: SavePlan, flat: state_tree.Flat) -> RankFacts:
         for item in plan.items
         if _is_replicated(flat.tensors[item.index.fqn])
     }
-    return RankFacts(flat.values, flat.paths, {name: _form(tensor) for name, tensor in flat.tensors.items()}, replicas)
+    return RankFacts(
+        flat.values,
+        flat.paths,
+        {name: _form(tensor) for name, tensor in flat.tensors.items()},
+        replicas,
+    )
 
 
 class CheckedSavePlanner(DefaultSavePlanner):
@@ -70,7 +75,9 @@ class CheckedSavePlanner(DefaultSavePlanner):
 
 def _is_replicated(tensor: Tensor) -> bool:
     """Return True if another rank may have the same part of the tensor."""
-    return not isinstance(tensor, DTensor) or any(placement.is_replicate() for placement in tensor.placements)
+    return not isinstance(tensor, DTensor) or any(
+        placement.is_replicate() for placement in tensor.placements
+    )
 
 
 def _form(tensor: Tensor) -> str:
@@ -80,7 +87,12 @@ def _form(tensor: Tensor) -> str:
 
 def _digest(tensor: Tensor) -> str:
     """Return the two sums over the local part, and the trailing bytes that fill no word."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().resolve_conj().resolve_neg()
+    local = (
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        .detach()
+        .resolve_conj()
+        .resolve_neg()
+    )
     octets = local.contiguous().reshape(-1).view(torch.uint8)
     words_end = octets.numel() // 8 * 8
     words = octets[:words_end]
@@ -92,7 +104,9 @@ def _digest(tensor: Tensor) -> str:
         part = words[start : start + DIGEST_WORDS]
         plain += part.sum()
         # Odd weights are invertible modulo 2^64, so a single changed word always changes the sum.
-        placed += (part * torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, device=part.device)).sum()
+        placed += (
+            part * torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, device=part.device)
+        ).sum()
     return f"{int(plain)} {int(placed)} {octets[words_end:].tolist()}"
 
 
@@ -112,7 +126,9 @@ def _require_same_entries(facts: list[RankFacts]) -> None:
                 )
     try:
         # Also detects nesting conflicts: a value on one rank where another has a dict.
-        state_tree.unflatten({name: path for name, (_, _, path) in entries.items()}, dict.fromkeys(entries))
+        state_tree.unflatten(
+            {name: path for name, (_, _, path) in entries.items()}, dict.fromkeys(entries)
+        )
     except ValueError as error:
         raise CheckpointError(
             f"save: the states of the ranks are not parts of one state: {error}. Rename it.",

@@ -33,7 +33,10 @@ def require_same(
     Cost: one small all-reduce per group, and an all_gather_object if a value differs.
     """
     # 56 bits of SHA-256: digest and negated digest both fit into int64.
-    digests = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in settings.values()]
+    digests = [
+        int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+        for value in settings.values()
+    ]
     for group in groups:
         # One MAX gives both bounds, max(d) and -min(d); the values are equal if and only if they
         # agree.
@@ -53,7 +56,8 @@ def require_same(
             dist.all_gather_object(reported, (dist.get_rank(), value), group=group)
             words = "; ".join(f"{own!r} on rank {rank}" for rank, own in _differing_items(reported))
             raise ConfigError(
-                f"distribute: ranks differ in {name}: {words}. Give all ranks the same.", code="distribute.ranks-differ"
+                f"distribute: ranks differ in {name}: {words}. Give all ranks the same.",
+                code="distribute.ranks-differ",
             )
 
 

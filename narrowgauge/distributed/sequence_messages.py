@@ -40,7 +40,9 @@ from narrowgauge.scaling import WHOLE
 
 
 @torch.no_grad()
-def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], bytes_sent: Counter[str]) -> DTensor:
+def gather(
+    x: DTensor, axis: int, role: str, layers: list[QLinear], bytes_sent: Counter[str]
+) -> DTensor:
     """Return x of all ranks, dequantized to x's dtype, and cache its casts for the layers.
 
     role        "x" (input of all the layers) or "gy" (gradient of one layer's output)
@@ -63,14 +65,20 @@ def gather(x: DTensor, axis: int, role: str, layers: list[QLinear], bytes_sent: 
         # A whole-tensor tile spans all ranks, so its scale needs the maximum of all of them.
         amax = _global_amax(rows, group, bytes_sent)
         if operand.state is not None and isinstance(cast.calibrate, Window):
-            amax = operand.casts.amax = update_amax(operand.state, amax, records=operand.context.records)
+            amax = operand.casts.amax = update_amax(
+                operand.state, amax, records=operand.context.records
+            )
 
-    codes = _gathered_codes(quantize(rows, cast, amax=amax), group, shape, axis, x.shape[axis], bytes_sent)
+    codes = _gathered_codes(
+        quantize(rows, cast, amax=amax), group, shape, axis, x.shape[axis], bytes_sent
+    )
     whole = dequantize(codes, x.dtype).reshape(x.shape)
     found = DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
     if operand is not None and reader is not None:
         # If the GEMM reads dequantized values, expand once here and not in every layer.
-        operand.casts.rows = codes if operand.plan.rows_expand is None else codes.expanded(operand.plan.rows_expand)
+        operand.casts.rows = (
+            codes if operand.plan.rows_expand is None else codes.expanded(operand.plan.rows_expand)
+        )
         _cache_casts(found, operand, reader, layers)
     return found
 
@@ -83,7 +91,11 @@ def reduce_scatter(parts: DTensor, axis: int, bytes_sent: Counter[str]) -> DTens
     each = -(-parts.shape[axis] // size)
     filled = _padded(own, axis, each * size).unflatten(axis, (size, each)).movedim(axis, 0)
     link = Link(group)
-    total = messages.reduce_scatter(filled.reshape(size, -1), link).reshape(filled.shape[1:]).to(own.dtype)
+    total = (
+        messages.reduce_scatter(filled.reshape(size, -1), link)
+        .reshape(filled.shape[1:])
+        .to(own.dtype)
+    )
     bytes_sent += link.bytes_sent
     start = min(each * group.rank(), parts.shape[axis])
     tokens = min(each, parts.shape[axis] - start)
@@ -94,7 +106,12 @@ def reduce_scatter(parts: DTensor, axis: int, bytes_sent: Counter[str]) -> DTens
 
 
 def _gathered_codes(
-    q: QTensor, group: dist.ProcessGroup, shape: torch.Size, axis: int, tokens: int, bytes_sent: Counter[str]
+    q: QTensor,
+    group: dist.ProcessGroup,
+    shape: torch.Size,
+    axis: int,
+    tokens: int,
+    bytes_sent: Counter[str],
 ) -> QTensor:
     """Gather the codes of all ranks in token order.
 
@@ -121,7 +138,9 @@ def _gathered_codes(
     if q.cast.scale.power_of_two:
         whole = E8M0.decode(_in_order(scales, torch.Size((*shape[:-1], columns)), axis, tokens))
     else:
-        whole = _in_order(scales, torch.Size((*shape[:-1], 4 * columns)), axis, tokens).view(torch.float32)
+        whole = _in_order(scales, torch.Size((*shape[:-1], 4 * columns)), axis, tokens).view(
+            torch.float32
+        )
     return QTensor(data=found, scale=whole, cast=q.cast, inner=q.inner)
 
 
@@ -133,7 +152,11 @@ def _in_order(received: Tensor, shape: torch.Size, axis: int, tokens: int) -> Te
 
 def _global_amax(rows: Tensor, group: dist.ProcessGroup, bytes_sent: Counter[str]) -> Tensor:
     """Return the maximum amax of all ranks, [1, 1]; NaN if any rank has a non-finite element."""
-    amax = tile_amax(rows, (WHOLE, WHOLE)).reshape(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
+    amax = (
+        tile_amax(rows, (WHOLE, WHOLE)).reshape(1)
+        if rows.numel()
+        else rows.new_zeros(1, dtype=torch.float32)
+    )
     finite = amax.isfinite()
     # A finite maximum and a flag: some backends lose NaN in a MAX.
     both = torch.cat((torch.where(finite, amax, 0.0), (~finite).to(torch.float32)))
@@ -150,7 +173,12 @@ def _refuse(layer: QLinear, role: str) -> str | None:
     plan = getattr(layer.plan(layer.weight.device), role)
     rotated = plan.rows_rotate is not None
     cast = plan.rows
-    if cast is None or rotated or cast.rounding != "nearest" or isinstance(cast.calibrate, LearnedStep):
+    if (
+        cast is None
+        or rotated
+        or cast.rounding != "nearest"
+        or isinstance(cast.calibrate, LearnedStep)
+    ):
         return "its cast is wide, rotated, random or learned"
     if cast.format.codes_per_byte > 1 or cast.has_global_scale or cast.format.storage.itemsize != 1:
         return f"{cast.format} has two codes to a byte, or two scales"
@@ -195,7 +223,9 @@ def _cache_casts(found: DTensor, operand: Operand, reader: QLinear, layers: list
     # Layers with the same recipe read the same tensor, so their histories get the same state.
     same_recipe = [each for each in layers if each is not reader and each.recipe == reader.recipe]
     windows = [
-        state for each in same_recipe if _refuse(each, "x") is None and (state := each.amax_state("x")) is not None
+        state
+        for each in same_recipe
+        if _refuse(each, "x") is None and (state := each.amax_state("x")) is not None
     ]
     if windows:
         torch._foreach_copy_(windows, [operand.state] * len(windows))

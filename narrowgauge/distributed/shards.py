@@ -33,7 +33,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -102,13 +109,18 @@ class ShardWriter(StorageWriter):
             # free space is measured.
             storage.recover(self.folder.parent, re.escape(self.folder.name))
             storage.require_space(
-                self.folder.parent, 1.2 * (total_bytes + values_bytes), f"checkpoint {self.folder.name}"
+                self.folder.parent,
+                1.2 * (total_bytes + values_bytes),
+                f"checkpoint {self.folder.name}",
             )
             storage.remove(draft)
             # Set before mkdir, so that `discard` also removes a folder from a failure in between.
             self.draft = draft
             draft.mkdir()
-        return [replace(plan, storage_data=ShardPlan(str(draft), self.save, rank)) for rank, plan in enumerate(plans)]
+        return [
+            replace(plan, storage_data=ShardPlan(str(draft), self.save, rank))
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         shard_plan: ShardPlan = plan.storage_data
@@ -124,7 +136,9 @@ class ShardWriter(StorageWriter):
         with storage.refusals("save a checkpoint in", self.folder, NEXT_STEP):
             for number, (tensors, items) in enumerate(_in_shards(plan.items, planner)):
                 name = f"rank-{shard_plan.rank:05d}-{number}.safetensors"
-                data = safetensors.torch.save(tensors, metadata={"save": shard_plan.save, "step": str(self.step)})
+                data = safetensors.torch.save(
+                    tensors, metadata={"save": shard_plan.save, "step": str(self.step)}
+                )
                 storage.write_synced(draft / name, data)
                 listed = manifest.listed(data)
                 results += [WriteResult(item.index, _bytes(item), (name, listed)) for item in items]
@@ -142,7 +156,9 @@ class ShardWriter(StorageWriter):
             # and the rename comes last.
             storage.write_synced(self.draft / INDEX, index)
             files[INDEX] = manifest.listed(index)
-            storage.write_synced(self.draft / NAME, Manifest(self.step, [], {}, files, self.save).signed())
+            storage.write_synced(
+                self.draft / NAME, Manifest(self.step, [], {}, files, self.save).signed()
+            )
             storage.flush(self.draft)
             storage.replace_folder(self.folder, self.draft)
         self.draft = None
@@ -166,7 +182,9 @@ class ShardWriter(StorageWriter):
 def _refuse_unstorable(item: WriteItem, tensor: Tensor | None) -> None:
     name, reason = item.index.fqn, ""
     if item.type == WriteItemType.BYTE_IO or tensor is None:
-        raise CheckpointError(f"{name!r} is no tensor, and would be pickled. {SAMPLE}", code="checkpoint.would-pickle")
+        raise CheckpointError(
+            f"{name!r} is no tensor, and would be pickled. {SAMPLE}", code="checkpoint.would-pickle"
+        )
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # Exact types: a tensor subclass may keep data outside its storage.
     if type(local) not in (Tensor, torch.nn.Parameter):
@@ -188,7 +206,9 @@ def _bytes(item: WriteItem) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _in_shards(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[dict[str, Tensor], list[WriteItem]]]:
+def _in_shards(
+    items: list[WriteItem], planner: SavePlanner
+) -> Iterator[tuple[dict[str, Tensor], list[WriteItem]]]:
     """Yield a rank's tensors, on the CPU and without shared storage, one file at a time."""
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
@@ -211,7 +231,8 @@ def _in_shards(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[d
 
 def _index(metadata: Metadata, written: list[WriteResult], rank_facts: list[RankFacts]) -> Index:
     files_of_chunks = {
-        (result.index.fqn, tuple(result.index.offset or ())): result.storage_data[0] for result in written
+        (result.index.fqn, tuple(result.index.offset or ())): result.storage_data[0]
+        for result in written
     }
     paths = {name: path for each in rank_facts for name, path in each.paths.items()}
     tensors: dict[str, StoredTensor] = {}
@@ -221,10 +242,17 @@ def _index(metadata: Metadata, written: list[WriteResult], rank_facts: list[Rank
         for chunk in entry.chunks:
             offsets = tuple(chunk.offsets)
             chunks.append(
-                Chunk(offsets, tuple(chunk.sizes), files_of_chunks[name, offsets], indexes.chunk_key(name, offsets))
+                Chunk(
+                    offsets,
+                    tuple(chunk.sizes),
+                    files_of_chunks[name, offsets],
+                    indexes.chunk_key(name, offsets),
+                )
             )
         tensors[name] = StoredTensor(paths[name], entry.properties.dtype, tuple(entry.size), chunks)
-    return Index(tensors, {name: value for each in rank_facts for name, value in each.values.items()}, paths)
+    return Index(
+        tensors, {name: value for each in rank_facts for name, value in each.values.items()}, paths
+    )
 
 
 class ShardReader(StorageReader):
@@ -240,12 +268,17 @@ class ShardReader(StorageReader):
         entries: dict[str, Any] = {}
         for name, stored in self.index.tensors.items():
             chunks = [
-                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                for chunk in stored.chunks
             ]
-            entries[name] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(stored.dtype), torch.Size(stored.shape), chunks
+            )
         return Metadata(entries)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -257,7 +290,9 @@ class ShardReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read one file at a time; each is verified as it is read."""
         chunks = {
-            (name, chunk.offsets): chunk for name, stored in self.index.tensors.items() for chunk in stored.chunks
+            (name, chunk.offsets): chunk
+            for name, stored in self.index.tensors.items()
+            for chunk in stored.chunks
         }
         files: dict[str, list[Any]] = {}
         for item in plan.items:
@@ -268,7 +303,9 @@ class ShardReader(StorageReader):
             for item, chunk in items:
                 stored = self.index.tensors[item.storage_index.fqn]
                 part = indexes.read_chunk(shard, stored, chunk, self.folder / file)
-                for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                for dimension, (start, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
                     part = part.narrow(dimension, start, length)
                 with torch.no_grad():
                     target = planner.resolve_tensor(item).detach()

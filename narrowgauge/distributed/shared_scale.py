@@ -68,7 +68,9 @@ class Controller:
         """Return mu of the named tensors, float32 [names]."""
         return torch.stack([self._mu.get(name, torch.ones(())).to(device) for name in names])
 
-    def update(self, names: Sequence[str], overflowed: Tensor, elements: Tensor, is_valid: Tensor) -> None:
+    def update(
+        self, names: Sequence[str], overflowed: Tensor, elements: Tensor, is_valid: Tensor
+    ) -> None:
         """Update mu after a message.
 
         names       of the tensors
@@ -110,7 +112,11 @@ class Controller:
 
 
 def reduce_scatter(
-    rows: Tensor, layout: Layout, link: Link, controller: Controller, other_links: Sequence[Link] = ()
+    rows: Tensor,
+    layout: Layout,
+    link: Link,
+    controller: Controller,
+    other_links: Sequence[Link] = (),
 ) -> Tensor:
     """Return the sum over ranks of their row for this rank, float32 [columns].
 
@@ -127,12 +133,18 @@ def reduce_scatter(
     amax = _shared_amax(tensors, layout, link)
     # mu < 1 leaves headroom above amax, mu > 1 clips the largest elements.
     scale = FP32(amax / controller.mu(layout.names, rows.device), E4M3)
-    each = torch.repeat_interleave(scale, controller.lengths(layout, rows.device), output_size=tensors.shape[1])
+    each = torch.repeat_interleave(
+        scale, controller.lengths(layout, rows.device), output_size=tensors.shape[1]
+    )
     quotients = tensors / each
 
     codes = E4M3.pack(E4M3.encode(quotients)).view(ranks, columns)
-    overflowed = torch.stack([(part.abs() > _SATURATES).sum() for part in quotients.split(layout.lengths, 1)])
-    received = link.all_to_all(torch.cat((codes, overflowed.view(torch.uint8).expand(ranks, -1)), dim=1))
+    overflowed = torch.stack(
+        [(part.abs() > _SATURATES).sum() for part in quotients.split(layout.lengths, 1)]
+    )
+    received = link.all_to_all(
+        torch.cat((codes, overflowed.view(torch.uint8).expand(ranks, -1)), dim=1)
+    )
     overflowed = received[:, columns:].contiguous().view(torch.int64).sum(0)
     _update_mu(controller, layout, overflowed, amax, ranks, other_links)
 
@@ -149,15 +161,24 @@ def _shared_amax(tensors: Tensor, layout: Layout, link: Link) -> Tensor:
     amax = torch.stack([part.abs().amax() for part in tensors.split(layout.lengths, 1)])
     finite = amax.isfinite()
     # Finite maxima and flags in one message: NaN is lost in a MAX on some backends.
-    found = link.all_reduce_max(torch.stack((torch.where(finite, amax, 0.0), (~finite).to(torch.float32))))
+    found = link.all_reduce_max(
+        torch.stack((torch.where(finite, amax, 0.0), (~finite).to(torch.float32)))
+    )
     return torch.where(found[1] > 0, math.inf, found[0])
 
 
 def _update_mu(
-    controller: Controller, layout: Layout, overflowed: Tensor, amax: Tensor, ranks: int, other_links: Sequence[Link]
+    controller: Controller,
+    layout: Layout,
+    overflowed: Tensor,
+    amax: Tensor,
+    ranks: int,
+    other_links: Sequence[Link],
 ) -> None:
     elements = controller.lengths(layout, amax.device) * (layout.repeats * ranks)
-    counts = torch.stack((overflowed, elements, (amax > 0).to(torch.int64), amax.isinf().to(torch.int64)))
+    counts = torch.stack(
+        (overflowed, elements, (amax > 0).to(torch.int64), amax.isinf().to(torch.int64))
+    )
     # Ranks with other shards or replicas add their counts, so that all update mu alike.
     for link in other_links:
         link.all_reduce_sum(counts)

@@ -42,7 +42,9 @@ _PERIOD = _AXES - 1
 
 def is_sent_as_codes(x: Any) -> bool:
     """Return True for tensors that are sent as codes."""
-    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in _DTYPES and x.ndim > 0
+    return (
+        isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dtype in _DTYPES and x.ndim > 0
+    )
 
 
 def width(columns: int, dtype: torch.dtype) -> int:
@@ -95,10 +97,17 @@ def decode(message: Tensor) -> Tensor:
     leading, dtype = message.shape[:-_AXES], message.dtype
     code_elements = _elements(tiles, dtype)
     rows = message.reshape(leading.numel(), code_elements + rest)
-    body = rows[:, :code_elements].flatten().view(torch.uint8).view(len(rows), code_elements * dtype.itemsize)
+    body = (
+        rows[:, :code_elements]
+        .flatten()
+        .view(torch.uint8)
+        .view(len(rows), code_elements * dtype.itemsize)
+    )
     codes = torch.cat((body[:, 1 : 2 * tiles : 2], body[:, 2 * tiles : (TILE + 1) * tiles]), dim=1)
     scale = E8M0.decode(body[:, 0 : 2 * tiles : 2].contiguous())
-    q = QTensor(data=E4M3.unpack(codes, tiles * TILE), scale=scale, cast=MESSAGE, inner=tiles * TILE)
+    q = QTensor(
+        data=E4M3.unpack(codes, tiles * TILE), scale=scale, cast=MESSAGE, inner=tiles * TILE
+    )
     limit = torch.finfo(dtype).max
     # Rounding up may pass the largest value of the dtype.
     x = dequantize(q).clamp_(-limit, limit).to(dtype)

@@ -59,7 +59,9 @@ class Peers:
 
         Returns "" if nothing of the layer is sent.
         """
-        return "; ".join(text for describe in self.state.describe_traffic.values() if (text := describe(layer)))
+        return "; ".join(
+            text for describe in self.state.describe_traffic.values() if (text := describe(layer))
+        )
 
     def stream(self, device: torch.device) -> Stream | None:
         """Return the layer's random number stream for this forward pass (eager mode).
@@ -163,7 +165,9 @@ class DistributedState:
         cache_key = hash((key, device))
         if cache_key not in self._seeds:
             # Pinned and non_blocking: the copy must not stall the launch queue.
-            self._seeds[cache_key] = torch.tensor(key, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+            self._seeds[cache_key] = (
+                torch.tensor(key, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+            )
         tensor: Tensor = self._seeds[cache_key]
         return tensor
 
@@ -201,7 +205,9 @@ class DistributedState:
         # Mix in the first layer's name: otherwise dropout would mask the same elements in every
         # pipeline stage.
         names = (peers.name for peers in self.layers.values())
-        drawn = hashed(*key, next(names, "") or plain_name(next(name for name, _ in module.named_parameters())))
+        drawn = hashed(
+            *key, next(names, "") or plain_name(next(name for name, _ in module.named_parameters()))
+        )
         # 63 bits, so that the seed is a non-negative int64.
         seed = drawn[0] | (drawn[1] & 0x7FFFFFFF) << 32
         self._seeds[seed] = key
@@ -262,10 +268,14 @@ class DistributedState:
         self._reduce("windows", parts, dist.ReduceOp.MAX, groups)
         # Sums of log step sizes in float64, so the result does not depend on the order of the
         # ranks.
-        found = [layer.steps.found for layer in layers if layer.steps is not None and layer.steps.is_cold]
+        found = [
+            layer.steps.found for layer in layers if layer.steps is not None and layer.steps.is_cold
+        ]
         self._reduce("learned steps", found, dist.ReduceOp.SUM, groups)
 
-    def _reduce(self, kind: str, parts: list[Tensor], by: Any, groups: tuple[dist.ProcessGroup, ...]) -> None:
+    def _reduce(
+        self, kind: str, parts: list[Tensor], by: Any, groups: tuple[dist.ProcessGroup, ...]
+    ) -> None:
         """Reduce `parts` in place, concatenated into one message."""
         if not parts:
             return
@@ -278,7 +288,9 @@ class DistributedState:
 
     def count(self, kind: str, message: Tensor) -> None:
         """Add a message's bytes to `bytes_sent`."""
-        self.bytes_sent[kind] = self.bytes_sent.get(kind, 0) + message.numel() * message.element_size()
+        self.bytes_sent[kind] = (
+            self.bytes_sent.get(kind, 0) + message.numel() * message.element_size()
+        )
 
     # --- checkpoints
 

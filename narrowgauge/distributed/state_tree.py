@@ -58,7 +58,8 @@ def flatten(tree: Mapping[str, Any]) -> Flat:
         name = _name(path)
         if name in flat.paths:
             raise CheckpointError(
-                f"two entries of the state are called {name!r}. Rename one of them.", code="checkpoint.two-names"
+                f"two entries of the state are called {name!r}. Rename one of them.",
+                code="checkpoint.two-names",
             )
         flat.paths[name] = path
         if isinstance(leaf, Tensor):
@@ -89,7 +90,9 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 def _has_tensors(tree: Any) -> bool:
     if isinstance(tree, Tensor):
         return True
-    parts = tree.values() if isinstance(tree, Mapping) else tree if type(tree) in (list, tuple) else ()
+    parts = (
+        tree.values() if isinstance(tree, Mapping) else tree if type(tree) in (list, tuple) else ()
+    )
     return any(map(_has_tensors, parts))
 
 
@@ -201,7 +204,10 @@ def fill(tree: Any, values: Mapping[str, Any], path: Path | None = None) -> Any:
             tree[key] = fill(tree[key], values, [*path, key])
         return tree
     if type(tree) in (list, tuple) and _has_tensors(tree):
-        parts = [fill(part, values, [*path, [type(tree).__name__, place]]) for place, part in enumerate(tree)]
+        parts = [
+            fill(part, values, [*path, [type(tree).__name__, place]])
+            for place, part in enumerate(tree)
+        ]
         if isinstance(tree, tuple):
             return tuple(parts)
         tree[:] = parts

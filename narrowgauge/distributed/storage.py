@@ -36,7 +36,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 from narrowgauge import manifest
 from narrowgauge.distributed import index as indexes
 from narrowgauge.distributed import state_tree
-from narrowgauge.distributed.all_ranks import Group, first_rank_error, rank_and_world, run_on_all_ranks
+from narrowgauge.distributed.all_ranks import (
+    Group,
+    first_rank_error,
+    rank_and_world,
+    run_on_all_ranks,
+)
 from narrowgauge.distributed.index import Index
 from narrowgauge.distributed.replicas import CheckedSavePlanner
 from narrowgauge.distributed.shards import ShardReader, ShardWriter
@@ -90,7 +95,12 @@ def save(state_dict: dict[str, Any], folder: Path | str, process_group: Group = 
     return folder
 
 
-def load(state_dict: dict[str, Any], folder: Path | str, process_group: Group = None, partial: bool = False) -> None:
+def load(
+    state_dict: dict[str, Any],
+    folder: Path | str,
+    process_group: Group = None,
+    partial: bool = False,
+) -> None:
     """Load a checkpoint into the tensors of `state_dict` and replace its other values.
 
     The checkpoint may come from any number of ranks, or from one process. Names, dtypes and shapes
@@ -116,7 +126,9 @@ def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manif
         return listing, hashlib.sha256(listing.signed()).hexdigest()
 
     # Ranks must see the same manifest; without a shared file system they may not.
-    found = run_on_all_ranks(look, process_group, compare=lambda found: found[1], what=f"{folder}: the checkpoint")
+    found = run_on_all_ranks(
+        look, process_group, compare=lambda found: found[1], what=f"{folder}: the checkpoint"
+    )
 
     def check() -> Index:
         own = _files_of_rank(found[0], rank, world)
@@ -132,7 +144,12 @@ def opened(folder: Path | str, process_group: Group = None) -> tuple[Path, Manif
 
 
 def load_opened(
-    state_dict: dict[str, Any], folder: Path, listing: Manifest, index: Index, process_group: Group, partial: bool
+    state_dict: dict[str, Any],
+    folder: Path,
+    listing: Manifest,
+    index: Index,
+    process_group: Group,
+    partial: bool,
 ) -> None:
     """Load a checkpoint that `opened` has verified; arguments as in `load`."""
 
@@ -175,7 +192,10 @@ def read(folder: Path | str, only: str = "") -> dict[str, Any]:
     for file, chunks_of_file in indexes.by_file(index.tensors):
         shard = indexes.shard(folder, file, listing)
         for name, stored, chunk in chunks_of_file:
-            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            box = tuple(
+                slice(start, start + size)
+                for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
             tensors[name][box].copy_(indexes.read_chunk(shard, stored, chunk, folder / file))
     return index.tree(tensors, folder)
 
@@ -209,7 +229,8 @@ def _require_checkpoint_folder(folder: Path) -> None:
     """Raise CheckpointError unless the folder is absent, empty or a checkpoint."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointError(
-            f"{folder}: is not a folder. Choose another one for the checkpoint.", code="checkpoint.not-a-folder"
+            f"{folder}: is not a folder. Choose another one for the checkpoint.",
+            code="checkpoint.not-a-folder",
         )
     if folder.is_dir() and not (folder / NAME).exists() and any(folder.iterdir()):
         raise CheckpointError(
@@ -218,12 +239,16 @@ def _require_checkpoint_folder(folder: Path) -> None:
         )
 
 
-def _entries_read_by_no_rank(state_dict: dict[str, Any], index: Index, process_group: Group) -> set[str]:
+def _entries_read_by_no_rank(
+    state_dict: dict[str, Any], index: Index, process_group: Group
+) -> set[str]:
     """Return the checkpoint's entries that no rank reads.
 
     An entry may belong to one rank alone, so all ranks must lack it before it counts as foreign.
     """
-    unread = run_on_all_ranks(lambda: set(index.paths) - set(state_tree.flatten(state_dict).paths), process_group)
+    unread = run_on_all_ranks(
+        lambda: set(index.paths) - set(state_tree.flatten(state_dict).paths), process_group
+    )
     unread_by_rank: list[Any] = [unread]
     if (world := rank_and_world(process_group)[1]) > 1:
         unread_by_rank = [None] * world
@@ -231,7 +256,9 @@ def _entries_read_by_no_rank(state_dict: dict[str, Any], index: Index, process_g
     return set.intersection(*unread_by_rank)
 
 
-def _require_matching_state(flat: state_tree.Flat, index: Index, folder: Path, foreign: set[str]) -> None:
+def _require_matching_state(
+    flat: state_tree.Flat, index: Index, folder: Path, foreign: set[str]
+) -> None:
     """Raise CheckpointError for a checkpoint of another model, recipe or optimizer.
 
     Nothing is converted or filled in silently.
@@ -249,7 +276,9 @@ def _require_matching_state(flat: state_tree.Flat, index: Index, folder: Path, f
                 clauses.append(f"{name} is a meta tensor here, without memory")
         elif name in index.values:
             clauses.append(f"{name} is a value, here a tensor")
-    clauses += [f"{name} is a tensor, here a value" for name in flat.values if name in index.tensors]
+    clauses += [
+        f"{name} is a tensor, here a value" for name in flat.values if name in index.tensors
+    ]
     if clauses:
         more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
         raise CheckpointError(

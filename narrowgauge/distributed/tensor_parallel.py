@@ -136,8 +136,14 @@ class _ScatterOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
         via, along = ctx.via, Shard(ctx.via.axis)
         # The next layer may return a replicated gradient: slice it to this rank's tokens first.
-        own = gradient if gradient.placements == (along,) else gradient.redistribute(placements=(along,))
-        return via.gathered(own, "gy", [via.module] if isinstance(via.module, QLinear) else []), None
+        own = (
+            gradient
+            if gradient.placements == (along,)
+            else gradient.redistribute(placements=(along,))
+        )
+        return via.gathered(
+            own, "gy", [via.module] if isinstance(via.module, QLinear) else []
+        ), None
 
 
 class GatherInput(styles.PrepareModuleInput):
@@ -148,9 +154,13 @@ class GatherInput(styles.PrepareModuleInput):
     use_local_output  pass the module a plain tensor instead of a DTensor
     """
 
-    def __init__(self, *, axis: int = 1, activations: str = "fp8", use_local_output: bool = False) -> None:
+    def __init__(
+        self, *, axis: int = 1, activations: str = "fp8", use_local_output: bool = False
+    ) -> None:
         super().__init__(
-            input_layouts=(Shard(axis),), desired_input_layouts=(Shard(axis),), use_local_output=use_local_output
+            input_layouts=(Shard(axis),),
+            desired_input_layouts=(Shard(axis),),
+            use_local_output=use_local_output,
         )
         self.axis, self.activations = axis, _checked(activations)
 
@@ -198,8 +208,14 @@ class RowwiseParallel(styles.RowwiseParallel):
         use_local_output: bool = True,
     ) -> None:
         # torch's style must leave the partial sums alone: `scatter` below reduces them in FP8.
-        super().__init__(input_layouts=input_layouts, output_layouts=Partial(), use_local_output=False)
-        self.axis, self.activations, self.returns_local = axis, _checked(activations), use_local_output
+        super().__init__(
+            input_layouts=input_layouts, output_layouts=Partial(), use_local_output=False
+        )
+        self.axis, self.activations, self.returns_local = (
+            axis,
+            _checked(activations),
+            use_local_output,
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):

@@ -110,12 +110,17 @@ class Topology:
             # Shards of data parallelism are gathered before use, so all its ranks read the same
             # tensor. Groups are compared by ranks and not as objects: HSDP's shards once drew
             # different noise.
-            if not placement.is_shard() or dist.get_process_group_ranks(weight.device_mesh.get_group(dim)) in gathers:
+            if (
+                not placement.is_shard()
+                or dist.get_process_group_ranks(weight.device_mesh.get_group(dim)) in gathers
+            ):
                 continue
             # Column-wise layers split gy [T, N], row-wise layers split x [T, K].
             other = "gy" if placement.is_shard(0) else "x"
             for role in ("w", other):
-                found[role] = f"{found.get(role, '')}{dim}:{weight.device_mesh.get_local_rank(dim)} "
+                found[role] = (
+                    f"{found.get(role, '')}{dim}:{weight.device_mesh.get_local_rank(dim)} "
+                )
         return found
 
     def require_reduced_step_sizes(self, layers: Mapping[QLinear, str]) -> None:

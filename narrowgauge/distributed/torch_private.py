@@ -77,7 +77,9 @@ def parameters_of_ddp(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 def enclosing_ddp(module: nn.Module) -> DistributedDataParallel | None:
     """Return the DDP whose forward pass is running, if it contains `module`; else None."""
     active = DistributedDataParallel._active_ddp_module
-    return active if active is not None and any(each is module for each in active.modules()) else None
+    return (
+        active if active is not None and any(each is module for each in active.modules()) else None
+    )
 
 
 def exclude_from_ddp(ddp: DistributedDataParallel, names: Collection[str]) -> None:

@@ -31,7 +31,11 @@ from narrowgauge.scaling import WHOLE
 
 
 def coder_of(
-    recipe: Recipe, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]
+    recipe: Recipe,
+    plan: OperandPlan,
+    shard: Rows,
+    columns: int,
+    window: Callable[[], Tensor | None],
 ) -> QuantizedCoder | StraightThroughCoder:
     """Return the coder of a weight.
 
@@ -49,7 +53,9 @@ def coder_of(
 class QuantizedCoder:
     """Coder of recipes that quantize w and w.T separately, each from the master weight."""
 
-    def __init__(self, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]) -> None:
+    def __init__(
+        self, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]
+    ) -> None:
         self.plan, self.columns, self.window = plan, columns, window
         rows, cols = plan.rows, plan.cols
         assert rows is not None and cols is not None
@@ -57,7 +63,8 @@ class QuantizedCoder:
         self.has_two_sets = rows != cols or not rows.is_symmetric or plan.rows_rotate is not None
         self.rotated_columns = rotated_length(columns, plan.rows_rotate)
         self.width = max(
-            packed_length(rows, self.rotated_columns), packed_length(cols, columns) if self.has_two_sets else 0
+            packed_length(rows, self.rotated_columns),
+            packed_length(cols, columns) if self.has_two_sets else 0,
         )
         self.amaxes = {"rows": TileAmaxes(shard, rows, rows.tile, partial(_rotated, plan))}
         if self.has_two_sets:
@@ -103,13 +110,20 @@ class QuantizedCoder:
         return update_amax(state, own, records=False) if use_history else own
 
     def fill(self, casts: Casts, operand: Operand, data: Tensor) -> None:
-        plan, orientation = operand.plan, "cols" if operand.is_restored and self.has_two_sets else "rows"
+        plan, orientation = (
+            operand.plan,
+            "cols" if operand.is_restored and self.has_two_sets else "rows",
+        )
         found = self.amaxes[orientation]
         amax, cast = found.amax, found.cast
         assert amax is not None
         if plan.is_delayed and not operand.is_restored:
             state, use_history = operand.state, operand.context.records
-            casts.amax = update_amax(state, amax, records=True) if state is not None and use_history else amax
+            casts.amax = (
+                update_amax(state, amax, records=True)
+                if state is not None and use_history
+                else amax
+            )
         if plan.is_delayed and casts.amax is not None:
             amax = casts.amax
         if not operand.is_restored:
@@ -119,9 +133,13 @@ class QuantizedCoder:
         codes = cast.format.unpack(data[:, : packed_length(cast, length)].contiguous(), length)
         # Transpose after the gather, since the bytes arrived row-major in w.
         transposed = cast.format.pack(codes.T.contiguous())
-        casts.cols = self._tensor(cast, transposed, data.shape[0], amax.T.contiguous(), plan.cols_expand)
+        casts.cols = self._tensor(
+            cast, transposed, data.shape[0], amax.T.contiguous(), plan.cols_expand
+        )
 
-    def _tensor(self, cast: Cast, data: Tensor, inner: int, amax: Tensor, expand: torch.dtype | None) -> QTensor:
+    def _tensor(
+        self, cast: Cast, data: Tensor, inner: int, amax: Tensor, expand: torch.dtype | None
+    ) -> QTensor:
         # Every rank derives the scales from the exchanged amaxes: they are not part of the message.
         scale, shared = definition.scales(amax, cast)
         data = data[:, : packed_length(cast, inner)]
@@ -167,14 +185,18 @@ class StraightThroughCoder:
             signs = Rotation.draw(hadamard, shard).signs
             found = rotate_and_encode(shard, hadamard, signs, scale, format, packed=True, bits=True)
         else:
-            found = encode(_rotated(self.plan, shard).to(torch.float32), scale, format, packed=True, bits=True)
+            found = encode(
+                _rotated(self.plan, shard).to(torch.float32), scale, format, packed=True, bits=True
+            )
         # Codes and bits of one row are adjacent, so each row of the message is self-contained.
         assert found.packed is not None and found.bits is not None
         return torch.cat((found.packed, found.bits), dim=1)
 
     def fill(self, casts: Casts, operand: Operand, data: Tensor) -> None:
         codes = decode(data[:, : self.packed].contiguous(), self.cast.format, self.inner)
-        coded = casts.codes = Coded(self.cast, codes, self._scale(), data[:, self.packed :].contiguous())
+        coded = casts.codes = Coded(
+            self.cast, codes, self._scale(), data[:, self.packed :].contiguous()
+        )
         if not operand.is_restored:
             casts.rows = coded.operand(operand.plan.rows_expand)
 

@@ -90,12 +90,16 @@ class TileAmaxes:
 
     amax: Tensor | None = None
 
-    def __init__(self, rows: Rows, cast: Cast, tile: tuple[int, int], rotate: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, rows: Rows, cast: Cast, tile: tuple[int, int], rotate: Callable[[Tensor], Tensor]
+    ) -> None:
         self.rows, self.cast, self.tile, self.rotate = rows, cast, tile, rotate
         self.gathers = tile[0] != WHOLE and rows.padded % tile[0] == 0
 
     def part(self, shard: Tensor) -> Tensor:
-        shape = scale_shape((self.rows.padded if self.gathers else self.rows.total, shard.shape[1]), self.tile)
+        shape = scale_shape(
+            (self.rows.padded if self.gathers else self.rows.total, shard.shape[1]), self.tile
+        )
         found = torch.zeros(shape, dtype=torch.float32, device=shard.device)
         if self.rows.count:
             own = tile_amax(self.padded_to_tiles(shard), self.tile)
@@ -123,7 +127,11 @@ class TileAmaxes:
     def padded_to_tiles(self, shard: Tensor) -> Tensor:
         """Return the rotated shard, padded with zero rows on top so that it starts at a tile boundary."""
         rotated = self.rotate(shard)
-        return torch.nn.functional.pad(rotated, (0, 0, self.rows_before, 0)) if self.rows_before else rotated
+        return (
+            torch.nn.functional.pad(rotated, (0, 0, self.rows_before, 0))
+            if self.rows_before
+            else rotated
+        )
 
     def local_amaxes(self) -> Tensor:
         """Return the amaxes of the tiles that `padded_to_tiles` covers."""
@@ -143,7 +151,9 @@ class TileAmaxes:
         """Return amaxes for which the scale rule gives 2 ** (exponent - 127)."""
         scale = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
         # float64: the product may exceed the largest float32 before it is clamped.
-        amax = (scale.to(torch.float64) * self.cast.format.max).clamp(max=torch.finfo(torch.float32).max)
+        amax = (scale.to(torch.float64) * self.cast.format.max).clamp(
+            max=torch.finfo(torch.float32).max
+        )
         return torch.where(exponents == _NOT_FINITE, float("inf"), amax.to(torch.float32))
 
 
@@ -170,7 +180,9 @@ class RootMeanSquare:
 
 @torch.no_grad()
 def exchange(
-    found: Iterable[tuple[Statistic, Tensor]], group: dist.ProcessGroup, count: Callable[[str, Tensor], None]
+    found: Iterable[tuple[Statistic, Tensor]],
+    group: dist.ProcessGroup,
+    count: Callable[[str, Tensor], None],
 ) -> None:
     """Compute the statistics of all weights sharded over one group.
 
@@ -186,10 +198,16 @@ def exchange(
         bytes_of = [part.contiguous().view(-1).view(torch.uint8) for _, part in gathered]
         whole = gather(torch.cat(bytes_of), group)
         count("weight scales", whole)
-        for (statistic, part), own in zip(gathered, whole.split([len(each) for each in bytes_of], dim=1), strict=True):
+        for (statistic, part), own in zip(
+            gathered, whole.split([len(each) for each in bytes_of], dim=1), strict=True
+        ):
             statistic.take(own.contiguous().view(part.dtype).view(len(whole), *part.shape))
     for dtype in (torch.float32, torch.uint8):
-        largest = [(statistic, part) for statistic, part in parts if not statistic.gathers and part.dtype == dtype]
+        largest = [
+            (statistic, part)
+            for statistic, part in parts
+            if not statistic.gathers and part.dtype == dtype
+        ]
         if largest:
             message = torch.cat([part.flatten() for _, part in largest])
             dist.all_reduce(message, dist.ReduceOp.MAX, group=group)

@@ -111,13 +111,23 @@ class GatheredWeight:
 
     is_gathered, recasts = True, False
 
-    def __init__(self, layer: QLinear, name: str, parameter: DTensor, group: dist.ProcessGroup, rows: Rows) -> None:
-        self.layer, self.name, self.parameter, self.group, self.rows = layer, name, parameter, group, rows
+    def __init__(
+        self, layer: QLinear, name: str, parameter: DTensor, group: dist.ProcessGroup, rows: Rows
+    ) -> None:
+        self.layer, self.name, self.parameter, self.group, self.rows = (
+            layer,
+            name,
+            parameter,
+            group,
+            rows,
+        )
         self.placements = parameter.placements
         assert layer.recipe is not None
         self.recipe, self.columns = layer.recipe, local_tensor(parameter).shape[1]
         self.plan: OperandPlan = layer.plan(local_tensor(parameter).device).w
-        self.coder = coder_of(self.recipe, self.plan, rows, self.columns, partial(layer.amax_state, "w"))
+        self.coder = coder_of(
+            self.recipe, self.plan, rows, self.columns, partial(layer.amax_state, "w")
+        )
         self.state: DistributedState | None = None
         self.gathered_bytes: GatheredBytes | None = None
         self.graph_index = codes_in_graphs.register(self)
@@ -138,7 +148,11 @@ class GatheredWeight:
     def shard(self) -> Tensor:
         """This rank's rows [count, K], of the layer's current parameter."""
         own = self.layer._parameters.get("weight")
-        if isinstance(own, DTensor) and own is not self.parameter and own.placements == self.placements:
+        if (
+            isinstance(own, DTensor)
+            and own is not self.parameter
+            and own.placements == self.placements
+        ):
             # load_state_dict(assign=True) and model.to create another parameter.
             self.parameter = own
         local: Tensor = local_tensor(self.parameter)
@@ -172,22 +186,34 @@ class GatheredWeight:
         return (self._local_codes(orientation, use_history),), (orientation, use_history)
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: tuple[str, bool], param_dtype: torch.dtype, *, out: Any = None
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: tuple[str, bool],
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
     ) -> Any:
         """Store the codes of all ranks, and return the parameter's tensor. Called by FSDP."""
-        self.gathered_bytes, self.was_gathered = GatheredBytes(outputs[0].view(-1, self.coder.width), *metadata), True
+        self.gathered_bytes, self.was_gathered = (
+            GatheredBytes(outputs[0].view(-1, self.coder.width), *metadata),
+            True,
+        )
         self._count(outputs[0])
         if out is not None:
             return None
         # torch reads the storage of this tensor once, so it is allocated here and freed by
         # `free_storage`.
-        return torch.empty(self.rows.total, self.columns, dtype=param_dtype, device=outputs[0].device), ()
+        return torch.empty(
+            self.rows.total, self.columns, dtype=param_dtype, device=outputs[0].device
+        ), ()
 
     def free_storage(self, weight: Tensor) -> None:
         """Free the storage of this forward pass's parameter; it reads as NaN from then on."""
         local = local_tensor(weight) if isinstance(weight, DTensor) else weight
         if local.shape == (self.rows.total, self.columns) and any(local.stride()):
-            local.data = torch.full((1, 1), float("nan"), dtype=local.dtype, device=local.device).expand(local.shape)
+            local.data = torch.full(
+                (1, 1), float("nan"), dtype=local.dtype, device=local.device
+            ).expand(local.shape)
 
     def _local_codes(self, orientation: str, use_history: bool) -> Tensor:
         """Return this rank's codes, padded to uint8 [P, width]."""
@@ -200,7 +226,9 @@ class GatheredWeight:
         )
         # Equal sizes on all ranks, as an all-gather requires: the last ranks may have fewer rows or
         # none.
-        sent = torch.zeros(self.rows.padded, self.coder.width, dtype=torch.uint8, device=shard.device)
+        sent = torch.zeros(
+            self.rows.padded, self.coder.width, dtype=torch.uint8, device=shard.device
+        )
         if self.rows.count:
             sent[: self.rows.count, : codes.shape[1]] = codes
         return sent
@@ -225,7 +253,9 @@ class GatheredWeight:
         self.exchanges += 1
         # Readbacks are polled and never waited for: this runs in every step.
         arrived = [each for each in self.pending_comparisons if each.is_here]
-        self.pending_comparisons = tuple(each for each in self.pending_comparisons if each not in arrived)
+        self.pending_comparisons = tuple(
+            each for each in self.pending_comparisons if each not in arrived
+        )
         if any(each.value for each in arrived):
             self._refuse()
 
@@ -293,7 +323,11 @@ class GatheredWeight:
     def bytes_of(self, orientation: str, use_history: bool) -> Tensor:
         """Return uint8 [S * P, width]: the stored bytes if they fit, or gathered now."""
         gathered_bytes = self.gathered_bytes
-        if gathered_bytes is None or not self.has_codes(orientation, use_history) or _is_freed(gathered_bytes.data):
+        if (
+            gathered_bytes is None
+            or not self.has_codes(orientation, use_history)
+            or _is_freed(gathered_bytes.data)
+        ):
             found = gather(self._local_codes(orientation, use_history), self.group)
             self._count(found)
             return found.view(-1, self.coder.width)
@@ -346,7 +380,9 @@ class WeightGathers:
     count     count(kind, tensor), called for each message
     """
 
-    def __init__(self, gathered: dict[QLinear, GatheredWeight], reasons: dict[nn.Module, str], count: Any) -> None:
+    def __init__(
+        self, gathered: dict[QLinear, GatheredWeight], reasons: dict[nn.Module, str], count: Any
+    ) -> None:
         self.gathered, self.reasons, self.count = gathered, reasons, count
 
     @torch.no_grad()
@@ -367,7 +403,9 @@ class WeightGathers:
         for weight in self.gathered.values():
             groups.setdefault(weight.group, []).append(weight)
         for group, weights in groups.items():
-            found = [(statistic, each.shard) for each in weights for statistic in each.coder.statistics]
+            found = [
+                (statistic, each.shard) for each in weights for statistic in each.coder.statistics
+            ]
             exchange(found, group, self.count)
         for weight in self.gathered.values():
             weight.exchange_ended()
@@ -383,7 +421,9 @@ class WeightGathers:
             size = own.numel() * own.element_size() if isinstance(own, DTensor) else 0
             form = f"{str(own.dtype).removeprefix('torch.')}, or as mp_policy says"
             return WeightTraffic(form, size, self.reasons.get(layer, "it is not distributed"))
-        formats = dict.fromkeys(str(cast.format) for cast in (weight.plan.rows, weight.plan.cols) if cast is not None)
+        formats = dict.fromkeys(
+            str(cast.format) for cast in (weight.plan.rows, weight.plan.cols) if cast is not None
+        )
         sets = "two sets of codes" if weight.coder.has_two_sets else "codes"
         size = weight.rows.padded * weight.rows.world * weight.coder.width
         return WeightTraffic(f"{' and '.join(formats)} {sets}", size, "")
@@ -404,7 +444,11 @@ def install(model: nn.Module, topology: Topology, state: DistributedState) -> We
     reasons: dict[nn.Module, str] = {}
     for layer, peers in state.layers.items():
         others = owners.get(id(layer._parameters.get("weight")), [])[1:]
-        found = f"its weight is also {others[0]!r}" if others else _gathered_weight(layer, peers.name, topology)
+        found = (
+            f"its weight is also {others[0]!r}"
+            if others
+            else _gathered_weight(layer, peers.name, topology)
+        )
         before = layer.gathered
         if isinstance(found, str):
             reasons[layer] = found

@@ -56,7 +56,8 @@ def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
     if save not in (None, *get_args(Save)):
         names = ", ".join(map(repr, get_args(Save)))
         raise ConfigError(
-            f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.", code="fuse.save"
+            f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.",
+            code="fuse.save",
         )
     unfuse(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -101,13 +102,18 @@ def fusions(model: nn.Module) -> list[Fusion]:
             # Computed at each call: the recipes may have changed since `fuse`.
             found.append(forward.fusion(candidate.name, candidate.readers))
         else:
-            reason = model.__dict__["_not_fused"].get(candidate.name, "it came after the model was fused")
+            reason = model.__dict__["_not_fused"].get(
+                candidate.name, "it came after the model was fused"
+            )
             found.append(Fusion(name=candidate.name, readers=candidate.readers, reason=reason))
     return found
 
 
 def _fused_forward(
-    candidate: FusionCandidate, modules: dict[str, nn.Module], holders: Counter[nn.Module], save: Save | None
+    candidate: FusionCandidate,
+    modules: dict[str, nn.Module],
+    holders: Counter[nn.Module],
+    save: Save | None,
 ) -> FusedForward | str:
     """Return the replacement for a module's forward, or the reason against it.
 
@@ -116,7 +122,10 @@ def _fused_forward(
     module = modules[candidate.name]
     if candidate.form != "rotary" and not candidate.readers:
         return "no Linear is found that reads it"
-    if candidate.dropout_between is not None and getattr(modules[candidate.dropout_between], "p", 0.0) > 0:
+    if (
+        candidate.dropout_between is not None
+        and getattr(modules[candidate.dropout_between], "p", 0.0) > 0
+    ):
         return f"{candidate.dropout_between} lies between it and its reader"
     replaced_forward = module.__dict__.get("forward")
     if replaced_forward is not None and not (
@@ -127,11 +136,17 @@ def _fused_forward(
         function = function_of(module)
         assert function is not None
         return refuse_rotary(function) or FusedAttention(module, function, save=save)
-    shared = [name for name in (candidate.name, *candidate.readers, *candidate.sources) if holders[modules[name]] > 1]
+    shared = [
+        name
+        for name in (candidate.name, *candidate.readers, *candidate.sources)
+        if holders[modules[name]] > 1
+    ]
     # A shared module has several callers, so its output would have readers that were not checked.
     if shared:
         return f"several modules share {shared[0]}"
-    readers, sources = (tuple(modules[name] for name in names) for names in (candidate.readers, candidate.sources))
+    readers, sources = (
+        tuple(modules[name] for name in names) for names in (candidate.readers, candidate.sources)
+    )
     if not any(isinstance(each, QLinear) for each in readers):
         kind = type(readers[0]).__name__
         return f"{candidate.readers[0]} is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}, which has no recipe"
@@ -140,10 +155,16 @@ def _fused_forward(
         if isinstance(found, str):
             return found
         kind = replace(found, wide=replaced_forward is not None)
-        return FusedModule(module, kind, readers, sources, save=save, replaced_forward=replaced_forward)
+        return FusedModule(
+            module, kind, readers, sources, save=save, replaced_forward=replaced_forward
+        )
     # T5 converts the input of its float32 output Linear.
     if len({each.weight.dtype for each in (*readers, *sources)}) > 1:
         return "its Linears have weights of several types"
     names = [name.rpartition(".")[2] for name in (*candidate.sources, *candidate.readers)]
     found = gated_kind_of(module, *names)
-    return found if isinstance(found, str) else FusedMlp(module, found, readers, sources, names=tuple(names), save=save)
+    return (
+        found
+        if isinstance(found, str)
+        else FusedMlp(module, found, readers, sources, names=tuple(names), save=save)
+    )

@@ -41,7 +41,11 @@ class Fusion:
         readers = f" -> {', '.join(self.readers)}" if self.readers else ""
         if self.reason:
             return f"{self.name}{readers}: not fused ({self.reason})"
-        lost = f"; {self.unused_cast_share:.0%} of its casts were read by nobody" if self.unused_cast_share else ""
+        lost = (
+            f"; {self.unused_cast_share:.0%} of its casts were read by nobody"
+            if self.unused_cast_share
+            else ""
+        )
         saved = f"; {self.saved}" if self.saved else ""
         return f"{self.name} ({self.function}){readers}: {self.backend}{saved}{lost}"
 
@@ -62,7 +66,9 @@ class FusedForward:
     module: nn.Module
     save: Save | None = field(default=None, kw_only=True)
     replaced_forward: Float32Forward | None = field(default=None, kw_only=True)
-    _kernels: dict[Hashable, Kernel[Any] | None] = field(default_factory=dict, init=False, repr=False)
+    _kernels: dict[Hashable, Kernel[Any] | None] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def module_forward(self, *given: Any, **options: Any) -> Any:
         """Run the module's own forward."""

@@ -26,13 +26,27 @@ from narrowgauge.nn.float32_modules import is_norm
 # the block is taken.
 NORMS = (
     (("input_layernorm", "layernorm_before"), ("self_attn", "attention", "attention.attention")),
-    (("pre_feedforward_layernorm", "post_attention_layernorm", "layernorm_after"), ("mlp", "intermediate")),
+    (
+        ("pre_feedforward_layernorm", "post_attention_layernorm", "layernorm_after"),
+        ("mlp", "intermediate"),
+    ),
     (("layer_norm",), ("SelfAttention",)),
     (("layer_norm",), ("EncDecAttention",)),
     (("layer_norm",), ("DenseReluDense",)),
 )
 # Linears of an attention or MLP that do not read its input.
-NOT_READERS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "o", "down_proj", "w2", "dense_4h_to_h", "fc2")
+NOT_READERS = (
+    "o_proj",
+    "out_proj",
+    "dense",
+    "c_proj",
+    "wo",
+    "o",
+    "down_proj",
+    "w2",
+    "dense_4h_to_h",
+    "fc2",
+)
 # In T5's EncDecAttention: these read the encoder's output.
 ENCODER_READERS = ("k", "v")
 # Per entry: the function, its reader, its source, and a dropout between function and reader.
@@ -78,7 +92,11 @@ def candidates(model: nn.Module) -> Iterator[FusionCandidate]:
             if candidate.name not in found:
                 found.add(candidate.name)
                 yield candidate
-    yield from (FusionCandidate(name, "module", ()) for name in modules if name not in found and is_norm(modules[name]))
+    yield from (
+        FusionCandidate(name, "module", ())
+        for name in modules
+        if name not in found and is_norm(modules[name])
+    )
 
 
 def _candidates_in(name: str, modules: dict[str, nn.Module]) -> Iterator[FusionCandidate]:
@@ -93,7 +111,11 @@ def _candidates_in(name: str, modules: dict[str, nn.Module]) -> Iterator[FusionC
         if all(prefix + each in modules for each in (function, reader, source or reader)):
             sources = (prefix + source,) if source else ()
             yield FusionCandidate(
-                prefix + function, "module", (prefix + reader,), sources, dropout_between and prefix + dropout_between
+                prefix + function,
+                "module",
+                (prefix + reader,),
+                sources,
+                dropout_between and prefix + dropout_between,
             )
     stack, _, number = name.rpartition(".")
     # BERT normalizes after the residual sum, so the readers are in the next block.
@@ -115,5 +137,10 @@ def _inputs(owner: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     others = NOT_READERS + ENCODER_READERS * owner.endswith("EncDecAttention")
     for name, child in modules[owner].named_children():
         weight = getattr(child, "weight", None)
-        if weight is not None and weight.ndim == 2 and not isinstance(child, nn.Embedding) and name not in others:
+        if (
+            weight is not None
+            and weight.ndim == 2
+            and not isinstance(child, nn.Embedding)
+            and name not in others
+        ):
             yield f"{owner}.{name}"

@@ -54,14 +54,21 @@ class FusedModule(FusedForward):
     def __call__(self, *given: Any, **options: Any) -> Any:
         # Under torch.compile the compiler fuses by itself, and caches of casts are bypassed.
         # Functional transforms (torch.func) need the module's own differentiable code.
-        if len(given) != 1 or options or torch.compiler.is_compiling() or transforms.is_active(*given):
+        if (
+            len(given) != 1
+            or options
+            or torch.compiler.is_compiling()
+            or transforms.is_active(*given)
+        ):
             return self.module_forward(*given, **options)
         return self.forward(given[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the module's function in eager mode."""
         parameters = [getattr(self.module, name, None) for name in ("weight", "bias")]
-        return self.compute((x, *(each for each in parameters if each is not None)), lambda: self.module_forward(x))
+        return self.compute(
+            (x, *(each for each in parameters if each is not None)), lambda: self.module_forward(x)
+        )
 
     def reader(self) -> QLinear | None:
         """Return the first layer that quantizes its input, or None.
@@ -93,7 +100,9 @@ class FusedModule(FusedForward):
             y = fallback()
             operand = _operand(reader, y)
         else:
-            flat = tuple(each.reshape(-1, x.shape[-1]) if each.ndim > 1 else each for each in tensors)
+            flat = tuple(
+                each.reshape(-1, x.shape[-1]) if each.ndim > 1 else each for each in tensors
+            )
             y = _Function.apply(self, policy, request, kernel, operand, *flat).reshape(x.shape)
         self._hand_over(y, reader, operand)
         return y
@@ -102,7 +111,12 @@ class FusedModule(FusedForward):
         """Choose the tensors to save for backward, from the first reader's operand."""
         if not operand.context.grads:
             return "both"
-        if self.save in NARROW and self.kind.is_norm and operand.keeps_codes and operand.plan.transposes:
+        if (
+            self.save in NARROW
+            and self.kind.is_norm
+            and operand.keeps_codes
+            and operand.plan.transposes
+        ):
             return "outputs"
         return "inputs" if operand.can_be_made_again else "both"
 
@@ -123,7 +137,9 @@ class FusedModule(FusedForward):
             return
         others = [each for each in self.readers if each is not reader and isinstance(each, QLinear)]
         # Readers with another recipe quantize y themselves and record their own amax.
-        same_recipe = [each for each in others if each.recipe == reader.recipe and refuse_reader(each) is None]
+        same_recipe = [
+            each for each in others if each.recipe == reader.recipe and refuse_reader(each) is None
+        ]
         windows = [each for layer in same_recipe if (each := layer.amax_state("x")) is not None]
         if windows:
             # One launch for all histories.
@@ -135,7 +151,9 @@ class FusedModule(FusedForward):
         for layer in self.sources or (None,) * (1 if self.kind.is_norm else len(tensors)):
             request = _gradient_request(layer)
             spec = NormActSpec.of(self.kind, tensors, [*requested, request])
-            requested.append(None if request is None or self.kernel(BACKWARD, spec) is None else request)
+            requested.append(
+                None if request is None or self.kernel(BACKWARD, spec) is None else request
+            )
         return requested
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
@@ -156,15 +174,23 @@ class FusedModule(FusedForward):
         else:
             device = device_facts(weight.device.type, weight.device.index)
             casts = () if isinstance(requested, str) else ((requested.cast, requested.transposed),)
-            own = (getattr(self.module, name, None) for name in ("weight", "bias") if self.kind.is_norm)
+            own = (
+                getattr(self.module, name, None) for name in ("weight", "bias") if self.kind.is_norm
+            )
             dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
             spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
             backend = self.describe_backend(FORWARD, spec)
 
-        same_recipe_readers = sum(isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers)
+        same_recipe_readers = sum(
+            isinstance(each, QLinear) and each.recipe == reader.recipe for each in self.readers
+        )
         stats = self.stats
         # Each produced cast can be used once by every reader with the same recipe.
-        unused_cast_share = None if not stats.made else max(0.0, 1 - stats.taken / (stats.made * same_recipe_readers))
+        unused_cast_share = (
+            None
+            if not stats.made
+            else max(0.0, 1 - stats.taken / (stats.made * same_recipe_readers))
+        )
         saved = "" if backend.startswith(OWN_CODE) else self.describe_saved(policy)
         return Fusion(
             name=name,
@@ -203,7 +229,11 @@ class FusedMlp(FusedModule):
     def activated(self, g: Tensor) -> Tensor:
         """Apply the MLP's own activation module (its rounding may differ), or torch's function."""
         own = next(
-            (each for name in ("act_fn", "act", "activation_fn") if callable(each := getattr(self.module, name, None))),
+            (
+                each
+                for name in ("act_fn", "act", "activation_fn")
+                if callable(each := getattr(self.module, name, None))
+            ),
             None,
         )
         y: Tensor = (own or ACTIVATIONS[self.kind.activation])(g)
@@ -221,7 +251,10 @@ class _Function(torch.autograd.Function):
         value: Tensor = outputs.value
         casts = operand.casts
         casts.rows, casts.cols, casts.amax = outputs.plain, outputs.transposed, outputs.amax
-        ctx.fused, ctx.recomputed = fused, RecomputedOutput(fused.kind, fused.kernel) if policy == "inputs" else None
+        ctx.fused, ctx.recomputed = (
+            fused,
+            RecomputedOutput(fused.kind, fused.kernel) if policy == "inputs" else None,
+        )
         saved: Sequence[Given] = tensors
         if fused.save in NARROW and not fused.kind.is_norm:
             saved = [quantize_input(each, NARROW[fused.save]) for each in tensors]
@@ -230,17 +263,24 @@ class _Function(torch.autograd.Function):
         if ctx.recomputed is not None:
             ctx.recomputed.layout = ctx.layout
             # Detached: cached tensors must not keep the autograd graph alive.
-            casts.origin = Origin(tuple(None if each is None else each.detach() for each in flat), ctx.recomputed)
+            casts.origin = Origin(
+                tuple(None if each is None else each.detach() for each in flat), ctx.recomputed
+            )
         fill(operand, value)
         if policy == "outputs":
             assert isinstance(casts.cols, QTensor)
             saved = [Kept(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]]
-            ctx.layout, flat = SavedLayout.of(saved), SavedLayout.flatten(saved, (None, statistics[1]))
+            ctx.layout, flat = (
+                SavedLayout.of(saved),
+                SavedLayout.flatten(saved, (None, statistics[1])),
+            )
         ctx.save_for_backward(*flat)
         return value
 
     @staticmethod
-    @no_double_backward("a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`.")
+    @no_double_backward(
+        "a fused norm or activation", "Compute inside `with narrowgauge.suspended(model):`."
+    )
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         fused: FusedModule = ctx.fused
         # Read once: under torch's non-reentrant checkpoint saved tensors can be unpacked only once.
@@ -248,7 +288,10 @@ class _Function(torch.autograd.Function):
         if ctx.recomputed is not None:
             ctx.recomputed.clear()
         requests = fused.gradient_requests(tensors)
-        kernel = fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests)) or BACKWARD.kernels[-1]
+        kernel = (
+            fused.kernel(BACKWARD, NormActSpec.of(fused.kind, tensors, requests))
+            or BACKWARD.kernels[-1]
+        )
         # Kernels read raw memory: resolve lazily negated views and zeros without storage first.
         gradients, parameter_gradients = kernel.run(
             fused.kind, tensors, statistics, in_memory(gy).contiguous(), requests
@@ -258,7 +301,15 @@ class _Function(torch.autograd.Function):
                 shared: Any = layer.shared_inputs
                 # The source's backward finds the cast by this gradient tensor.
                 shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
-        return None, None, None, None, None, *(each.value for each in gradients), *parameter_gradients
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(each.value for each in gradients),
+            *parameter_gradients,
+        )
 
 
 def _observer_needs_input(layer: QLinear) -> bool:
@@ -282,7 +333,9 @@ def refuse_reader(layer: QLinear) -> str | None:
         return "an observer needs its input in backward"
     if layer.shared_inputs is None:
         return "shares no inputs"
-    rotates_saved_input = layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
+    rotates_saved_input = (
+        layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
+    )
     if layer.recipe.output.rotate is not None or rotates_saved_input:
         return f"recipe {layer.recipe.name} rotates its input"
     return None
@@ -306,7 +359,11 @@ def fill(operand: Operand, y: Tensor) -> None:
 
 def _requested_cast(operand: Operand, policy: SavePolicy) -> CastRequest | str:
     """Return the cast of y for a kernel, or the reason why no kernel on any device can make it."""
-    plan, cast, transposed = operand.plan, operand.plan.rows, operand.keeps_codes and policy != "inputs"
+    plan, cast, transposed = (
+        operand.plan,
+        operand.plan.rows,
+        operand.keeps_codes and policy != "inputs",
+    )
     if cast is None or isinstance(cast.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:
@@ -317,7 +374,12 @@ def _requested_cast(operand: Operand, policy: SavePolicy) -> CastRequest | str:
 
 def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
     """Return the cast of a layer's output gradient, if one cast serves both of its GEMMs."""
-    if not isinstance(layer, QLinear) or layer.recipe is None or layer.is_suspended or _observer_needs_input(layer):
+    if (
+        not isinstance(layer, QLinear)
+        or layer.recipe is None
+        or layer.is_suspended
+        or _observer_needs_input(layer)
+    ):
         return None
     gy = layer.plan(layer.weight.device).gy
     if layer.shared_inputs is None or not layer.weight.requires_grad:

@@ -75,10 +75,15 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float):
         return f"a {type(module).__name__} does not say its eps"
-    kinds = [Kind(name, eps) for name in (("rms-norm", "gemma-norm") if bias is None else ("layer-norm",))]
+    kinds = [
+        Kind(name, eps)
+        for name in (("rms-norm", "gemma-norm") if bias is None else ("layer-norm",))
+    ]
     generator = torch.Generator().manual_seed(0)
     # Rows of size 1e-3 and 1e-2: there the eps under the root changes the result.
-    x = torch.randn(4, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0], [1e-2]])
+    x = torch.randn(4, len(weight), generator=generator) * torch.tensor(
+        [[1.0], [1e-3], [30.0], [1e-2]]
+    )
     # A nonzero mean distinguishes LayerNorm from RMSNorm.
     x = x + (0.1 if bias is not None else 0.0) * x.abs().amax(1, keepdim=True)
     # Meta and fake weights have no data: probe on the CPU instead.
@@ -87,7 +92,9 @@ def _norm(module: nn.Module, weight: nn.Parameter) -> Kind | str:
     known = {name: 1 + 0.1 * torch.randn(len(weight), generator=generator) for name in names}
     x, known = x.to(device), {name: each.to(device, weight.dtype) for name, each in known.items()}
     with _temporary_attributes(module, known):
-        found = next((kind for kind in kinds if _computes(module, kind, (x, *known.values()), x)), None)
+        found = next(
+            (kind for kind in kinds if _computes(module, kind, (x, *known.values()), x)), None
+        )
     return found or f"a {type(module).__name__} computes something else"
 
 
@@ -99,10 +106,16 @@ def gated_kind_of(mlp: nn.Module, gate: str, up: str, down: str) -> Kind | str:
     """
     generator = torch.Generator().manual_seed(0)
     g, u = (4 * torch.randn(3, 33, generator=generator) for _ in range(2))
-    fake_linears = {gate: _FakeLinear(lambda x: g), up: _FakeLinear(lambda x: u), down: _FakeLinear(lambda x: x)}
+    fake_linears = {
+        gate: _FakeLinear(lambda x: g),
+        up: _FakeLinear(lambda x: u),
+        down: _FakeLinear(lambda x: x),
+    }
     with _temporary_attributes(mlp, fake_linears):
         kinds = (Kind(name) for name in get_args(Gated))
-        found = next((kind for kind in kinds if _computes(mlp, kind, (g, u), torch.zeros(3, 33))), None)
+        found = next(
+            (kind for kind in kinds if _computes(mlp, kind, (g, u), torch.zeros(3, 33))), None
+        )
     functions = ", ".join(Kind(name).activation for name in get_args(Gated))
     return found or f"a {type(mlp).__name__} does not multiply one of {functions} of {gate} by {up}"
 

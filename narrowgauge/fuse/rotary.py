@@ -36,7 +36,9 @@ def function_of(module: nn.Module) -> Callable[..., Any] | None:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, run: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.run, ctx.dtypes = run, (q.dtype, k.dtype)
         ctx.save_for_backward(cos, sin)
         # The dtypes of PyTorch's own q * cos.
@@ -45,11 +47,18 @@ class _Function(torch.autograd.Function):
         return found
 
     @staticmethod
-    @no_double_backward("a fused rotary embedding", "Convert the model to None, and again without fuse.")
+    @no_double_backward(
+        "a fused rotary embedding", "Convert the model to None, and again without fuse."
+    )
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         # The gradient of a rotation is the inverse rotation.
-        return (None, *ctx.run(in_memory(grad_q), in_memory(grad_k), cos, sin, ctx.dtypes, True), None, None)
+        return (
+            None,
+            *ctx.run(in_memory(grad_q), in_memory(grad_k), cos, sin, ctx.dtypes, True),
+            None,
+            None,
+        )
 
 
 @dataclass(eq=False)
@@ -66,11 +75,15 @@ class FusedAttention(FusedForward):
             own: Any = type(self.module).forward
             globals = {**own.__globals__, NAME: self.embed}
             # A snapshot of the globals: later changes to that file's global names are not seen.
-            self._call = types.FunctionType(own.__code__, globals, own.__name__, own.__defaults__, own.__closure__)
+            self._call = types.FunctionType(
+                own.__code__, globals, own.__name__, own.__defaults__, own.__closure__
+            )
             self._call.__kwdefaults__ = own.__kwdefaults__
         return self._call(self.module, *given, **options)
 
-    def embed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
+    def embed(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any
+    ) -> Any:
         """Rotate queries and keys, with the signature of `function`.
 
         Falls back to `function` for unusual shapes or arguments, and if cos or sin require
@@ -79,13 +92,26 @@ class FusedAttention(FusedForward):
         if torch.compiler.is_compiling() or transforms.is_active(q, k, cos, sin):
             return self.function(q, k, cos, sin, *more, **options)
         # The kernel takes q and k [B, heads, T, D] and cos, sin [1 or B, T, D].
-        usual = q.ndim == k.ndim == 4 and len(q) == len(k) and q.shape[2:] == k.shape[2:] == cos.shape[1:]
-        usual = usual and cos.shape == sin.shape and cos.shape[0] in (1, len(q)) and cos.dtype == sin.dtype
+        usual = (
+            q.ndim == k.ndim == 4
+            and len(q) == len(k)
+            and q.shape[2:] == k.shape[2:] == cos.shape[1:]
+        )
+        usual = (
+            usual
+            and cos.shape == sin.shape
+            and cos.shape[0] in (1, len(q))
+            and cos.dtype == sin.dtype
+        )
         # The kernel has no gradient for cos and sin.
         if more or options or not usual or cos.requires_grad or sin.requires_grad:
             return self.function(q, k, cos, sin, *more, **options)
         kernel = self.kernel(rotary.KERNELS, rotary.Spec.of(q, k, cos, sin))
-        return self.function(q, k, cos, sin) if kernel is None else _Function.apply(kernel.run, q, k, cos, sin)
+        return (
+            self.function(q, k, cos, sin)
+            if kernel is None
+            else _Function.apply(kernel.run, q, k, cos, sin)
+        )
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
         """Return the report, for `head_dim` (or 64) and the dtype of the module's weights."""

@@ -79,7 +79,9 @@ class SavedLayout:
     @staticmethod
     def flatten(tensors: Sequence[Given], statistics: Statistics) -> tuple[Tensor | None, ...]:
         parts = (
-            (each.codes.data, _scale(each.codes, to_exponents)) if isinstance(each, Kept) else (each,)
+            (each.codes.data, _scale(each.codes, to_exponents))
+            if isinstance(each, Kept)
+            else (each,)
             for each in tensors
         )
         return *(part for several in parts for part in several), *statistics
@@ -92,7 +94,9 @@ class SavedLayout:
                 scale: Any = next(parts)
                 # The QTensor briefly has exponents as scales; `checked` skips the validation of
                 # scales.
-                codes = QTensor(data=data, scale=scale, cast=each.cast, inner=each.inner, checked=True)
+                codes = QTensor(
+                    data=data, scale=scale, cast=each.cast, inner=each.inner, checked=True
+                )
                 codes = replace(codes, scale=_scale(codes, from_exponents), checked=True)
                 data = Kept(codes, each.dtype, each.turned)
             found.append(data)

@@ -117,7 +117,13 @@ def find_blocks(
     """
     require_module(model, verb)
     if names is not None:
-        wanted = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else []
+        wanted = (
+            [names]
+            if isinstance(names, str)
+            else list(names)
+            if isinstance(names, Iterable)
+            else []
+        )
         if not wanted or not all(isinstance(each, str) for each in wanted):
             raise ConfigError(
                 f"{verb}: blocks = {names!r}; it must be names of modules, or patterns of them, as ['encoder.layer.*']. Leave it out and "
@@ -163,9 +169,14 @@ def _named(model: nn.Module, patterns: list[str], verb: str) -> dict[str, nn.Mod
         if not any(matches(name, pattern) for name in modules):
             near = closest(pattern, modules) or repr(next(iter(modules), ""))
             raise ConfigError(
-                f"{verb}: blocks={pattern!r} matched no module. Closest: {near}.", code="pattern.no-match"
+                f"{verb}: blocks={pattern!r} matched no module. Closest: {near}.",
+                code="pattern.no-match",
             )
-    found = {name: each for name, each in modules.items() if any(matches(name, pattern) for pattern in patterns)}
+    found = {
+        name: each
+        for name, each in modules.items()
+        if any(matches(name, pattern) for pattern in patterns)
+    }
     # The inner block of a nested pair would be recomputed twice.
     nested = [name for name in found if any(name.startswith(f"{other}.") for other in found)]
     if nested:

@@ -47,7 +47,9 @@ from narrowgauge.memory.segments import SegmentMember, equal_lengths, most_input
 from narrowgauge.memory.selective import selective_checkpoint
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_POLICY = re.compile(r"none|full|selective|sqrt|every-([1-9]\d{0,3})|budget:(\d+(?:\.\d+)?) ?(B|[KMG]iB)?")
+_POLICY = re.compile(
+    r"none|full|selective|sqrt|every-([1-9]\d{0,3})|budget:(\d+(?:\.\d+)?) ?(B|[KMG]iB)?"
+)
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 # (block, forward, args, kwargs) -> output; backward can recompute the saved activations.
@@ -85,12 +87,20 @@ class CheckpointReport:
             lengths = ", ".join(map(str, self.segments))
             twice = self.extra_forwards - len(self.recomputed)
             head += f", {twice} of them twice, in {len(self.segments)} segments of {lengths} blocks"
-        size = "" if self.measured_bytes is None else f"; {self.measured_bytes / 2**20:.1f} MiB are kept for it"
+        size = (
+            ""
+            if self.measured_bytes is None
+            else f"; {self.measured_bytes / 2**20:.1f} MiB are kept for it"
+        )
         return "\n".join([head + size, *self.notes])
 
 
 def _recomputed(
-    run: Run, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    run: Run,
+    block: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run a block's forward so that backward recomputes it, if anything requires gradients."""
     # Without this test, frozen lower blocks would be checkpointed although they have no backward.
@@ -198,7 +208,9 @@ def checkpoint(
     cache_is_off = _apply(model, found, _runs(policy, chosen, below, lengths))
     notes = [reason, _describe_below([name for name in below if name in chosen])]
     if cache_is_off:
-        notes.append("KV cache: off while gradients are on, since computing a block again would fill it twice")
+        notes.append(
+            "KV cache: off while gradients are on, since computing a block again would fill it twice"
+        )
     return CheckpointReport(
         policy=policy,
         recomputed=tuple(chosen),
@@ -219,7 +231,9 @@ def _lengths(policy: str, names: list[str], every: str | None = None) -> list[in
     found: list[int] = []
     for _, stack in groupby(names, key=_stack_of):
         number = len(list(stack))
-        found += sqrt_lengths(number) if policy == "sqrt" else equal_lengths(number, int(every or 1))
+        found += (
+            sqrt_lengths(number) if policy == "sqrt" else equal_lengths(number, int(every or 1))
+        )
     return found
 
 
@@ -234,7 +248,9 @@ def _runs(policy: str, chosen: list[str], below: list[str], lengths: list[int]) 
 
     Blocks in `below` need no backward and belong to no segment.
     """
-    runs: dict[str, Run] = dict.fromkeys(chosen, selective_checkpoint if policy == "selective" else _full_checkpoint)
+    runs: dict[str, Run] = dict.fromkeys(
+        chosen, selective_checkpoint if policy == "selective" else _full_checkpoint
+    )
     names = iter(name for name in chosen if name not in below)
     for length in lengths:
         previous = None
@@ -251,7 +267,9 @@ def _apply(model: nn.Module, found: dict[str, nn.Module], runs: Mapping[str, Run
     Returns True if the hook was set.
     """
     for name, block in found.items():
-        set_technique(block, "recompute", partial(_recomputed, runs[name]) if name in runs else None)
+        set_technique(
+            block, "recompute", partial(_recomputed, runs[name]) if name in runs else None
+        )
     # By identity and not by handle: copies and pickles of the model have the hook but no handle.
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _without_cache:
@@ -286,7 +304,9 @@ def _within(
         runs = _runs("sqrt", names, below, lengths)
         _apply(model, found, runs)
         total = saved_bytes(model, batch, loss).total
-        largest = max((run.output_bytes for run in runs.values() if isinstance(run, SegmentMember)), default=0)
+        largest = max(
+            (run.output_bytes for run in runs.values() if isinstance(run, SegmentMember)), default=0
+        )
         return total + (most_inputs(lengths) - len(lengths)) * largest
 
     lengths = _lengths("sqrt", [name for name in names if name not in below])
@@ -294,7 +314,9 @@ def _within(
         if (least := saved_with(len(names))) <= budget_bytes:
             # Bisection: a measurement is one forward pass, and bytes decrease with the number of
             # blocks.
-            count = bisect_left(range(len(names)), True, key=lambda count: saved_with(count) <= budget_bytes)
+            count = bisect_left(
+                range(len(names)), True, key=lambda count: saved_with(count) <= budget_bytes
+            )
             return names[:count], [], saved_with(count)
         if (in_segments := saved_in_segments()) <= budget_bytes:
             return names, lengths, in_segments
@@ -312,8 +334,14 @@ def _within(
 def _without_backward(model: nn.Module, names: list[str]) -> list[str]:
     """Return the blocks below the lowest trainable parameter, in the model's order."""
     parameters = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
-    lowest = next((index for index, (_, trains) in enumerate(parameters) if trains), len(parameters))
-    return [name for name in names if not any(each.startswith(f"{name}.") for each, _ in parameters[lowest:])]
+    lowest = next(
+        (index for index, (_, trains) in enumerate(parameters) if trains), len(parameters)
+    )
+    return [
+        name
+        for name in names
+        if not any(each.startswith(f"{name}.") for each, _ in parameters[lowest:])
+    ]
 
 
 def _describe_below(below: list[str]) -> str:

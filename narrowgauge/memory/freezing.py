@@ -71,9 +71,19 @@ class FreezeReport:
         reasons: dict[str, list[str]] = {}
         for name, reason in self.kept_16bit:
             reasons.setdefault(reason, []).append(name)
-        more = [f"kept as they are: {names[0]} and {len(names) - 1} more, {why}" for why, names in reasons.items()]
+        more = [
+            f"kept as they are: {names[0]} and {len(names) - 1} more, {why}"
+            for why, names in reasons.items()
+        ]
         return "\n".join(
-            [head, *more, *(f"tied, so frozen or trained together: {' and '.join(each)}" for each in self.tied)]
+            [
+                head,
+                *more,
+                *(
+                    f"tied, so frozen or trained together: {' and '.join(each)}"
+                    for each in self.tied
+                ),
+            ]
         )
 
 
@@ -119,7 +129,9 @@ def freeze(
         )
     report = _apply(model, named, trains, optimizer_bytes)
     saved = sum(_replace_by_codes(layer) for layer in coded)
-    return replace(report, coded=len(coded), weight_bytes_saved=saved, kept_16bit=tuple(kept_16bit.items()))
+    return replace(
+        report, coded=len(coded), weight_bytes_saved=saved, kept_16bit=tuple(kept_16bit.items())
+    )
 
 
 def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
@@ -148,7 +160,9 @@ def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
     return len(layers)
 
 
-def _candidates_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[list[QLinear], dict[str, str]]:
+def _candidates_for_codes(
+    model: nn.Module, named: set[nn.Parameter]
+) -> tuple[list[QLinear], dict[str, str]]:
     """Return (layers whose weight can be stored as codes, {other Linear's name: reason})."""
     holders: dict[nn.Parameter, list[str]] = {}
     for owner, module in model.named_modules():
@@ -159,7 +173,11 @@ def _candidates_for_codes(model: nn.Module, named: set[nn.Parameter]) -> tuple[l
     kept_16bit = {}
     for name, layer in model.named_modules():
         weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
-        if weight is None or weight not in named or (isinstance(layer, QLinear) and layer.frozen is not None):
+        if (
+            weight is None
+            or weight not in named
+            or (isinstance(layer, QLinear) and layer.frozen is not None)
+        ):
             continue
         others = [each for each in holders[weight] if each != name]
         reason = refuse(layer) if isinstance(layer, QLinear) else "no recipe casts it"
@@ -219,7 +237,11 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
     """
     require_module(model, verb)
     texts = (
-        [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, Iterable) else [patterns]
+        [patterns]
+        if isinstance(patterns, str)
+        else list(patterns)
+        if isinstance(patterns, Iterable)
+        else [patterns]
     )
     if strange := [each for each in texts if not isinstance(each, str)]:
         raise ConfigError(
@@ -229,7 +251,8 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
     wanted = [pattern.strip() for text in texts for pattern in text.split(",") if pattern.strip()]
     if not wanted:
         raise ConfigError(
-            f'{verb}: no pattern was given. Name parameters or modules, as in "embed*,layers.0-3".', code="pattern.none"
+            f'{verb}: no pattern was given. Name parameters or modules, as in "embed*,layers.0-3".',
+            code="pattern.none",
         )
     # Each parameter, under its own name and the names of all modules above it.
     below: dict[str, set[nn.Parameter]] = {}
@@ -243,18 +266,26 @@ def _named(model: nn.Module, patterns: Patterns, verb: str) -> set[nn.Parameter]
         if not meant:
             ends = [".".join(name.split(".")[-1 - pattern.count(".") :]) for name in below]
             near = closest(pattern.replace("*", "").strip("."), [*ends, *below])
-            first = f"The first parameter is {next(iter(below))!r}." if below else "The model has no parameters."
+            first = (
+                f"The first parameter is {next(iter(below))!r}."
+                if below
+                else "The model has no parameters."
+            )
             hint = f"Closest: {near}." if near else first
             within = f"{pattern!r} of " if pattern != typed else ""
             raise ConfigError(
-                f"{verb}: {within}pattern {typed!r} matched no parameter or module. {hint}", code="pattern.no-match"
+                f"{verb}: {within}pattern {typed!r} matched no parameter or module. {hint}",
+                code="pattern.no-match",
             )
         found = found.union(*meant)
     return found
 
 
 def _apply(
-    model: nn.Module, named: set[nn.Parameter], trains: set[nn.Parameter], optimizer_bytes: OptimizerBytes
+    model: nn.Module,
+    named: set[nn.Parameter],
+    trains: set[nn.Parameter],
+    optimizer_bytes: OptimizerBytes,
 ) -> FreezeReport:
     """Set requires_grad for exactly the parameters in `trains`, and report.
 
@@ -262,8 +293,16 @@ def _apply(
     """
     parameters = list(model.parameters())
     # Integer parameters have neither gradient nor optimizer state.
-    frozen = [parameter for parameter in parameters if parameter not in trains and parameter.is_floating_point()]
-    of = optimizer_bytes if callable(optimizer_bytes) else (lambda each: each.numel() * optimizer_bytes)
+    frozen = [
+        parameter
+        for parameter in parameters
+        if parameter not in trains and parameter.is_floating_point()
+    ]
+    of = (
+        optimizer_bytes
+        if callable(optimizer_bytes)
+        else (lambda each: each.numel() * optimizer_bytes)
+    )
     # Calls the user's function, which may raise: do it before any change.
     states = int(sum(of(parameter) for parameter in frozen))
     names: dict[nn.Parameter, tuple[str, ...]] = {}
@@ -275,5 +314,7 @@ def _apply(
         trainable=sum(parameter.numel() for parameter in trains),
         gradient_bytes_saved=sum(parameter.nbytes for parameter in frozen),
         optimizer_bytes_saved=states,
-        tied=tuple(each for parameter, each in names.items() if len(each) > 1 and parameter in named),
+        tied=tuple(
+            each for parameter, each in names.items() if len(each) > 1 and parameter in named
+        ),
     )

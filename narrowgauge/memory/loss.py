@@ -152,7 +152,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         # float32 sums over chunks: rounding to 16 bits once per chunk would add up.
         grad_weight = torch.zeros_like(weight, dtype=accumulate_dtype) if needs[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=accumulate_dtype) if needs[2] and bias is not None else None
+        grad_bias = (
+            torch.zeros_like(bias, dtype=accumulate_dtype)
+            if needs[2] and bias is not None
+            else None
+        )
 
         rhs = options.operand(weight)
         loss = torch.zeros((), dtype=accumulate_dtype, device=hidden.device)
@@ -160,7 +164,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + options.rows)
             lhs = options.operand(hidden[rows])
             logits = options.logits(lhs, rhs, bias)
-            chunk_loss, grad = _loss_and_gradient(logits, labels[rows], valid[rows], options, any(needs))
+            chunk_loss, grad = _loss_and_gradient(
+                logits, labels[rows], valid[rows], options, any(needs)
+            )
             loss += chunk_loss
             if grad is None:
                 continue
@@ -188,8 +194,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             # In place unless the graph is retained for another backward: a copy of [V, K] would be
             # the largest tensor here.
-            keeps_graph = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
-            grad_weight = (grad_weight * grad_loss if keeps_graph else grad_weight.mul_(grad_loss)).to(ctx.dtypes[0])
+            keeps_graph = (
+                torch.compiler.is_compiling()
+                or torch._C._autograd._get_current_graph_task_keep_graph()
+            )
+            grad_weight = (
+                grad_weight * grad_loss if keeps_graph else grad_weight.mul_(grad_loss)
+            ).to(ctx.dtypes[0])
         if grad_bias is not None:
             grad_bias = (grad_bias * grad_loss).to(ctx.dtypes[1])
         return grad_hidden, grad_weight, grad_bias, None, None, None
@@ -227,7 +238,9 @@ def _loss_and_gradient(
     if options.z_loss or options.has_ignored:
         grad = grad.mul_(factor)
     grad = (
-        grad.scatter_add_(1, labels, -weight) if options.shard is None else options.shard.subtract(grad, labels, weight)
+        grad.scatter_add_(1, labels, -weight)
+        if options.shard is None
+        else options.shard.subtract(grad, labels, weight)
     )
     if options.softcap:
         grad = grad.mul_(1 - (capped / options.softcap).square())

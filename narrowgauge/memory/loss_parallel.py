@@ -84,8 +84,15 @@ def unwrapped(
     """
     assert isinstance(weight, DTensor)
     mesh = weight.device_mesh
-    axes = [axis for axis, placement in enumerate(weight.placements) if placement.is_shard() and mesh.size(axis) > 1]
-    by_words = all(type(weight.placements[axis]) is Shard and weight.placements[axis].is_shard(0) for axis in axes)
+    axes = [
+        axis
+        for axis, placement in enumerate(weight.placements)
+        if placement.is_shard() and mesh.size(axis) > 1
+    ]
+    by_words = all(
+        type(weight.placements[axis]) is Shard and weight.placements[axis].is_shard(0)
+        for axis in axes
+    )
     if len(axes) > 1 or not by_words or any(each.is_partial() for each in weight.placements):
         raise ConfigError(
             f"chunked_cross_entropy: weight lies as {weight.placements} on the mesh; the loss reads a head that is sharded by its words "
@@ -103,7 +110,10 @@ def unwrapped(
     axis = axes[0] if axes else 0
     # Another mesh axis may shard the batch. Its ranks sum their own tokens, and the user sums over
     # them, as with an unsharded head.
-    placements = tuple(Replicate() if each == axis else placement for each, placement in enumerate(hidden.placements))
+    placements = tuple(
+        Replicate() if each == axis else placement
+        for each, placement in enumerate(hidden.placements)
+    )
     if any(not placement.is_replicate() for placement in placements):
         raise ConfigError(
             f"chunked_cross_entropy: hidden lies as {hidden.placements}; on axes other than the words' it must be Replicate. "
@@ -112,7 +122,9 @@ def unwrapped(
         )
     replicated: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
     partial = tuple(Partial() if each == axis else Replicate() for each in range(mesh.ndim))
-    whole = hidden if hidden.placements == replicated else hidden.redistribute(placements=replicated)
+    whole = (
+        hidden if hidden.placements == replicated else hidden.redistribute(placements=replicated)
+    )
     # Shard splits in equal parts, rounded up; the last ranks get fewer.
     words = -(-weight.shape[0] // mesh.size(axis))
     shard = VocabularyShard(words * mesh.get_local_rank(axis), words, mesh.get_group(axis))
@@ -123,7 +135,11 @@ def unwrapped(
 
 
 def _own_bias(bias: Tensor, weight: DTensor) -> Tensor:
-    if not isinstance(bias, DTensor) or bias.device_mesh != weight.device_mesh or bias.placements != weight.placements:
+    if (
+        not isinstance(bias, DTensor)
+        or bias.device_mesh != weight.device_mesh
+        or bias.placements != weight.placements
+    ):
         raise ConfigError(
             "chunked_cross_entropy: bias does not lie as weight does. Shard both by their words.",
             code="chunked-loss.bias-placement",

@@ -25,7 +25,12 @@ from narrowgauge.nn.autograd_rules import alias_while_compiling, no_double_backw
 
 
 def sliced(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, valid: Tensor, options: LossOptions
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    valid: Tensor,
+    options: LossOptions,
 ) -> Tensor:
     """Return the loss; arguments as in `loss._ChunkedCrossEntropy`."""
     loss: Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, labels, valid, options)
@@ -91,7 +96,9 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 grad_weight[words] = (g.T @ lhs).to(weight.dtype)
             # Free the memory before the next slice allocates its own.
             del g
-        grad_hidden_rounded = None if grad_hidden is None else grad_hidden.to(options.compute_dtype).to(hidden.dtype)
+        grad_hidden_rounded = (
+            None if grad_hidden is None else grad_hidden.to(options.compute_dtype).to(hidden.dtype)
+        )
         return grad_hidden_rounded, grad_weight, grad_bias, None, None, None
 
 

@@ -41,7 +41,11 @@ class SavedBytes:
 
     def below(self, name: str) -> int:
         """Return the bytes of a module and all its submodules."""
-        return sum(count for module, count in self.by_module.items() if module == name or module.startswith(f"{name}."))
+        return sum(
+            count
+            for module, count in self.by_module.items()
+            if module == name or module.startswith(f"{name}.")
+        )
 
     def __str__(self) -> str:
         rows = sorted(self.by_module.items(), key=lambda item: -item[1])
@@ -67,7 +71,11 @@ class Meter:
         storage = tensor.untyped_storage()
         # The weak reference below prevents the reuse of the address by another storage.
         if storage._cdata not in self.excluded and storage._cdata not in self.storages:
-            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), self.modules[-1])
+            self.storages[storage._cdata] = (
+                StorageWeakRef(storage),
+                storage.nbytes(),
+                self.modules[-1],
+            )
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -111,7 +119,9 @@ def detached(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
-def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> SavedBytes:
+def saved_bytes(
+    model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None
+) -> SavedBytes:
     """Measure the bytes that a forward pass of `model` saves for backward.
 
     batch  keyword arguments as a mapping, positional arguments as a tuple, or one tensor
@@ -140,7 +150,11 @@ def saved_bytes(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
         return detached(tensor)
 
     with ExitStack() as stack:
-        devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
+        devices = {
+            parameter.device.index
+            for parameter in model.parameters()
+            if parameter.device.type == "cuda"
+        }
         stack.enter_context(rng.preserved(sorted(index for index in devices if index is not None)))
         stack.callback(_put_back, [(buffer, buffer.detach().clone()) for buffer in model.buffers()])
         # Casts made here must not stay in the layers' caches. A later training pass would find

@@ -27,7 +27,9 @@ class RngAndAutocast:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        devices = {tensor.device: tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        devices = {
+            tensor.device: tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")
+        }
         kinds = sorted({device.type for device in devices})
         # fork_rng's default device type; without GPU tensors no device state is saved.
         self._kind = kinds[0] if kinds else "cuda"
@@ -37,7 +39,8 @@ class RngAndAutocast:
             # On a CPU the state occupies the same memory as the activations.
             report_saved(self._generators.cpu)
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", *kinds)
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", *kinds)
         ]
         self._caches = torch.is_autocast_cache_enabled()
 
@@ -47,7 +50,9 @@ class RngAndAutocast:
         with ExitStack() as stack:
             stack.enter_context(self._generators.restored())
             for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._caches))
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._caches)
+                )
             yield
 
 
@@ -58,11 +63,15 @@ def checkpointed(
 
     contexts  torch.utils.checkpoint's context_fn
     """
-    options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": contexts} if contexts else {})
+    options: dict[str, Any] = {"use_reentrant": False} | (
+        {"context_fn": contexts} if contexts else {}
+    )
     if torch.compiler.is_compiling():
         # While torch.compile traces, torch's own checkpoint preserves the generators.
         return checkpoint(forward, *args, preserve_rng_state=True, **options, **kwargs)
-    snapshot = RngAndAutocast(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    snapshot = RngAndAutocast(
+        leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+    )
     calls = 0
 
     def recomputable(*args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,13 @@ MATMULS: frozenset[Any] = frozenset(
 # Their gradients need exact tensors, or combine saved tensors with exact statistics.
 EXACT: frozenset[Any] = frozenset(
     {
-        *(F.scaled_dot_product_attention, F.multi_head_attention_forward, F.softmax, torch.softmax, Tensor.softmax),
+        *(
+            F.scaled_dot_product_attention,
+            F.multi_head_attention_forward,
+            F.softmax,
+            torch.softmax,
+            Tensor.softmax,
+        ),
         *(F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.logsumexp, Tensor.logsumexp),
         *(F.cross_entropy, F.nll_loss, F.embedding, F.dropout, torch.dropout),
     }
@@ -68,7 +74,9 @@ class SavedActivations:
         raise NotImplementedError
 
     @contextmanager
-    def hooks(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def hooks(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         if torch.compiler.is_compiling():
             raise ConfigError(
                 f"{self.name}: the compiler fixes what is kept for backward itself and sees no saved tensors. "
@@ -76,7 +84,11 @@ class SavedActivations:
                 code="saved-tensors.compiled",
             )
         exact = [*block.parameters(), *block.buffers()]
-        exact += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+        exact += [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and not leaf.requires_grad
+        ]
         with SavedTensorMode(self, {tensor.untyped_storage()._cdata for tensor in exact}) as mode:
             try:
                 with torch.autograd.graph.saved_tensors_hooks(mode.pack, _unpack):
@@ -85,7 +97,9 @@ class SavedActivations:
                 mode.clear()
 
 
-def blocks_for(kind: type[SavedActivations], model: nn.Module, names: str | Iterable[str] | None) -> list[nn.Module]:
+def blocks_for(
+    kind: type[SavedActivations], model: nn.Module, names: str | Iterable[str] | None
+) -> list[nn.Module]:
     """Return the model's blocks. Raises ConfigError if another technique handles their saved tensors.
 
     Only one saved-tensor hook can replace a tensor.
@@ -129,7 +143,11 @@ class SavedTensorMode(TorchFunctionMode):
         self.storage_references: list[StorageWeakRef] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in EXACT:
@@ -145,7 +163,9 @@ class SavedTensorMode(TorchFunctionMode):
     def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         kind = tensors[0].device.type
-        if not torch.is_autocast_enabled(kind) or not any(self._is_exact(tensor) for tensor in tensors):
+        if not torch.is_autocast_enabled(kind) or not any(
+            self._is_exact(tensor) for tensor in tensors
+        ):
             return func(*args, **kwargs)
         dtype = torch.get_autocast_dtype(kind)
         # Autocast casts the weight inside the matmul, and autograd saves that copy, which looks
@@ -153,7 +173,9 @@ class SavedTensorMode(TorchFunctionMode):
         # would: only they are replaced among the tensors saved by this matmul.
         args = tuple(self._cast(each, dtype) for each in args)
         self.operands = {
-            each.untyped_storage()._cdata for each in args if isinstance(each, Tensor) and not self._is_exact(each)
+            each.untyped_storage()._cdata
+            for each in args
+            if isinstance(each, Tensor) and not self._is_exact(each)
         }
         try:
             return func(*args, **kwargs)
@@ -161,7 +183,11 @@ class SavedTensorMode(TorchFunctionMode):
             self.operands = None
 
     def _cast(self, argument: Any, dtype: torch.dtype) -> Any:
-        if not isinstance(argument, Tensor) or self._is_exact(argument) or argument.dtype in (torch.float64, dtype):
+        if (
+            not isinstance(argument, Tensor)
+            or self._is_exact(argument)
+            or argument.dtype in (torch.float64, dtype)
+        ):
             return argument
         if not argument.is_floating_point():
             return argument
@@ -199,11 +225,23 @@ class SavedTensorMode(TorchFunctionMode):
             return detached(tensor)
         source = self.copied_from.get(storage, storage)
         # _version: an in-place change between two saves makes another tensor.
-        key = (source, tensor.storage_offset(), tensor.numel(), in_memory.shape[-1:], tensor.dtype, tensor._version)
+        key = (
+            source,
+            tensor.storage_offset(),
+            tensor.numel(),
+            in_memory.shape[-1:],
+            tensor.dtype,
+            tensor._version,
+        )
         if key not in self.stored:
             self._reserved_address(tensor)
             self.stored[key] = self.technique.store(in_memory)
-        return partial(_restored, self.stored[key], in_memory.shape, [order.index(axis) for axis in range(tensor.ndim)])
+        return partial(
+            _restored,
+            self.stored[key],
+            in_memory.shape,
+            [order.index(axis) for axis in range(tensor.ndim)],
+        )
 
     def _is_activation(self, tensor: Tensor) -> bool:
         if self.exact_depth or not tensor.is_floating_point() or tensor.element_size() < 2:

@@ -83,7 +83,11 @@ class SegmentMember:
         self._last: weakref.ref[Call] | None = None
 
     def __call__(
-        self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run `forward` and return its output; backward repeats the call."""
         return self._run_eagerly(torch.compiler.is_compiling(), block, forward, args, kwargs)
@@ -150,7 +154,9 @@ class Call:
         self.block, self.forward = block, forward
         leaves, self._spec = tree_flatten((args, kwargs))
         tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        self._other_leaves = {index: leaf for index, leaf in enumerate(leaves) if index not in tensors}
+        self._other_leaves = {
+            index: leaf for index, leaf in enumerate(leaves) if index not in tensors
+        }
         self._requires_grad = {index: leaf.requires_grad for index, leaf in tensors.items()}
         # Position of an argument leaf -> index of the preceding call's output.
         self._from_previous: dict[int, int] = {}
@@ -173,7 +179,11 @@ class Call:
         """Record the outputs, to recognize them as inputs of the next block; return their bytes."""
         nbytes = 0
         for index, leaf in enumerate(tree_leaves(output)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and (key := validity(leaf)) is not None:
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.requires_grad
+                and (key := validity(leaf)) is not None
+            ):
                 # A weak reference: outputs are freed as without checkpointing. Address and version
                 # alone could match a new tensor in freed memory.
                 self._returned[index] = StorageWeakRef(leaf.untyped_storage()), key
@@ -233,9 +243,15 @@ class Call:
     def _compute_outputs(self) -> None:
         # Gradients stay enabled although the saved tensors are dropped. With no_grad, layers would
         # take other paths (amax histories, caches, random numbers) and draw other numbers.
-        with _unsharded(self.block), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
+        with (
+            _unsharded(self.block),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_drop, _refuse),
+        ):
             leaves = tree_leaves(self._run_forward(self._inputs(frees=False)))
-        self._recomputed_outputs = {index: leaves[index].detach() for index in self._requested_outputs}
+        self._recomputed_outputs = {
+            index: leaves[index].detach() for index in self._requested_outputs
+        }
 
 
 def _drop(tensor: Tensor) -> None:

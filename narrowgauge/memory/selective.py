@@ -27,11 +27,28 @@ from narrowgauge.memory.recomputation import checkpointed
 from narrowgauge.nn.kept_products import KEEPER
 
 # Not every release of torch has all of them.
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "_grouped_mm", "convolution")
-_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
-_ATTENTION += ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
+_MATMULS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_scaled_mm_v2",
+    "_int_mm",
+    "_grouped_mm",
+    "convolution",
+)
+_ATTENTION = tuple(
+    f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")
+)
+_ATTENTION += (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
 SAVED_OPERATIONS = frozenset(
-    getattr(torch.ops.aten, name).default for name in (*_MATMULS, *_ATTENTION) if hasattr(torch.ops.aten, name)
+    getattr(torch.ops.aten, name).default
+    for name in (*_MATMULS, *_ATTENTION)
+    if hasattr(torch.ops.aten, name)
 )
 # This package's operators, by name: each is defined on first use.
 _OURS = frozenset(f"narrowgauge::{name}" for name in ("block_mm", "scaled_mm", "int4_mm"))
@@ -54,7 +71,11 @@ def _contexts() -> Any:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_saved(operation, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if _is_saved(operation, args, kwargs)
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 class _MatmulMode(TorchDispatchMode):
@@ -86,7 +107,11 @@ class _MatmulMode(TorchDispatchMode):
         raise NotImplementedError
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if self.in_linear or not _is_saved(func, args, kwargs):
@@ -159,7 +184,9 @@ class _Replay(_MatmulMode):
 
 
 def _is_saved(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return (operation in SAVED_OPERATIONS or operation.name() in _OURS) and not _has_dropout(operation, args, kwargs)
+    return (operation in SAVED_OPERATIONS or operation.name() in _OURS) and not _has_dropout(
+        operation, args, kwargs
+    )
 
 
 def _has_dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

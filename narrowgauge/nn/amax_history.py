@@ -37,7 +37,10 @@ class LayerState(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         was_meta = False
-        for name, tensor in [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *self.named_parameters(recurse=False),
+            *self.named_buffers(recurse=False),
+        ]:
             moved = fn(tensor.data)
             # Take the device of the conversion and not its dtype:
             # model.bfloat16() and back would round the amax history.
@@ -84,7 +87,9 @@ class AmaxHistory(LayerState):
     def __init__(self, window: Window, device: torch.device) -> None:
         super().__init__()
         self.window = window
-        self.register_buffer("history", torch.zeros(window.length, dtype=torch.float32, device=device))
+        self.register_buffer(
+            "history", torch.zeros(window.length, dtype=torch.float32, device=device)
+        )
         self.register_buffer("live", torch.zeros(3, dtype=torch.float32, device=device))
         self.register_buffer("nonfinite", torch.zeros(1, dtype=torch.int64, device=device))
 
@@ -108,13 +113,22 @@ class AmaxHistory(LayerState):
         if history.is_inference():  # `_version` of an inference tensor raises
             return None
         followed = self._followed
-        if self._lineage is None or followed is None or followed[0] is not history or followed[1] != history._version:
+        if (
+            self._lineage is None
+            or followed is None
+            or followed[0] is not history
+            or followed[1] != history._version
+        ):
             # The copy to the host below waits for the device, which a capture forbids.
             if history.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
             # A hash of the content itself: histories that became equal by a
             # load share their casts again.
-            numbers = torch.cat((history, self.live)).cpu().numpy().tobytes() if holds_numbers(history) else b""
+            numbers = (
+                torch.cat((history, self.live)).cpu().numpy().tobytes()
+                if holds_numbers(history)
+                else b""
+            )
             self._follow(int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little"))
         return self._lineage
 
@@ -134,13 +148,18 @@ class AmaxHistory(LayerState):
         The lineage is lost if no call of `saw` announced the tensor of this step: compiled code
         writes `live` without the host. The next `lineage` then reads the content.
         """
-        self._follow(hash((self._lineage, -1)) if self._was_seen and self._lineage is not None else None)
+        self._follow(
+            hash((self._lineage, -1)) if self._was_seen and self._lineage is not None else None
+        )
         self.__dict__["_was_seen"] = False
 
     def _follow(self, lineage: int | None) -> None:
         history: Tensor = self._buffers["history"]  # type: ignore[assignment]
         own = self.__dict__
-        own["_lineage"], own["_followed"] = lineage, (history, 0 if history.is_inference() else history._version)
+        own["_lineage"], own["_followed"] = (
+            lineage,
+            (history, 0 if history.is_inference() else history._version),
+        )
 
     def extra_repr(self) -> str:
         return str(self.window)
@@ -171,7 +190,11 @@ def roll_history(windows: list[AmaxHistory]) -> None:
         zero = torch.zeros_like(in_use)
         # Write into the existing buffers: CUDA graphs hold their addresses.
         torch._foreach_copy_([member.history for member in members], list(history))
-        torch._foreach_copy_([member.live for member in members], list(torch.stack((in_use, zero, zero), dim=1)))
-        torch._foreach_add_([member.nonfinite for member in members], list(poisoned.to(torch.int64)[:, None]))
+        torch._foreach_copy_(
+            [member.live for member in members], list(torch.stack((in_use, zero, zero), dim=1))
+        )
+        torch._foreach_add_(
+            [member.nonfinite for member in members], list(poisoned.to(torch.int64)[:, None])
+        )
         for member in members:
             member.rolled()

@@ -34,7 +34,9 @@ def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]
         @wraps(backward)
         def run(ctx: Any, *gradients: Any) -> Any:
             # Gradients are enabled inside a backward pass only under create_graph=True.
-            if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_mapped(gradients)):
+            if not torch.compiler.is_compiling() and (
+                torch.is_grad_enabled() or _is_mapped(gradients)
+            ):
                 from narrowgauge.nn.transforms import refuse_backward
 
                 refuse_backward(what, way_on)
@@ -48,7 +50,9 @@ def no_double_backward(what: str, way_on: str) -> Callable[[Backward], Backward]
 def _is_mapped(gradients: tuple[Any, ...]) -> bool:
     # is_grads_batched=True still uses the vmap before torch.func, with batched tensors of its own.
     is_batched = torch._C._functorch.is_legacy_batchedtensor
-    return torch._C._are_functorch_transforms_active() or any(map(is_batched, filter(torch.is_tensor, gradients)))
+    return torch._C._are_functorch_transforms_active() or any(
+        map(is_batched, filter(torch.is_tensor, gradients))
+    )
 
 
 def asked_for(ctx: Any) -> tuple[bool, ...]:

@@ -122,7 +122,9 @@ class SharedInputs:
         self._entry: InputCasts | None = None
         self.gradients = GradientCasts()
 
-    def of(self, x: Tensor, reader: object | None = None, owner: Tensor | None = None) -> InputCasts | None:
+    def of(
+        self, x: Tensor, reader: object | None = None, owner: Tensor | None = None
+    ) -> InputCasts | None:
         """Return the entry of x, created if needed; None for a tensor without a version counter.
 
         reader  the layer that reads x; None for the function that computed x
@@ -133,7 +135,12 @@ class SharedInputs:
         entry, x = self._entry, x if owner is None else owner
         # A second read by the same layer belongs to another forward pass. The buffer may have been
         # refilled through NumPy or `.data`, which leaves `_version` unchanged.
-        if entry is None or entry.input() is not x or entry.key != key or id(reader) in entry.readers:
+        if (
+            entry is None
+            or entry.input() is not x
+            or entry.key != key
+            or id(reader) in entry.readers
+        ):
             if entry is not None:
                 entry.close()
             # A weak reference: the cache must not keep activations alive.

@@ -100,7 +100,11 @@ class CodedWeight(nn.Parameter):
 
         It is decoded at its first read and keeps the decoded tensor.
         """
-        found = hold(nn.Parameter(plain(self).view_as(plain(self)), requires_grad=False), self._codes, self._owner)
+        found = hold(
+            nn.Parameter(plain(self).view_as(plain(self)), requires_grad=False),
+            self._codes,
+            self._owner,
+        )
         found._stays = True
         return found
 
@@ -120,7 +124,11 @@ class CodedWeight(nn.Parameter):
     # strides (torch 2.13), so reads run in eager mode.
     @_disable_dynamo
     def __torch_function__(
-        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Function,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return _called(func, args, kwargs or {})
 
@@ -134,7 +142,11 @@ class LentWeight(Tensor):
     @classmethod
     @_disable_dynamo
     def __torch_function__(
-        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Function,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return _called(func, args, kwargs or {})
 
@@ -145,7 +157,9 @@ class LentWeight(Tensor):
         return plain(self).__reduce_ex__(protocol)
 
 
-def hold(weight: Tensor, codes: Codes, owner: tuple[weakref.ref[Any], Callable[[Any, Tensor], None]]) -> CodedWeight:
+def hold(
+    weight: Tensor, codes: Codes, owner: tuple[weakref.ref[Any], Callable[[Any, Tensor], None]]
+) -> CodedWeight:
     """Turn a Parameter into a CodedWeight in place and return it."""
     weight.__class__ = CodedWeight
     assert isinstance(weight, CodedWeight)
@@ -179,7 +193,9 @@ def _called(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if type(first) is CodedWeight:
         if name in _LAYOUT:
             # The placeholder has strides of zero. The dequantized tensor is contiguous.
-            return func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
+            return func(
+                torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs
+            )
         # state_dict calls detach on every Parameter.
         if name == "detach":
             return first.entry()
@@ -214,7 +230,9 @@ def _computed(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return value
         if id(value) not in read:
             tensor = _readable(value)
-            source = (value, tensor) if type(value) is CodedWeight else (value._weight, value._whole)
+            source = (
+                (value, tensor) if type(value) is CodedWeight else (value._weight, value._whole)
+            )
             read[id(value)] = (value, *source, tensor, tensor._version)
         return read[id(value)][3]
 

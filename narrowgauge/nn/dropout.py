@@ -62,7 +62,11 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 def use_counted_dropout(model: nn.Module) -> int:
     """Replace the class of the model's nn.Dropout modules in place; return how many changed."""
-    found = [module for module in model.modules() if type(module) is nn.Dropout and module.p > 0 and not module.inplace]
+    found = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Dropout and module.p > 0 and not module.inplace
+    ]
     for module in found:
         module.__class__ = CountedDropout
     return len(found)
@@ -81,7 +85,11 @@ def _scale(p: float) -> float:
 
 def _refuse(x: Tensor) -> str:
     """Return the reason why torch's dropout runs instead, or ''."""
-    if torch.compiler.is_compiling() or transforms.is_active(x) or (dry_run_on() is None and wrapper(x)):
+    if (
+        torch.compiler.is_compiling()
+        or transforms.is_active(x)
+        or (dry_run_on() is None and wrapper(x))
+    ):
         return "its memory is not at hand"
     if x.dtype not in DTYPES or device_facts(x.device.type, x.device.index).type != "cpu":
         return "written for float32 and bfloat16 on the CPU"
@@ -105,6 +113,15 @@ def _computed(x: Tensor, p: float, words: tuple[int, int]) -> Tensor:
     y = torch.empty_like(x)
     blocks = -(-x.numel() // BLOCK)
     LIBRARY.call(
-        "dropout", blocks, x.numel(), x, DTYPES[x.dtype], x.numel(), *words, math.ceil(p * 2**24), _scale(p), y
+        "dropout",
+        blocks,
+        x.numel(),
+        x,
+        DTYPES[x.dtype],
+        x.numel(),
+        *words,
+        math.ceil(p * 2**24),
+        _scale(p),
+        y,
     )
     return y

@@ -99,7 +99,11 @@ class QEmbedding(nn.Embedding):
         # and the cold start would never end.
         writes = self.training and torch.is_grad_enabled()
         with torch.no_grad():
-            found = 2 * self.weight.detach().float().abs().mean().reshape(1) / math.sqrt(self.format.max)
+            found = (
+                2
+                * self.weight.detach().float().abs().mean().reshape(1)
+                / math.sqrt(self.format.max)
+            )
             there = found.isfinite() & (found > 0)
             found = self.steps.put(WEIGHT, torch.where(there, found, step.detach()), there, writes)
         # Add the parameter times zero: it then has a gradient on every rank, which DDP waits for.
@@ -145,10 +149,17 @@ class _Rounded(torch.autograd.Function):
         return ((x.float() / step).clamp(-most, most).round() * step).to(x.dtype)
 
     @staticmethod
-    @no_double_backward("an embedding with a learned step", "Compute inside `with narrowgauge.suspended(model):`.")
+    @no_double_backward(
+        "an embedding with a learned step", "Compute inside `with narrowgauge.suspended(model):`."
+    )
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         x, step = ctx.saved_tensors
         ratio = x.float() / step
         inside = ratio.abs() <= ctx.most
         error = ratio.clamp(-ctx.most, ctx.most).round() - torch.where(inside, ratio, 0.0)
-        return torch.where(inside, gy, 0.0), (gy.float() * error).sum().reshape(1) * ctx.scale, None, None
+        return (
+            torch.where(inside, gy, 0.0),
+            (gy.float() * error).sum().reshape(1) * ctx.scale,
+            None,
+            None,
+        )

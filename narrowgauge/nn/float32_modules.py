@@ -45,7 +45,9 @@ class Float32Forward:
     module: nn.Module
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        narrow = next((each.dtype for each in (*given, *options.values()) if _is_float(each)), self.output)
+        narrow = next(
+            (each.dtype for each in (*given, *options.values()) if _is_float(each)), self.output
+        )
         # The class's forward: the instance attribute `forward` is this object.
         forward: Any = type(self.module).forward
         wide = tree_map(_wide, (given, options))
@@ -76,12 +78,18 @@ def to_16_bits(model: nn.Module, dtype: torch.dtype, keep: Iterable[str]) -> tup
     require_module(model, "to_16_bits")
     names = _named(model, tuple(keep))
     modules = dict(model.named_modules())
-    kept = {id(parameter) for name in names for parameter in modules[name].parameters(recurse=False)}
+    kept = {
+        id(parameter) for name in names for parameter in modules[name].parameters(recurse=False)
+    }
     # Buffers keep their dtype: rotary frequencies in bfloat16 would have an error of 2**-9.
     for parameter in model.parameters():
         if id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)
-    tied = [name for name, module in modules.items() if any(id(p) in kept for p in module.parameters(recurse=False))]
+    tied = [
+        name
+        for name, module in modules.items()
+        if any(id(p) in kept for p in module.parameters(recurse=False))
+    ]
     found = tuple(dict.fromkeys((*names, *tied)))
     for name in found:
         modules[name].__dict__["forward"] = Float32Forward(modules[name], dtype)
@@ -109,14 +117,22 @@ def summary(names: Iterable[str]) -> str:
 
 def is_norm(module: nn.Module) -> bool:
     """True for a class named as a norm, without children, with 1-d weights or none."""
-    named = any("norm" in kind.__name__.lower() for kind in type(module).__mro__ if kind is not nn.Module)
-    return named and not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
+    named = any(
+        "norm" in kind.__name__.lower() for kind in type(module).__mro__ if kind is not nn.Module
+    )
+    return (
+        named
+        and not any(True for _ in module.children())
+        and all(p.ndim == 1 for p in module.parameters())
+    )
 
 
 def _named(model: nn.Module, keep: tuple[str, ...]) -> list[str]:
     """Names of the modules that the entries select, in the model's order."""
     own = {
-        name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
+        name: module
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
     }
     # A norm without weights computes in float32 too.
     own |= {name: module for name, module in model.named_modules() if is_norm(module)}

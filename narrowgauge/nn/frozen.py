@@ -75,7 +75,9 @@ class FrozenWeight(LayerState):
         self.register_buffer("codes", found.data.contiguous().view(torch.uint8))
         self.register_buffer("scale", scale.contiguous())
         self.register_buffer("global_scale", found.global_scale)
-        self.register_buffer("words", torch.tensor(list(str(self.cast).encode()), dtype=torch.uint8))
+        self.register_buffer(
+            "words", torch.tensor(list(str(self.cast).encode()), dtype=torch.uint8)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -121,9 +123,9 @@ class FrozenWeight(LayerState):
                 "under which the weight was frozen, or save after narrowgauge.memory.thaw(model)."
             )
             # Load the own buffers in their place, so that the codes stay as they are.
-            state_dict = {name: each for name, each in state_dict.items() if not name.startswith(prefix)} | {
-                f"{prefix}{name}": each for name, each in self.named_buffers()
-            }
+            state_dict = {
+                name: each for name, each in state_dict.items() if not name.startswith(prefix)
+            } | {f"{prefix}{name}": each for name, each in self.named_buffers()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
@@ -223,7 +225,9 @@ class FrozenWeight(LayerState):
             found = self.quantized
             # Under delayed scaling the amax history recorded the weight before freezing. The scale
             # of the codes fixes the amax now.
-            amax = found.scale.amax().reshape(1, 1) * self.cast.format.max if plan.is_delayed else None
+            amax = (
+                found.scale.amax().reshape(1, 1) * self.cast.format.max if plan.is_delayed else None
+            )
             return Casts(rows=_expanded(found, plan.rows_expand), amax=amax)
         if not operand.needs[0]:
             return Casts()
@@ -244,7 +248,9 @@ class FrozenWeight(LayerState):
         if self.rotate is not None:
             from narrowgauge.ops.hadamard import unrotate
 
-            values = unrotate(values, self.rotate, self.columns, Rotation.draw(self.rotate, values).signs)
+            values = unrotate(
+                values, self.rotate, self.columns, Rotation.draw(self.rotate, values).signs
+            )
         return values if dtype == torch.float16 else values.to(dtype)
 
     def original(self, weight: Tensor) -> Tensor:
@@ -256,11 +262,17 @@ class FrozenWeight(LayerState):
         """True if the codes in a state dict decode to `weight`, False for codes of another form."""
         given = {name: state.get(f"{prefix}{name}") for name, _ in self.named_buffers()}
         for name, own in self.named_buffers():
-            if (found := given[name]) is None or found.shape != own.shape or found.dtype != own.dtype:
+            if (
+                (found := given[name]) is None
+                or found.shape != own.shape
+                or found.dtype != own.dtype
+            ):
                 return False
         other = FrozenWeight.__new__(FrozenWeight)
         nn.Module.__init__(other)
-        other.__dict__ |= {name: self.__dict__[name] for name in ("recipe", "cast", "inner", "columns", "rotate")}
+        other.__dict__ |= {
+            name: self.__dict__[name] for name in ("recipe", "cast", "inner", "columns", "rotate")
+        }
         for name in ("codes", "scale", "global_scale", "words"):
             other.register_buffer(name, given.get(name))
         return torch.equal(other.original(weight.new_empty(0)), weight)
@@ -315,7 +327,9 @@ def _expanded(found: QTensor, expand: torch.dtype | None) -> QTensor:
 def _turned(found: QTensor) -> QTensor:
     """Return the transposed tensor in row-major order, as a GEMM reads it."""
     codes = (
-        found.cast.format.pack(found.one_to_a_byte().T.contiguous()) if found.is_packed else found.data.T.contiguous()
+        found.cast.format.pack(found.one_to_a_byte().T.contiguous())
+        if found.is_packed
+        else found.data.T.contiguous()
     )
     return QTensor(
         data=codes, scale=found.scale.T, cast=found.cast, inner=found.shape[0], global_scale=found.global_scale, checked=True

@@ -53,12 +53,16 @@ class LearnedSteps(LayerState):
         super().__init__()
         self.settings = settings
         for role in settings:
-            self.register_parameter(role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device)))
+            self.register_parameter(
+                role, nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device))
+            )
         self._cold_steps = max(step.cold_steps for step in settings.values())
         self.register_buffer("cold_left", torch.tensor([self._cold_steps], device=device))
         # Zero between steps, so no state dict needs it.
         self.register_buffer(
-            "found", torch.zeros(len(settings), 2, dtype=torch.float64, device=device), persistent=False
+            "found",
+            torch.zeros(len(settings), 2, dtype=torch.float64, device=device),
+            persistent=False,
         )
         self._looked_at, self._is_cold = self._cold_version(), True
         self.is_held, self.missed = False, 0
@@ -71,7 +75,11 @@ class LearnedSteps(LayerState):
         Afterwards it is never read: DistributedDataParallel writes buffers at
         every forward pass, and each read would wait for the device.
         """
-        if self._is_cold and not torch.compiler.is_compiling() and self._looked_at != self._cold_version():
+        if (
+            self._is_cold
+            and not torch.compiler.is_compiling()
+            and self._looked_at != self._cold_version()
+        ):
             self._look_at_cold()
         return self._is_cold
 
@@ -97,7 +105,12 @@ class LearnedSteps(LayerState):
     def version(self) -> tuple[int, ...]:
         """Differs from an earlier version if the parameters were replaced or written since."""
         steps = [getattr(self, role) for role in self.settings]
-        return tuple(part for step in steps if not step.is_inference() for part in (step._version, identity(step)))
+        return tuple(
+            part
+            for step in steps
+            if not step.is_inference()
+            for part in (step._version, identity(step))
+        )
 
     @torch.no_grad()
     def put(self, role: str, step: Tensor, data: Tensor, writes: bool) -> Tensor:
@@ -112,8 +125,12 @@ class LearnedSteps(LayerState):
         if writes:
             getattr(self, role).copy_(value)
             # A mask instead of an index: `data` is on the device, and an `if` would wait for it.
-            here = torch.arange(len(self.settings), device=data.device) == list(self.settings).index(role)
-            self.found += torch.where((here & data)[:, None], torch.cat((value, torch.ones_like(value))), 0.0)
+            here = torch.arange(len(self.settings), device=data.device) == list(
+                self.settings
+            ).index(role)
+            self.found += torch.where(
+                (here & data)[:, None], torch.cat((value, torch.ones_like(value))), 0.0
+            )
         return _step(value)
 
     @torch.no_grad()
@@ -178,7 +195,9 @@ def warn_of_untrained(layers: list[tuple[str, LearnedSteps]]) -> None:
 
     layers  (name, learned steps) of each layer
     """
-    untrained = [(name, steps) for name, steps in layers if steps.missed >= WATCHED and not steps.is_held]
+    untrained = [
+        (name, steps) for name, steps in layers if steps.missed >= WATCHED and not steps.is_held
+    ]
     for _, steps in untrained:
         steps.is_held = True  # suppresses further warnings
     if untrained:

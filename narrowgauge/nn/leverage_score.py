@@ -58,7 +58,9 @@ class Sample(NamedTuple):
 
 def budget(rows: int, keep: float) -> int:
     """Number of sampled rows: ceil(keep * rows), at least 1 if rows > 0. keep: in (0, 1]."""
-    return min(rows, max(math.ceil(keep * rows - 1e-9), min(rows, 1)))  # 0.07 * 100 is above 7 in binary
+    return min(
+        rows, max(math.ceil(keep * rows - 1e-9), min(rows, 1))
+    )  # 0.07 * 100 is above 7 in binary
 
 
 def row_norms(x: Tensor) -> Tensor:
@@ -204,7 +206,10 @@ class RowSampling(LayerState):
             product
             for product, predicted in zip(self.PRODUCTS, variance, strict=True)
             if product in self.settings
-            and (predicted <= self.settings[product].max_variance or self.settings[product].max_variance == math.inf)
+            and (
+                predicted <= self.settings[product].max_variance
+                or self.settings[product].max_variance == math.inf
+            )
         )
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:

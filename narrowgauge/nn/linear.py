@@ -38,7 +38,15 @@ if TYPE_CHECKING:
 __all__ = ["Observer", "QLinear", "WeightCodes", "linear"]
 
 _ADDED = ("scaling", "steps", "sampling")  # submodules that recipes add
-_NOT_COPIED = ("_cache", "precast", "observer", "peers", "gathered", "watch", "_step_watch")  # None in a copy
+_NOT_COPIED = (
+    "_cache",
+    "precast",
+    "observer",
+    "peers",
+    "gathered",
+    "watch",
+    "_step_watch",
+)  # None in a copy
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Function.apply searches every argument for transforms and for tensors that a finished transform
 # has left behind: 2 us. Eager mode calls the C++ `apply` directly. `_check` has found that no
@@ -98,7 +106,9 @@ class QLinear(nn.Linear):
     steps: LearnedSteps | None
     sampling: RowSampling | None
     __prepare_scriptable__ = imported(_TRANSFORMS, "refuse_script")  # called by torch.jit.script
-    qconfig = property(None, imported(_TRANSFORMS, "refuse_qconfig"))  # set by torch.ao.quantization
+    qconfig = property(
+        None, imported(_TRANSFORMS, "refuse_qconfig")
+    )  # set by torch.ao.quantization
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: torch.device | str | None = None,
@@ -197,7 +207,9 @@ class QLinear(nn.Linear):
         if windows:
             from narrowgauge.nn.amax_history import AmaxHistory
 
-            self.scaling = nn.ModuleDict({role: AmaxHistory(each, device) for role, (each, _) in windows.items()})
+            self.scaling = nn.ModuleDict(
+                {role: AmaxHistory(each, device) for role, (each, _) in windows.items()}
+            )
         # An optimizer may hold the parameters: keep them if the settings agree.
         if self.steps is not None and self.steps.settings == steps:
             self.steps.reset_parameters()
@@ -226,7 +238,10 @@ class QLinear(nn.Linear):
             before = before or WeightCache()
             # Start the copy of the comparison to the host. A later step's end
             # reads it without waiting.
-            for changed in (before.changed, None if self.precast is None else self.precast.taken_changed()):
+            for changed in (
+                before.changed,
+                None if self.precast is None else self.precast.taken_changed(),
+            ):
                 if changed is not None:
                     from narrowgauge.ops.fingerprint import Readback
 
@@ -337,11 +352,18 @@ class QLinear(nn.Linear):
         # on averaged or merged weights.
         context, inputs = self.context(x, self._cache if torch.is_grad_enabled() else None), None
         if not compiling:
-            if self.shared_inputs is not None and (inputs := self.shared_inputs.of(x, self, owner)) is not None:
+            if (
+                self.shared_inputs is not None
+                and (inputs := self.shared_inputs.of(x, self, owner)) is not None
+            ):
                 context.sources["x"] = [inputs]
             if (window := self.window("x")) is not None:
                 context.x_window = self._window_key(window, inputs)
-            if context.cache is not None and context.cache.recasts and self._recipe.save == "quantized":
+            if (
+                context.cache is not None
+                and context.cache.recasts
+                and self._recipe.save == "quantized"
+            ):
                 from narrowgauge.nn.kept_inputs import stays  # for recipes that save codes of x
 
                 context.keeps_x = stays(x)
@@ -350,7 +372,9 @@ class QLinear(nn.Linear):
                     self.step_ended = False
                 self._expect_advance(weight)
         try:
-            y: Tensor = apply(_rows(x), weight, bias, context, *self._states(x, weight, context, local))
+            y: Tensor = apply(
+                _rows(x), weight, bias, context, *self._states(x, weight, context, local)
+            )
             if x.ndim != 2:
                 y = y.reshape(*x.shape[:-1], weight.shape[0])
             return y if local is None else local.wrap(y)
@@ -363,7 +387,10 @@ class QLinear(nn.Linear):
 
     def _window_key(self, window: AmaxHistory, inputs: InputCasts | None) -> Hashable:
         """Return `LinearContext.x_window` and note that the amax history recorded this input."""
-        lineage, groups = window.lineage(), () if self.peers is None else tuple(map(id, self.peers.groups))
+        lineage, groups = (
+            window.lineage(),
+            () if self.peers is None else tuple(map(id, self.peers.groups)),
+        )
         if self.training:
             window.saw(next(NUMBERS) if inputs is None else inputs.number)
         return None if inputs is None or lineage is None else (lineage, groups)
@@ -381,14 +408,21 @@ class QLinear(nn.Linear):
         """
         assert self._recipe is not None
         steps, sampling, out_dtype = self.steps, self.sampling, _out_dtype(x)
-        is_cold, sampled = steps is not None and steps.is_cold, () if sampling is None else sampling.active
+        is_cold, sampled = (
+            steps is not None and steps.is_cold,
+            () if sampling is None else sampling.active,
+        )
         if is_compiling():
             plan = plan_of(self._recipe, x.device)
             by_rows = self.peers is not None
-            found = LinearContext(plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows)
+            found = LinearContext(
+                plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows
+            )
             found.keeps_x = self._keeps_x(plan, x.device)
             device = self.weight.device.type
-            found.keeps_w = self.carried is None and chosen(self.weight_codes, device, compiled=True) == "step"
+            found.keeps_w = (
+                self.carried is None and chosen(self.weight_codes, device, compiled=True) == "step"
+            )
             if (carried := self.carried) is not None:
                 found.sources, found.cache = {"w": [carried]}, carried
             return found
@@ -405,7 +439,11 @@ class QLinear(nn.Linear):
         weight = self._parameters.get("weight")
         # A float32 layer on a CPU dequantizes to float32 once, instead of converting bfloat16
         # values in every GEMM: six conversions less per call (docs/log.md).
-        wide = out_dtype == x.dtype == torch.float32 and weight is not None and weight.dtype == torch.float32
+        wide = (
+            out_dtype == x.dtype == torch.float32
+            and weight is not None
+            and weight.dtype == torch.float32
+        )
         shows_results = hasattr(self.observer, "multiplied")
         watches = shows_results and getattr(self.observer, "keeps_inputs", True)
         plan = self.plan(x.device, wrapper(x, weight), wide and type_of(x.device) == "cpu")
@@ -455,13 +493,17 @@ class QLinear(nn.Linear):
         """
         if (scaling := self._modules.get("scaling")) is not None:
             windows: list[Any] = [scaling._modules.get(role) for role in PRODUCTS]
-            return tuple([None if window is None else window._buffers["live"] for window in windows])
+            return tuple(
+                [None if window is None else window._buffers["live"] for window in windows]
+            )
         variance = None if self.sampling is None or not self.training else self.sampling.live
         if self.steps is None:
             return None, None, variance
         from narrowgauge.nn.straight_through import steps_in_use
 
-        found = steps_in_use(self.steps, _rows(x), weight, context.plan.recipe, writes=self.training)
+        found = steps_in_use(
+            self.steps, _rows(x), weight, context.plan.recipe, writes=self.training
+        )
         if local is not None:
             found = local.step(found[0], "x"), local.step(found[1], "w")
         return *found, variance
@@ -501,7 +543,9 @@ class QLinear(nn.Linear):
         self.empty_cache()
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         """As nn.Module; a weight frozen as codes is dequantized on read, beside its codes."""
         if self.frozen is not None:
             self.frozen.check(self)
@@ -516,11 +560,15 @@ class QLinear(nn.Linear):
         """The plan of the layer's recipe on a device, computed once; see `LinearPlan.of`."""
         if (plan := self._plans.get((device, hidden_by, wide))) is None:
             assert self._recipe is not None
-            plan = self._plans[device, hidden_by, wide] = plan_of(self._recipe, device, hidden_by, wide)
+            plan = self._plans[device, hidden_by, wide] = plan_of(
+                self._recipe, device, hidden_by, wide
+            )
         return plan
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
+        return (
+            f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -531,7 +579,12 @@ class QLinear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """State for copy and pickle: without cached casts, the optimizer's casts and observer."""
         frozen = {} if self.frozen is None else self.frozen.copied(self)
-        return self.__dict__ | dict.fromkeys(_NOT_COPIED) | {"_plans": {}, "step_ended": False, "suspects": ()} | frozen
+        return (
+            self.__dict__
+            | dict.fromkeys(_NOT_COPIED)
+            | {"_plans": {}, "step_ended": False, "suspects": ()}
+            | frozen
+        )
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:
@@ -552,7 +605,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> No
         or torch.autograd.forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack()
     )  # fmt: skip
     for tensor in (x, weight) if bias is None else (x, weight, bias):
-        is_dense = isinstance(tensor, Tensor) and tensor.dtype in _FLOATS and tensor.layout == torch.strided
+        is_dense = (
+            isinstance(tensor, Tensor)
+            and tensor.dtype in _FLOATS
+            and tensor.layout == torch.strided
+        )
         fits = fits and is_dense and not tensor.is_nested and tensor.device == x.device
     fits = fits and weight.ndim == 2 and x.ndim > 0 and x.shape[-1] == weight.shape[1]
     if fits and (bias is None or (bias.ndim == 1 and bias.shape[0] == weight.shape[0])):

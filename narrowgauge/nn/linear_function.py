@@ -22,7 +22,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import is_compiling, type_of
-from narrowgauge.nn.autograd_rules import alias_while_compiling, asked_for, column_sums, no_double_backward
+from narrowgauge.nn.autograd_rules import (
+    alias_while_compiling,
+    asked_for,
+    column_sums,
+    no_double_backward,
+)
 from narrowgauge.nn.kept_products import KEEPER
 from narrowgauge.nn.operands import KINDS, Casts, find
 from narrowgauge.nn.plan import LinearContext, LinearPlan
@@ -49,7 +54,11 @@ class LinearFunction(torch.autograd.Function):
         keeper = None if is_compiling() else KEEPER.get()
         # Under selective checkpointing: the result of the first pass, during recomputation.
         y: Tensor | None = None if keeper is None else keeper.begin()
-        rotation = NONE if (h := plan.recipe.output.rotate) is None else Rotation.draw(h, x, context.stream, "output")
+        rotation = (
+            NONE
+            if (h := plan.recipe.output.rotate) is None
+            else Rotation.draw(h, x, context.stream, "output")
+        )
         x_operand = find("x", x, context, wants, x_state)
         # With y at hand, make only casts that backward reads or that draw random numbers.
         lhs = x_operand.rows(rotation) if y is None or x_operand.rows_matter else x
@@ -57,7 +66,9 @@ class LinearFunction(torch.autograd.Function):
         w_operand = find("w", weight, context, wants, w_state)
         rhs = w_operand.rows(rotation) if y is None or w_operand.rows_matter else weight
         if y is None:
-            y = plan.output.choice.kernel.run(lhs, rhs, bias, context.out_dtype, plan.recipe.output.fast_accumulate)
+            y = plan.output.choice.kernel.run(
+                lhs, rhs, bias, context.out_dtype, plan.recipe.output.fast_accumulate
+            )
             if context.shows_results:
                 context.observer.multiplied("output", bias, y)  # type: ignore[union-attr]
         if keeper is not None:
@@ -71,7 +82,9 @@ class LinearFunction(torch.autograd.Function):
         return alias_while_compiling(y)
 
     @staticmethod
-    @no_double_backward("a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`.")
+    @no_double_backward(
+        "a Linear with a recipe", "Compute inside `with narrowgauge.suspended(model):`."
+    )
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         context, wants, saved, asked = ctx.context, ctx.wants, ctx.saved_tensors, asked_for(ctx)
         plan: LinearPlan = context.plan
@@ -79,7 +92,9 @@ class LinearFunction(torch.autograd.Function):
         recipe, weight, stream = plan.recipe, saved[ctx.x_kept + 1], context.stream
         x = plan.x.kind(None, plan.x, context, wants, None)
         x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.again)
-        w = plan.w.kind(None, plan.w, context, wants, None).restore(saved[ctx.x_kept :], weight.shape, gy)
+        w = plan.w.kind(None, plan.w, context, wants, None).restore(
+            saved[ctx.x_kept :], weight.shape, gy
+        )
         # A zero-bubble schedule calls backward once per gradient.
         wants = wants[0] and (asked[0] or asked[4]), wants[1] and (asked[1] or asked[5])
         g = find("gy", gy, context, wants, ctx.gy_state)
@@ -93,11 +108,17 @@ class LinearFunction(torch.autograd.Function):
         is_last = wants[0] and wants[1] and not g.plan.transposes and g.lets_wait(w)
         for product in ("grad_weight", "grad_input") if is_last else ("grad_input", "grad_weight"):
             if product == "grad_input" and wants[0]:
-                d = _gradient("grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype)
+                d = _gradient(
+                    "grad_input", g.rows(rotation), w.cols(rotation, g), context, ctx.x_dtype
+                )
                 d, x_step = x.gradient(g.finished("grad_input", d))
                 grad_input = d if d.dtype == ctx.x_dtype else d.to(ctx.x_dtype)
             elif product == "grad_weight" and wants[1]:
-                turn = NONE if turns[1] is None else Rotation.draw(turns[1], gy.T, stream, "grad_weight")
+                turn = (
+                    NONE
+                    if turns[1] is None
+                    else Rotation.draw(turns[1], gy.T, stream, "grad_weight")
+                )
                 # float16 has no numbers below 6e-8, so a float16 weight gets
                 # its gradient in gy's dtype.
                 dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype
@@ -106,7 +127,9 @@ class LinearFunction(torch.autograd.Function):
                 grad_weight = d if d.dtype == dtype else d.to(dtype)
                 if is_last:  # frees x and its codes; does nothing under retain_graph=True
                     x.tensor, x.casts, saved = None, Casts(), ctx.maybe_clear_saved_tensors()
-        grad_bias = column_sums(gy, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
+        grad_bias = (
+            column_sums(gy, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
+        )
         # The gradient of a learned step is zero in its cold start, and if
         # the other operand of the GEMM is not quantized.
         if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
@@ -116,7 +139,9 @@ class LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
 
 
-def _gradient(product: str, lhs: Any, rhs: Any, context: LinearContext, dtype: torch.dtype) -> Tensor:
+def _gradient(
+    product: str, lhs: Any, rhs: Any, context: LinearContext, dtype: torch.dtype
+) -> Tensor:
     """Compute grad_input or grad_weight.
 
     dtype  dtype of the gradient; straight-through results stay float32 for their epilogue
@@ -135,7 +160,9 @@ def _gradient(product: str, lhs: Any, rhs: Any, context: LinearContext, dtype: t
     return d
 
 
-def plan_of(recipe: Recipe, device: torch.device, hidden_by: str = "", wide: bool = False) -> LinearPlan:
+def plan_of(
+    recipe: Recipe, device: torch.device, hidden_by: str = "", wide: bool = False
+) -> LinearPlan:
     """Return the plan of a recipe on a device; arguments as in `LinearPlan.of`."""
     kinds = KINDS
     if recipe.backward == "straight-through":

@@ -17,7 +17,11 @@ from narrowgauge.recipe import Recipe
 
 
 def refuse(
-    x: Tensor, weight: Tensor, bias: Tensor | None, floats: tuple[torch.dtype, ...], recipe: Recipe | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    floats: tuple[torch.dtype, ...],
+    recipe: Recipe | None,
 ) -> None:
     """Raise TransformError for an unsupported transform, ShapeError for unsupported operands."""
     if not is_compiling():
@@ -31,7 +35,11 @@ def refuse(
             or tensor.layout != torch.strided
             or tensor.is_nested
         ):
-            kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            kind = (
+                f"{tensor.dtype} {tensor.layout}"
+                if isinstance(tensor, Tensor)
+                else type(tensor).__name__
+            )
             kind = f"nested {kind}" if isinstance(tensor, Tensor) and tensor.is_nested else kind
             raise ShapeError(
                 f"linear: {name} is a {kind}; it must be a dense tensor of float32, float64, bfloat16 or float16. Convert it first.",
@@ -39,7 +47,8 @@ def refuse(
             )
         if tensor.device != x.device:
             raise ShapeError(
-                f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.", code="linear.device"
+                f"linear: x is on {x.device}, {name} on {tensor.device}. Move them to one device.",
+                code="linear.device",
             )
     if weight.ndim != 2:
         raise ShapeError(
@@ -49,11 +58,13 @@ def refuse(
     n, k = weight.shape
     if x.ndim == 0 or x.shape[-1] != k:
         raise ShapeError(
-            f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.", code="linear.x-shape"
+            f"linear: x is {list(x.shape)}, weight {[n, k]}; the last axis of x must be {k}.",
+            code="linear.x-shape",
         )
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
         raise ShapeError(
-            f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].", code="linear.bias-shape"
+            f"linear: bias is {list(bias.shape)}, weight {[n, k]}; bias must be [{n}].",
+            code="linear.bias-shape",
         )
 
 
@@ -69,7 +80,8 @@ def refuse_recipe(recipe: object, name: str = "") -> NoReturn:
         )
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.", code="linear.recipe"
+            f"linear: recipe is {recipe!r}; it must be a Recipe. Look a name up with recipes.get.",
+            code="linear.recipe",
         )
     raise ConfigError(
         f"linear: recipe {recipe.name!r} remembers amax, steps or readings from step to step and a function cannot. "

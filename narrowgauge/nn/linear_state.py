@@ -36,7 +36,9 @@ def words(names: Iterable[str]) -> str:
     return ", ".join(words for name, words in ADDED.items() if name in modules)
 
 
-def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def load(
+    layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
     """Implement `_load_from_state_dict` for QLinear.
 
     layer      a QLinear
@@ -56,7 +58,9 @@ def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any],
         layer.steps = None
         layer.renew_state()
     own = {f"{prefix}{name}": value for name, value in added(layer).items()}
-    given = {key for key in state_dict if key.startswith(tuple(f"{prefix}{name}." for name in ADDED))}
+    given = {
+        key for key in state_dict if key.startswith(tuple(f"{prefix}{name}." for name in ADDED))
+    }
     recipe = None if layer.recipe is None else layer.recipe.name
     if own and f"{prefix}weight" in state_dict and not given:
         state_dict.update(own)  # load_state_dict passes a copy, so the caller's dict stays as it is
@@ -77,7 +81,9 @@ def load(layer: Any, inherited: Callable[..., None], state_dict: dict[str, Any],
         )
 
 
-def _take_whole_weight(layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> Tensor | None:
+def _take_whole_weight(
+    layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]
+) -> Tensor | None:
     """Prepare a weight's entries for loading; return the 16-bit weight that was removed, or None.
 
     A layer without codes loads `weight`. A state dict with codes alone is an error. A layer with
@@ -103,7 +109,8 @@ def _take_whole_weight(layer: Any, state_dict: dict[str, Any], prefix: str, erro
             f"size mismatch for {key}: {list(whole.shape)} in the state, {list(layer.weight.shape)} in the model."
         )
     elif codes and (
-        layer.frozen.differs_in_words(state_dict, frozen) or layer.frozen.encodes(whole, state_dict, frozen)
+        layer.frozen.differs_in_words(state_dict, frozen)
+        or layer.frozen.encodes(whole, state_dict, frozen)
     ):
         return whole
     else:

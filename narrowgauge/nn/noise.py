@@ -36,7 +36,11 @@ def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     keys: dict[str, Key] = operand.casts.keys
     rotate = plan.rows_rotate if which == "rows" else plan.cols_rotate
     # Only the noise of a cached weight is needed again. Random signs change its cast at every call.
-    if plan.role != "w" or context.cache is None or (rotate is not None and rotate.signs == "random"):
+    if (
+        plan.role != "w"
+        or context.cache is None
+        or (rotate is not None and rotate.signs == "random")
+    ):
         return draw(tuple(x.shape), x.device, context.stream, plan.role, which)
     # w.cols is cast once per optimizer step. A recast in a later backward
     # pass must repeat its noise.

@@ -61,7 +61,9 @@ class Casts:
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over all tensors that hold memory."""
         for each in (self.rows, self.cols):
-            parts = (each.data, each.scale, each.global_scale) if isinstance(each, QTensor) else (each,)
+            parts = (
+                (each.data, each.scale, each.global_scale) if isinstance(each, QTensor) else (each,)
+            )
             yield from (part for part in parts if part is not None)
         if self.amax is not None:
             yield self.amax
@@ -93,9 +95,20 @@ class Operand:
     drawn: dict[str, Any] | None = None
 
     def __init__(
-        self, tensor: Tensor, plan: OperandPlan, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None
+        self,
+        tensor: Tensor,
+        plan: OperandPlan,
+        context: LinearContext,
+        needs: tuple[bool, bool],
+        state: Tensor | None,
     ) -> None:
-        self.tensor, self.plan, self.context, self.needs, self.state = tensor, plan, context, needs, state
+        self.tensor, self.plan, self.context, self.needs, self.state = (
+            tensor,
+            plan,
+            context,
+            needs,
+            state,
+        )
         self.casts = Casts()
         self.waiting: dict[str, Any] = {}
 
@@ -117,8 +130,16 @@ class Operand:
             if casts.amax is None:
                 casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             return
-        if casts.rows is None and cast is not None and plan.rows_expand is None and plan.rows_rotate is None:
-            delayed, both = isinstance(cast.calibrate, Window), plan.pairs and self._keeps_cols(cast)
+        if (
+            casts.rows is None
+            and cast is not None
+            and plan.rows_expand is None
+            and plan.rows_rotate is None
+        ):
+            delayed, both = (
+                isinstance(cast.calibrate, Window),
+                plan.pairs and self._keeps_cols(cast),
+            )
             # Reading x once saves a read only if the kernel also returns the amax or the cols.
             x, run = self.tensor, None
             if delayed == (state is not None) and (delayed or both):
@@ -150,7 +171,11 @@ class Operand:
     def _remembers_amax(self) -> bool:
         """(w) True if backward recasts w, so that storing its amax saves a second read of w."""
         plan, cache = self.plan, self.context.cache
-        is_whole = plan.rows is not None and plan.rows.is_per_tensor and isinstance(plan.rows.calibrate, Current)
+        is_whole = (
+            plan.rows is not None
+            and plan.rows.is_per_tensor
+            and isinstance(plan.rows.calibrate, Current)
+        )
         recasts = is_compiling() and not self.context.keeps_w if cache is None else cache.recasts
         return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and recasts
 
@@ -164,7 +189,12 @@ class Operand:
         if self.plan.role == "w":
             if context.cache is None:
                 return context.keeps_w and needs[0] and not stochastic
-            return needs[0] and not context.cache.recasts and not stochastic and not self.tensor.is_inference()
+            return (
+                needs[0]
+                and not context.cache.recasts
+                and not stochastic
+                and not self.tensor.is_inference()
+            )
         # Draw noise whether or not autograd records: the first pass of reentrant checkpointing runs
         # without gradients, and its repetition must draw the same numbers.
         return self.keeps_codes and self.casts.origin is None and (context.grads or stochastic)
@@ -192,7 +222,9 @@ class Operand:
             show(self, made, product, which)
         self.context.observer(product, role, original, made)  # type: ignore[misc]
 
-    def _shown(self, rotation: Rotation, made: QTensor | Tensor, cols: QTensor | Tensor | None = None) -> Tensor:
+    def _shown(
+        self, rotation: Rotation, made: QTensor | Tensor, cols: QTensor | Tensor | None = None
+    ) -> Tensor:
         if self.is_carrier and isinstance(made, QTensor):
             return dequantize(made) if cols is None else dequantize(made).T
         return self._seen(rotation, cols)
@@ -234,7 +266,9 @@ class Operand:
                 # it at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)
         else:
-            made = self._rotated_cast(self.tensor.t(), rotation, plan.cols, plan.cols_expand, "cols")
+            made = self._rotated_cast(
+                self.tensor.t(), rotation, plan.cols, plan.cols_expand, "cols"
+            )
             # The weight was written since forward: later passes must not find this copy.
             if not self._may_share(casts):
                 return made
@@ -248,7 +282,12 @@ class Operand:
         return cache is None or cache.is_gathered or bool(cache.may_add(casts, self.tensor))
 
     def _rotated_cast(
-        self, x: Tensor, rotation: Rotation, cast: Cast | None, expand: torch.dtype | None, which: str
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        cast: Cast | None,
+        expand: torch.dtype | None,
+        which: str,
     ) -> QTensor | Tensor:
         if rotation is not NONE and cast is not None and x.numel() > PIECE:
             from narrowgauge.nn.rotated_pieces import cast_in_pieces, casts_apart
@@ -258,7 +297,9 @@ class Operand:
                 return cast_in_pieces(x, cast, rotation, noise, self.plan, expand)
         return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 
-    def cast(self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, which: str) -> QTensor | Tensor:
+    def cast(
+        self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, which: str
+    ) -> QTensor | Tensor:
         """Quantize x [outer, inner], the input of rows or cols; 16-bit if cast is None.
 
         The scale comes from x's own amax, or from the amax history under delayed scaling.
@@ -290,13 +331,21 @@ class Operand:
     @property
     def keeps_codes(self) -> bool:
         """(x) True if the codes of x.T are saved for backward instead of x."""
-        return self.needs[1] and self.context.plan.recipe.save == "quantized" and not self.context.keeps_x
+        return (
+            self.needs[1]
+            and self.context.plan.recipe.save == "quantized"
+            and not self.context.keeps_x
+        )
 
     @property
     def can_be_made_again(self) -> bool:
         """(x) True if a recomputed x gives the same cols: they use no random numbers."""
         plan = self.plan
-        return self.needs[1] and plan.kind is Operand and (plan.serves_a_step[1] or not self.keeps_codes)
+        return (
+            self.needs[1]
+            and plan.kind is Operand
+            and (plan.serves_a_step[1] or not self.keeps_codes)
+        )
 
     def share_key(self) -> tuple[Any, ...] | None:
         """(x) Equal for layers whose casts of the same tensor are equal; None: do not share."""
@@ -308,7 +357,15 @@ class Operand:
         # Everything that rows, cols and the tensors saved for backward depend on.
         kept = (plan.cols, plan.cols_rotate, plan.transposes) if codes else None
         window = (context.x_window, context.records) if plan.is_delayed else None
-        return plan.rows, plan.rows_rotate, plan.rows_expand, context.out_dtype, context.grads, kept, window
+        return (
+            plan.rows,
+            plan.rows_rotate,
+            plan.rows_expand,
+            context.out_dtype,
+            context.grads,
+            kept,
+            window,
+        )
 
     def saved(self) -> Saved:
         """Tensors to save for backward.
@@ -324,7 +381,12 @@ class Operand:
         cache = self.context.cache if plan.role == "w" and self.context.grads else None
         if cache is not None and not cache.is_gathered:
             self.context.w_casts = cache.kept_for_backward(casts)
-        if plan.role == "w" and self.context.keeps_w and isinstance(cols := casts.cols, QTensor) and is_compiling():
+        if (
+            plan.role == "w"
+            and self.context.keeps_w
+            and isinstance(cols := casts.cols, QTensor)
+            and is_compiling()
+        ):
             return casts.amax, self.tensor, cols.data, cols.scale, cols.global_scale
         if casts.origin is not None and self.needs[1]:
             casts.origin.again.readers += 1
@@ -356,7 +418,9 @@ class Operand:
         """The object that recomputes this operand in backward; None if cols or x are saved."""
         return self.casts.origin.again if self.casts.origin is not None and self.needs[1] else None
 
-    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None) -> Operand:
+    def restore(
+        self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None
+    ) -> Operand:
         """Rebuild the operand in backward, as forward left it, and return it.
 
         saved  the tensors of `saved`
@@ -376,7 +440,12 @@ class Operand:
             data, scale, global_scale = codes
             assert data is not None and scale is not None and plan.cols is not None
             casts.cols = QTensor(
-                data=data, scale=scale, cast=plan.cols, inner=shape[0], global_scale=global_scale, checked=True
+                data=data,
+                scale=scale,
+                cast=plan.cols,
+                inner=shape[0],
+                global_scale=global_scale,
+                checked=True,
             )
         elif codes:
             scale, global_scale = codes
@@ -392,8 +461,14 @@ class Operand:
             return self
         self.tensor, self.is_restored = tensor, True  # type: ignore[assignment]
         cache = self.context.cache if plan.role == "w" else None
-        found = self.context.w_casts if cache is None or not cache.is_gathered else cache.lookup(self)
-        if plan.role == "w" and found is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
+        found = (
+            self.context.w_casts if cache is None or not cache.is_gathered else cache.lookup(self)
+        )
+        if (
+            plan.role == "w"
+            and found is not None
+            and not torch._C._autograd._get_current_graph_task_keep_graph()
+        ):
             # The autograd graph holds the context, and the loss holds the
             # graph: free the codes now.
             self.context.w_casts = None
@@ -435,7 +510,13 @@ def _keeps_exponents(cast: Cast) -> bool:
 KINDS: dict[str, type[Operand]] = {"x": Operand, "w": Operand, "gy": Operand}
 
 
-def find(role: str, tensor: Tensor, context: LinearContext, needs: tuple[bool, bool], state: Tensor | None) -> Operand:
+def find(
+    role: str,
+    tensor: Tensor,
+    context: LinearContext,
+    needs: tuple[bool, bool],
+    state: Tensor | None,
+) -> Operand:
     """Build the Operand of a tensor, with casts from the first source that has them."""
     plan: OperandPlan = getattr(context.plan, role)
     if not is_compiling():

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
 
 # Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).
-PRODUCTS = {"x": ("output", "grad_weight"), "w": ("output", "grad_input"), "gy": ("grad_input", "grad_weight")}
+PRODUCTS = {
+    "x": ("output", "grad_weight"),
+    "w": ("output", "grad_input"),
+    "gy": ("grad_input", "grad_weight"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +70,9 @@ class OperandPlan:
     is_delayed: bool
     kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
-    def quantize(self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None) -> QTensor:
+    def quantize(
+        self, x: Tensor, cast: Cast, amax: Tensor | None, noise: Any, expand: torch.dtype | None
+    ) -> QTensor:
         """`ops.quantize`, with a kernel that is chosen once per form of the arguments."""
         if is_compiling():
             return quantize(x, cast, amax=amax, noise=noise, expand=expand)
@@ -91,7 +97,9 @@ class OperandPlan:
         found: tuple[QTensor | None, Tensor] = run(x)
         return found
 
-    def one_read(self, x: Tensor, delayed: bool, both: bool, records: bool) -> Callable[..., Any] | None:
+    def one_read(
+        self, x: Tensor, delayed: bool, both: bool, records: bool
+    ) -> Callable[..., Any] | None:
         """Return a kernel that reads x [outer, inner] once, or None if there is none.
 
         delayed  scale by the amax history
@@ -115,7 +123,9 @@ class OperandPlan:
             from narrowgauge.ops.quantize import pair  # only for kernels that read codes
 
             reads_once = pair.reads_once(x, self.rows, delayed, both)
-            self.kernels[key] = pair.plan(x, self.rows, records, both, delayed) if reads_once else None
+            self.kernels[key] = (
+                pair.plan(x, self.rows, records, both, delayed) if reads_once else None
+            )
         found: Callable[..., Any] | None = self.kernels[key]
         return found
 
@@ -130,7 +140,9 @@ class OperandPlan:
 
 def _draws(cast: Cast | None, rotate: Hadamard | None) -> bool:
     """True if random numbers enter the operand."""
-    return (cast is not None and cast.rounding != "nearest") or (rotate is not None and rotate.signs == "random")
+    return (cast is not None and cast.rounding != "nearest") or (
+        rotate is not None and rotate.signs == "random"
+    )
 
 
 def _is_shareable(cast: Cast | None, rotate: Hadamard | None) -> bool:
@@ -156,7 +168,12 @@ class LinearPlan:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, device: torch.device, kinds: dict[str, type[Any]], hidden_by: str = "", wide: bool = False
+        cls,
+        recipe: Recipe,
+        device: torch.device,
+        kinds: dict[str, type[Any]],
+        hidden_by: str = "",
+        wide: bool = False,
     ) -> LinearPlan:
         """Resolve a recipe for a device.
 
@@ -198,7 +215,9 @@ class LinearPlan:
         return (w.rows, "") if refusal is None else (None, refusal.text)
 
 
-def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, Plan]) -> OperandPlan:
+def _operand_plan(
+    role: str, kind: type[Any], recipe: Recipe, plans: dict[str, Plan]
+) -> OperandPlan:
     rows, cols = recipe.roles()[role]
     first, second = PRODUCTS[role]
     rotations = getattr(recipe, first).rotate, getattr(recipe, second).rotate
@@ -207,15 +226,25 @@ def _operand_plan(role: str, kind: type[Any], recipe: Recipe, plans: dict[str, P
     same = rows == cols and (expands[0] == expands[1] or role == "x")
     unrotated = rotations[0] is rotations[1] is None
     pairs = unrotated and rows is not None and rows == cols and expands[0] is expands[1] is None
-    transposes = same and unrotated and (rows is None or (rows.is_symmetric and rows.format.codes_per_byte == 1))
+    transposes = (
+        same
+        and unrotated
+        and (rows is None or (rows.is_symmetric and rows.format.codes_per_byte == 1))
+    )
     # gy: one cast with one draw of noise serves both GEMMs, unless grad_input samples rows.
     if recipe.backward == "straight-through":
         unpacked = rows is not None and (expands[0] is not None or rows.format.codes_per_byte == 1)
-        whole = rows is not None and rows.tile == (WHOLE, WHOLE) and recipe.grad_input.sample is None
+        whole = (
+            rows is not None and rows.tile == (WHOLE, WHOLE) and recipe.grad_input.sample is None
+        )
         pairs, transposes = False, same and unpacked and whole
     shares = _is_shareable(rows, rotations[0]), _is_shareable(cols, rotations[1])
-    is_delayed = any(cast is not None and isinstance(cast.calibrate, Window) for cast in (rows, cols))
-    return OperandPlan(role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares, is_delayed)
+    is_delayed = any(
+        cast is not None and isinstance(cast.calibrate, Window) for cast in (rows, cols)
+    )
+    return OperandPlan(
+        role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares, is_delayed
+    )
 
 
 @dataclass(eq=False)

@@ -68,7 +68,13 @@ def end_step(layers: dict[QLinear, str]) -> None:
     bypassed = []
     for layer in own:
         facts = layer.__dict__  # nn.Module.__setattr__ costs a microsecond per attribute
-        if facts["called"] or not others or layer.recipe is None or layer.is_suspended or _casts_nothing(layer.recipe):
+        if (
+            facts["called"]
+            or not others
+            or layer.recipe is None
+            or layer.is_suspended
+            or _casts_nothing(layer.recipe)
+        ):
             facts["called"], facts["missed"] = False, 0 if facts["called"] else facts["missed"]
             if facts["watch"] is not None:
                 _stop(layer)
@@ -77,7 +83,11 @@ def end_step(layers: dict[QLinear, str]) -> None:
         if (watch := facts["watch"]) is not None and watch.products and not facts["bypassed"]:
             facts["bypassed"] = True
             bypassed.append(layer)
-        if PATIENCE <= facts["missed"] < PATIENCE + WATCHED and not facts["bypassed"] and not has_compiled():
+        if (
+            PATIENCE <= facts["missed"] < PATIENCE + WATCHED
+            and not facts["bypassed"]
+            and not has_compiled()
+        ):
             _watch(layer)
         elif watch is not None:
             _stop(layer)
@@ -148,8 +158,14 @@ def _seen(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Run an operation. If it is a GEMM, count it for the watches of its operands."""
     with torch._C.DisableTorchFunctionSubclass():
         found = func(*args, **kwargs)
-        operands = [each for each in (*args, *kwargs.values()) if type(each) in (WatchedWeight, FromWatched)]
-        watches = [watch for each in operands if (watch := each.__dict__.get("_watch")) is not None and watch.is_active]
+        operands = [
+            each for each in (*args, *kwargs.values()) if type(each) in (WatchedWeight, FromWatched)
+        ]
+        watches = [
+            watch
+            for each in operands
+            if (watch := each.__dict__.get("_watch")) is not None and watch.is_active
+        ]
         if not watches:
             return found
         if func.__name__ in PRODUCTS:
@@ -180,7 +196,9 @@ class WatchedWeight(nn.Parameter):
 
     # Copies and pickles made during a watch are ordinary Parameters.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(_plain(self).detach(), _plain(self).requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(_plain(self).detach(), _plain(self).requires_grad).__reduce_ex__(
+            protocol
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:

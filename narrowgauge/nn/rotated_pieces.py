@@ -33,7 +33,12 @@ def casts_apart(cast: Cast, x: Tensor) -> bool:
 
 
 def cast_in_pieces(
-    x: Tensor, cast: Cast, rotation: Rotation, noise: Any, plan: OperandPlan, expand: torch.dtype | None
+    x: Tensor,
+    cast: Cast,
+    rotation: Rotation,
+    noise: Any,
+    plan: OperandPlan,
+    expand: torch.dtype | None,
 ) -> QTensor:
     """Rotate and quantize x [outer, inner] piece by piece.
 
@@ -48,6 +53,9 @@ def cast_in_pieces(
         some = None if noise is None else noise.after(each.start * rows.shape[1])
         parts.append(plan.quantize(rows, cast, None, some, expand))
         del rows  # free it before the next piece is allocated
-    data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts])
+    data, scale = (
+        torch.cat([part.data for part in parts]),
+        torch.cat([part.scale for part in parts]),
+    )
     first = parts[0]
     return QTensor.of_parts(data, scale, cast, first.inner, first.global_scale)

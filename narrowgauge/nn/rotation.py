@@ -28,7 +28,11 @@ class Rotation:
 
     @classmethod
     def draw(
-        cls, hadamard: Hadamard | None, operand: Tensor, stream: Stream | None = None, product: str = ""
+        cls,
+        hadamard: Hadamard | None,
+        operand: Tensor,
+        stream: Stream | None = None,
+        product: str = "",
     ) -> Rotation:
         """The rotation along the last axis of `operand`, with new signs if the recipe's are random.
 

@@ -49,7 +49,9 @@ class Locals:
                      gradients
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None = None) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None = None
+    ) -> None:
         """Redistribute x if needed. state: a tensor of the recipe's state, which is checked."""
         if isinstance(state, DTensor):
             raise ConfigError(
@@ -71,7 +73,10 @@ class Locals:
                 code="linear.mesh",
             )
         last = x.ndim - 1
-        laid = [_laid(each, its, last) for each, its in zip(x.placements, weight.placements, strict=True)]
+        laid = [
+            _laid(each, its, last)
+            for each, its in zip(x.placements, weight.placements, strict=True)
+        ]
         wanted = tuple(each[0] for each in laid)
         if wanted != x.placements:
             x = x.redistribute(placements=wanted)
@@ -82,22 +87,28 @@ class Locals:
         # Tokens are sharded and the weight is replicated: sum its gradient here, since optimizers
         # do not reduce a Partial gradient.
         token_axes = tuple(
-            its.is_replicate() and each.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
+            its.is_replicate() and each.is_shard()
+            for each, its in zip(wanted, weight.placements, strict=True)
         )
         self.weight = self.summed(local_part(weight, weight.placements), token_axes)
         self.bias = None if bias is None else self._bias(bias, token_axes)
         self.partly = tuple(
-            each.is_shard() or its.is_shard() for each, its in zip(wanted, weight.placements, strict=True)
+            each.is_shard() or its.is_shard()
+            for each, its in zip(wanted, weight.placements, strict=True)
         )
         self._wholes = {"x": (self.x, x), "w": (self.weight, weight)}
 
     def _bias(self, bias: Tensor, token_axes: tuple[bool, ...]) -> Tensor:
         if not isinstance(bias, DTensor):
             raise ConfigError(
-                "linear: weight is a DTensor and bias is not. Distribute both.", code="linear.bias-placement"
+                "linear: weight is a DTensor and bias is not. Distribute both.",
+                code="linear.bias-placement",
             )
         own = self.summed(local_part(bias, bias.placements), token_axes)
-        others = [its.is_partial() and self.mesh.get_local_rank(axis) > 0 for axis, its in enumerate(self.placements)]
+        others = [
+            its.is_partial() and self.mesh.get_local_rank(axis) > 0
+            for axis, its in enumerate(self.placements)
+        ]
         return _Zeros.apply(own) if any(others) else own
 
     def summed(self, local: Tensor, axes: tuple[bool, ...]) -> Tensor:
@@ -123,7 +134,9 @@ class Locals:
         """Wrap the local result as a DTensor."""
         if torch.compiler.is_compiling():
             strides = _strides(self.shape)
-            return DTensor.from_local(y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides)
+            return DTensor.from_local(
+                y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides
+            )
         found: Tensor = _Whole.apply(y, _spec(self.mesh, self.placements, self.shape, y.dtype))
         return found
 
@@ -176,7 +189,12 @@ def cut_tiles(weight: Tensor, recipe: Recipe) -> str:
     """Describe the axis of the weight that ranks cut within a tile of the recipe; '' if none."""
     if not isinstance(weight, DTensor):
         return ""
-    casts = {cast for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast is not None}
+    casts = {
+        cast
+        for gemm in recipe.gemms().values()
+        for cast in (gemm.lhs, gemm.rhs)
+        if cast is not None
+    }
     tiles = {size for cast in casts for size in cast.tile if size > 1}
     blocks = {gemm.rotate.block for gemm in recipe.gemms().values() if gemm.rotate is not None}
     found = []
@@ -211,7 +229,9 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _spec(mesh: DeviceMesh, placements: Placements, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+def _spec(
+    mesh: DeviceMesh, placements: Placements, shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
     """Layout of a contiguous DTensor."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, _strides(shape), dtype))
 
@@ -234,7 +254,9 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        return None if gradient is None else DTensor(gradient.contiguous(), ctx.spec, requires_grad=False), None
+        return None if gradient is None else DTensor(
+            gradient.contiguous(), ctx.spec, requires_grad=False
+        ), None
 
 
 class _Whole(torch.autograd.Function):

@@ -75,7 +75,9 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
     warn_of_ranks(layers if held is None else held)
     if held is not None:
         warn_of_eval(layers)
-    states = {id(layer.peers.state): layer.peers.state for layer in layers if layer.peers is not None}
+    states = {
+        id(layer.peers.state): layer.peers.state for layer in layers if layer.peers is not None
+    }
     # All ranks must run these collectives in one order, and a dict may order them differently.
     for state in sorted(states.values(), key=lambda each: each.creation_index):
         state.end_step(layers.keys())
@@ -124,9 +126,14 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             ended |= {each: name for name, each in model.named_modules() if each in layers}
     ended |= {each: "" for each in alone if each not in ended}
     if ended:
-        names = {each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())}
+        names = {
+            each: name or f"layer {number}" for number, (each, name) in enumerate(ended.items())
+        }
         end_steps(names, alone)  # under pipeline parallelism other ranks hold the other layers
-    if any((weight := each._parameters.get("weight")) is not None and weight.dtype == torch.float16 for each in ended):
+    if any(
+        (weight := each._parameters.get("weight")) is not None and weight.dtype == torch.float16
+        for each in ended
+    ):
         from narrowgauge.nn.step_warnings import warn_of_float16
 
         warn_of_float16({each: name for each, name in ended.items() if each in alone}, optimizer)

@@ -22,9 +22,17 @@ def warn_of_ranks(layers: Collection[Any]) -> None:
     Their amax histories, learned steps or samplers then differ, and so do their results.
     """
     distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if (
+        not distributed.is_available()
+        or not distributed.is_initialized()
+        or distributed.get_world_size() == 1
+    ):
         return
-    alone = [each for each in layers if each.peers is None and each.recipe is not None and each.recipe.has_memory]
+    alone = [
+        each
+        for each in layers
+        if each.peers is None and each.recipe is not None and each.recipe.has_memory
+    ]
     if any(not layer.warned_of_ranks for layer in alone):
         warnings.warn(
             f"{distributed.get_world_size()} ranks train, and recipe {alone[0].recipe.name!r} remembers amax, steps or readings, which "
@@ -42,7 +50,11 @@ def warn_of_eval(layers: Collection[Any]) -> None:
     `fp8-current`, and no loss shows it.
     """
     # transformers' from_pretrained returns models in eval mode.
-    still = [each for each in layers if not (each.training or each.warned_of_eval) and each.recipe is not None]
+    still = [
+        each
+        for each in layers
+        if not (each.training or each.warned_of_eval) and each.recipe is not None
+    ]
     still = [each for each in still if each.recipe.has_memory and each.weight.requires_grad]
     if still:
         warnings.warn(
@@ -96,17 +108,27 @@ def warn_of_float16(layers: dict[Any, str], optimizer: torch.optim.Optimizer) ->
     `grad_scale` during the step. Runs that scale the loss by hand are judged by their gradients,
     which are read in the layer's steps 1, 2, 4, 8 and so on: one copy to the host per layer.
     """
-    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+    if (
+        getattr(optimizer, "grad_scale", None) is not None
+        or getattr(optimizer, "found_inf", None) is not None
+    ):
         return
     found = []
     for layer, name in layers.items():
         weight = layer._parameters.get("weight")
-        if weight is None or weight.dtype != torch.float16 or weight.grad is None or layer.recipe is None:
+        if (
+            weight is None
+            or weight.dtype != torch.float16
+            or weight.grad is None
+            or layer.recipe is None
+        ):
             continue
         if weight.grad.dtype != torch.float16 or layer.warned_of_float16:
             continue
         layer.float16_steps += 1
-        if layer.float16_steps & (layer.float16_steps - 1) == 0 and (why := _outside_float16(weight.grad)):
+        if layer.float16_steps & (layer.float16_steps - 1) == 0 and (
+            why := _outside_float16(weight.grad)
+        ):
             found.append((layer, name, why))
     for layer, _, _ in found:
         layer.warned_of_float16 = True
@@ -130,7 +152,9 @@ def _outside_float16(gradient: Any) -> str:
     if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
         return ""
     size, smallest = gradient.abs(), torch.finfo(torch.float16).smallest_normal
-    counts = torch.stack([(~size.isfinite()).sum(), (size > 0).sum(), ((size > 0) & (size < smallest)).sum()])
+    counts = torch.stack(
+        [(~size.isfinite()).sum(), (size > 0).sum(), ((size > 0) & (size < smallest)).sum()]
+    )
     wild, other, small = counts.tolist()
     if wild:
         return f"{wild:,} of {gradient.numel():,} gradients are not finite"

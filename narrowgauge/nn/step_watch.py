@@ -72,7 +72,11 @@ class StepWatch:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         sample = self.sample
-        if sample is None or self.sampled_version != version or identity(sample.tensor) != identity(weight):
+        if (
+            sample is None
+            or self.sampled_version != version
+            or identity(sample.tensor) != identity(weight)
+        ):
             self.sample, self.sampled_version = Sampled(weight), version
         elif sample.is_same() and sample.changed is not None:
             self.answer = Readback(sample.changed)

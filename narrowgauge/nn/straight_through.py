@@ -98,7 +98,9 @@ class Coded:
         if self.residual is None or self.bits is None or self.codes is None:
             return None
         parts = [
-            torch.where(unpack_bits(self.bits[each], d.shape[1]), 0.0, d[each] * self.codes[each]).sum()
+            torch.where(
+                unpack_bits(self.bits[each], d.shape[1]), 0.0, d[each] * self.codes[each]
+            ).sum()
             for each in cuts(d)
         ]
         # A clipped element contributes d * q exactly, for every row. Only
@@ -126,7 +128,9 @@ class CodedOperand(Operand):
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         rows = self.sampled = beside.sampled if self.plan.role == "x" else None
         if self.plan.cols is None or self.coded is None:
-            return high_precision(self.tensor if rows is None else self.tensor[rows], self.context.out_dtype).T
+            return high_precision(
+                self.tensor if rows is None else self.tensor[rows], self.context.out_dtype
+            ).T
         return self.coded.operand(self.plan.cols_expand, rows).transposed()
 
     def original(self) -> Tensor:
@@ -147,7 +151,9 @@ class CodedOperand(Operand):
         seen = self.rotation(self.tensor) if has_codes else self.original()
         return seen if self.sampled is None else seen[self.sampled]
 
-    def restore(self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None) -> Operand:
+    def restore(
+        self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None
+    ) -> Operand:
         self.after = after
         signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]
         self.rotation, self.inner = Rotation(self.plan.rows_rotate, signs), shape[1]
@@ -245,7 +251,9 @@ class CodedWeight(CodedOperand):
                 made = high_precision(rotation(self.tensor), self.context.out_dtype)
             else:
                 scale = self._scale_by_rows(cast) if self.context.by_rows else None
-                made = _coded(self.tensor, rotation, cast, self.state, scale)[0].operand(self.plan.rows_expand)
+                made = _coded(self.tensor, rotation, cast, self.state, scale)[0].operand(
+                    self.plan.rows_expand
+                )
             if not rotation.is_random:
                 self.casts.rows = made
         self.scale = made.scale if isinstance(made, QTensor) else None
@@ -271,7 +279,10 @@ class CodedWeight(CodedOperand):
         coded, rotated = _coded(self.tensor, self.rotation, cast, None, scale, bits=True)
         if not isinstance(cast.calibrate, LearnedStep):
             return coded
-        return replace(coded, residual=coded.rounding(self.rotation(self.tensor) if rotated is None else rotated))
+        return replace(
+            coded,
+            residual=coded.rounding(self.rotation(self.tensor) if rotated is None else rotated),
+        )
 
 
 class CodedGradient(Operand):
@@ -320,7 +331,10 @@ class CodedGradient(Operand):
         scores = leverage_score.leverage_scores(gy, other)
         p = leverage_score.probabilities(scores, budget)
         # Computed without sampling too: the next step decides by this prediction.
-        self.variance, self.squares = leverage_score.sampling_variance(p, scores), scores.square().sum()
+        self.variance, self.squares = (
+            leverage_score.sampling_variance(p, scores),
+            scores.square().sum(),
+        )
         if product in self.context.sampled:
             noise = uniform((len(gy) + 1,), gy.device, self.context.stream, "gy", product)
             self.sample = leverage_score.systematic(p, budget, noise)
@@ -335,7 +349,9 @@ class CodedGradient(Operand):
         elif product == "grad_weight" and whole is not None:
             whole = d.square().sum()
         if self.state is not None and self.variance is not None and whole is not None:
-            leverage_score.note(self.state, 0 if product == "grad_input" else 1, self.variance, whole)
+            leverage_score.note(
+                self.state, 0 if product == "grad_input" else 1, self.variance, whole
+            )
         return d
 
 
@@ -381,12 +397,18 @@ def _coded(
             scale = cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
         elif scale is None:
             scale = _guarded(step, x)
-        found = rotate_and_encode(x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits)
+        found = rotate_and_encode(
+            x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits
+        )
     else:
         rotated = rotation(x).to(torch.float32)
         if scale is None:
             learned = step is not None and 0 not in rotated.shape
-            scale = _guarded(step, rotated) if learned else cast.scale(calibrated_amax(rotated, cast), cast.format)
+            scale = (
+                _guarded(step, rotated)
+                if learned
+                else cast.scale(calibrated_amax(rotated, cast), cast.format)
+            )
         found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
     return Coded(cast, found.codes, scale, found.bits, packed=found.packed), rotated
 
@@ -405,12 +427,16 @@ def _drawn_rows(rows: int, every: int, offset: Tensor) -> Tensor:
     offset  [] float32, uniform in [0, 1)
     """
     count = -(-rows // every)
-    places = (torch.arange(count, device=offset.device, dtype=torch.float64) + offset) * (rows / max(count, 1))
+    places = (torch.arange(count, device=offset.device, dtype=torch.float64) + offset) * (
+        rows / max(count, 1)
+    )
     return places.to(torch.int64).clamp(max=max(rows - 1, 0))
 
 
 @torch.no_grad()
-def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool) -> dict[str, Tensor]:
+def steps_from_data(
+    steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool
+) -> dict[str, Tensor]:
     """Role -> step of the cold start, 2 mean|x H| / sqrt(max), [1].
 
     x       [T, K]
@@ -423,11 +449,15 @@ def steps_from_data(steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Reci
     for role, tensor, cast in (("x", x, recipe.output.lhs), ("w", weight, recipe.output.rhs)):
         if role not in steps.settings or cast is None or tensor.numel() == 0:
             continue
-        amax = calibrated_amax(Rotation.draw(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast).reshape(1)
+        amax = calibrated_amax(
+            Rotation.draw(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast
+        ).reshape(1)
         step = steps.get(role)
         assert step is not None
         there = amax.isfinite() & (amax > 0)
-        found[role] = steps.put(role, torch.where(there, amax / cast.format.max, step), there, writes)
+        found[role] = steps.put(
+            role, torch.where(there, amax / cast.format.max, step), there, writes
+        )
     return found
 
 

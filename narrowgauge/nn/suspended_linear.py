@@ -19,7 +19,9 @@ def suspended_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     addend = None if bias is None else bias.bfloat16().float()
     # Autocast would convert the float32 operands back to bfloat16 and call the slow GEMM.
     with torch.autocast("cpu", enabled=False):
-        return nn.functional.linear(x.bfloat16().float(), weight.bfloat16().float(), addend).bfloat16()
+        return nn.functional.linear(
+            x.bfloat16().float(), weight.bfloat16().float(), addend
+        ).bfloat16()
 
 
 def _multiplies_slowly(x: Tensor, weight: Tensor) -> bool:

@@ -28,7 +28,11 @@ _KEYS = torch._C._TorchDispatchModeKey
 def is_active(*inputs: object) -> bool:
     """True if a torch transform other than torch.compile surrounds a call with these inputs."""
     c = torch._C
-    if c._are_functorch_transforms_active() or c._is_tracing() or c._get_dispatch_mode(_KEYS.PROXY) is not None:
+    if (
+        c._are_functorch_transforms_active()
+        or c._is_tracing()
+        or c._get_dispatch_mode(_KEYS.PROXY) is not None
+    ):
         return True
     return forward_ad._current_level >= 0 or not all(isinstance(each, Tensor) for each in inputs)
 
@@ -62,7 +66,9 @@ def refuse_active(
                     f"{_SUSPENDED}.",
                     code="transform.forward-mode",
                 )
-    proxies, functional = (torch._C._get_dispatch_mode(key) for key in (_KEYS.PROXY, _KEYS.FUNCTIONAL))
+    proxies, functional = (
+        torch._C._get_dispatch_mode(key) for key in (_KEYS.PROXY, _KEYS.FUNCTIONAL)
+    )
     # AOTAutograd traces in functional mode, with the weights as graph inputs. The graph is right
     # unless a call also depends on random numbers or state.
     if (proxies is not None and functional is None) or (
@@ -79,7 +85,9 @@ def _changes(recipe: Recipe) -> bool:
     """True if two calls with equal tensors may differ: the recipe draws noise or has state."""
     gemms = recipe.gemms().values()
     casts = [cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None]
-    draws = any(cast.rounding == "stochastic" for cast in casts) or any(gemm.rotate is not None for gemm in gemms)
+    draws = any(cast.rounding == "stochastic" for cast in casts) or any(
+        gemm.rotate is not None for gemm in gemms
+    )
     return draws or recipe.has_memory
 
 

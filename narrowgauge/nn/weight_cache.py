@@ -60,7 +60,9 @@ class WeightCache:
     def renewed(self, recasts: bool) -> WeightCache:
         """Return the empty cache of the next optimizer step."""
         expects_more = self.expects_more if self.key is None else self.was_reread
-        return WeightCache(recasts=recasts, expects_more=expects_more, step=self.step + (self.key is not None))
+        return WeightCache(
+            recasts=recasts, expects_more=expects_more, step=self.step + (self.key is not None)
+        )
 
     def lookup(self, operand: Operand) -> Casts | None:
         """Return casts for a forward pass to read and to add to, or None."""
@@ -146,5 +148,7 @@ class PrecastSource:
             return casts
         from narrowgauge.ops.quantize.precast_weight import quantize_precast
 
-        casts.rows, casts.cols, casts.amax = quantize_precast(tensor, self.precast, state, records=True)
+        casts.rows, casts.cols, casts.amax = quantize_precast(
+            tensor, self.precast, state, records=True
+        )
         return casts

@@ -13,7 +13,12 @@ from narrowgauge.nn.weight_cache import WeightCache
 
 def keeps_casts(layer: QLinear) -> bool:
     """True if a cast of the weight serves a whole optimizer step and needs no input."""
-    if layer.recipe is None or layer.is_suspended or layer.steps is not None or layer.carried is not None:
+    if (
+        layer.recipe is None
+        or layer.is_suspended
+        or layer.steps is not None
+        or layer.carried is not None
+    ):
         return False
     return any(layer.plan(layer.weight.device).w.serves_a_step)
 
@@ -31,7 +36,10 @@ def cast_weight(layer: QLinear) -> Casts:
         return cache.casts
     with torch.no_grad():
         context = layer.context(weight, cache)
-        operand, plan = find("w", weight, context, (True, True), layer.amax_state("w")), context.plan.w
+        operand, plan = (
+            find("w", weight, context, (True, True), layer.amax_state("w")),
+            context.plan.w,
+        )
         rows, cols = plan.serves_a_step
         if rows:
             operand.rows(Rotation.draw(plan.rows_rotate, weight))

@@ -14,7 +14,11 @@ WeightCodes = Literal["auto", "recast", "step"]
 
 
 def chosen(
-    asked: WeightCodes, device_type: str, micro_batches: int = 1, step_fits: bool | None = None, compiled: bool = False
+    asked: WeightCodes,
+    device_type: str,
+    micro_batches: int = 1,
+    step_fits: bool | None = None,
+    compiled: bool = False,
 ) -> Literal["recast", "step"]:
     """Resolve "auto" for a device. Other values are returned as they are.
 

@@ -48,11 +48,17 @@ def _end_step_of(model: nn.Module, layers: Collection[Any]) -> None:
     if model in _looked:
         return
     _looked.add(model)
-    own = {name: layer for name, layer in model.named_modules() if layer in layers and layer.recipe is not None}
+    own = {
+        name: layer
+        for name, layer in model.named_modules()
+        if layer in layers and layer.recipe is not None
+    }
     if not own or has_compiled():
         return
     inside = {id(module) for module in model.modules()}
-    others = [each for each in gc.get_objects() if type(each) is type(model) and id(each) not in inside]
+    others = [
+        each for each in gc.get_objects() if type(each) is type(model) and id(each) not in inside
+    ]
     copies = [each for each in others if _is_wide_copy(each, own)]
     if copies:
         hook = _Hook(model, list(own.values()), copies)
@@ -93,7 +99,9 @@ class _Hook:
         if torch.is_grad_enabled() or module not in self.copies or (model := self.model()) is None:
             return
         # The model must have computed in this step already, as a policy does before its reference.
-        if not any(layer is not None and layer.called for layer in (each() for each in self.layers)):
+        if not any(
+            layer is not None and layer.called for layer in (each() for each in self.layers)
+        ):
             return
         self.copies.clear()
         recipe = next(layer.recipe.name for each in self.layers if (layer := each()) is not None)

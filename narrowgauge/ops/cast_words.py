@@ -30,7 +30,9 @@ def plain(cast: Cast) -> Cast:
 def has_words(cast: Cast) -> bool:
     """Return True if narrowgauge defines the format and the scale rule under these names."""
     # Compared by value: a user's format may have the name of one of ours.
-    return _FORMATS.get(cast.format.name) == cast.format and _RULES.get(cast.scale.name) == cast.scale
+    return (
+        _FORMATS.get(cast.format.name) == cast.format and _RULES.get(cast.scale.name) == cast.scale
+    )
 
 
 def as_words(cast: Cast) -> Words:

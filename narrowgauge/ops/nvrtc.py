@@ -77,11 +77,24 @@ def compiled(
     Raises BackendError with the compiler's log if the source does not compile.
     """
     library, program = _compiler(), ctypes.c_void_p()
-    given = [option.encode() for option in (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *options)]
-    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    given = [
+        option.encode()
+        for option in (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *options)
+    ]
+    _check(
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+        )
+    )
     try:
-        status = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
-        words = _told(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
+        status = library.nvrtcCompileProgram(
+            program, len(given), (ctypes.c_char_p * len(given))(*given)
+        )
+        words = (
+            _told(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
+            .rstrip(b"\0")
+            .decode()
+        )
         if status:
             raise BackendError(
                 f"nvrtc: {name} does not compile for compute capability {capability[0]}.{capability[1]}: {words.strip()}. "
@@ -117,7 +130,8 @@ def _check_driver(status: int, what: str) -> None:
         _driver_library().cuGetErrorString(status, ctypes.byref(words))
         reason = words.value.decode() if words.value else f"error {status}"
         raise BackendError(
-            f"CUDA: {what} failed: {reason}. Update the driver, or choose another backend.", code="cuda.failed"
+            f"CUDA: {what} failed: {reason}. Update the driver, or choose another backend.",
+            code="cuda.failed",
         )
 
 
@@ -140,9 +154,13 @@ class Source:
         major, minor = ctypes.c_int(), ctypes.c_int()
         _check(_compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         facts = (self.text, *OPTIONS, str(capability), f"{major.value}.{minor.value}")
-        stem = f"{Path(self.file).stem}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
+        stem = (
+            f"{Path(self.file).stem}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
+        )
         place = cache_folder()
-        if (found := next(filter(is_whole, sorted(place.glob(f"{stem}-*.cubin"))), None)) is not None:
+        if (
+            found := next(filter(is_whole, sorted(place.glob(f"{stem}-*.cubin"))), None)
+        ) is not None:
             return reading.bytes_of(found, BUILT)
         made, _ = compiled(self.file, self.text, capability)
         target = place / f"{stem}-{digest(made)}.cubin"
@@ -155,7 +173,12 @@ class Source:
         return made
 
     def launch(
-        self, kernel: str, programs: int, threads: int, device: torch.device, *arguments: Tensor | int | None
+        self,
+        kernel: str,
+        programs: int,
+        threads: int,
+        device: torch.device,
+        *arguments: Tensor | int | None,
     ) -> None:
         """Launch `kernel` on the current stream of `device`.
 
@@ -163,7 +186,10 @@ class Source:
         """
         if dry_run_on() is not None:
             return
-        values = [ctypes.c_int(x) if isinstance(x, int) else ctypes.c_void_p(address(x)) for x in arguments]
+        values = [
+            ctypes.c_int(x) if isinstance(x, int) else ctypes.c_void_p(address(x))
+            for x in arguments
+        ]
         # cuLaunchKernel takes an array of pointers to the arguments; `values` must stay alive until
         # it returns.
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -181,7 +207,9 @@ def _function(source: Source, kernel: str, index: int) -> ctypes.c_void_p:
     """Load a kernel into the context of device `index`, which must be current."""
     function = ctypes.c_void_p()
     _check_driver(
-        _driver_library().cuModuleGetFunction(ctypes.byref(function), _module(source, index), kernel.encode()),
+        _driver_library().cuModuleGetFunction(
+            ctypes.byref(function), _module(source, index), kernel.encode()
+        ),
         f"the search for {kernel} in {source.file}",
     )
     return function
@@ -191,5 +219,8 @@ def _function(source: Source, kernel: str, index: int) -> ctypes.c_void_p:
 def _module(source: Source, index: int) -> ctypes.c_void_p:
     module = ctypes.c_void_p()
     made = source.binary(torch.cuda.get_device_capability(index))
-    _check_driver(_driver_library().cuModuleLoadData(ctypes.byref(module), made), f"the loading of {source.file}")
+    _check_driver(
+        _driver_library().cuModuleLoadData(ctypes.byref(module), made),
+        f"the loading of {source.file}",
+    )
     return module

@@ -109,7 +109,10 @@ def _on_device(low: int, high: int, device: torch.device) -> Tensor:
 
 
 def reference(
-    low: int | Tensor, high: int | Tensor, shape: tuple[int, ...], device: torch.device | None = None
+    low: int | Tensor,
+    high: int | Tensor,
+    shape: tuple[int, ...],
+    device: torch.device | None = None,
 ) -> Tensor:
     """Definition in plain torch. low and high are integers or 0-dimensional int64 tensors."""
     # int64, because torch has no uint32 arithmetic on all devices; MASK wraps to 32 bits.
@@ -118,7 +121,9 @@ def reference(
     return ((bits >> 8).to(torch.float32) * 2.0**-24).reshape(shape)
 
 
-def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = None, *names: str) -> Key | Tensor:
+def draw(
+    shape: tuple[int, ...], device: torch.device, stream: Stream | None = None, *names: str
+) -> Key | Tensor:
     """Draw noise for a tensor of `shape` on `device`: a Key where kernels read one, else numbers.
 
     The source is torch's generator, or the stream with these names (role, which).
@@ -128,7 +133,11 @@ def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = N
     cuda = facts.type == "cuda" and refuse_triton("cuda", facts.capability) is None
     if stream is not None and not torch.compiler.is_compiling():
         key = stream.key(*names)
-        return key if (cuda or facts.type == "cpu") and (is_dry_run or not wrapper()) else key.uniform(shape).to(device)
+        return (
+            key
+            if (cuda or facts.type == "cpu") and (is_dry_run or not wrapper())
+            else key.uniform(shape).to(device)
+        )
     if wrapper() and not is_dry_run:  # no kernel can read the words of a fake key
         return torch.rand(shape, dtype=torch.float32, device=device)
     if cuda:
@@ -144,7 +153,9 @@ def draw(shape: tuple[int, ...], device: torch.device, stream: Stream | None = N
     return Key((low, high))
 
 
-def uniform(shape: tuple[int, ...], device: torch.device, stream: Stream | None, *names: str) -> Tensor:
+def uniform(
+    shape: tuple[int, ...], device: torch.device, stream: Stream | None, *names: str
+) -> Tensor:
     """Return float32 numbers in [0, 1) from torch's generator or from the stream."""
     if stream is None:
         return torch.rand(shape, device=device, dtype=torch.float32)
@@ -156,7 +167,9 @@ def draws_keys(device: torch.device) -> bool:
     if torch.compiler.is_compiling() or (wrapper() and dry_run_on() is None):
         return False
     facts = device_facts(device.type, device.index)
-    return facts.type == "cpu" or (facts.type == "cuda" and refuse_triton("cuda", facts.capability) is None)
+    return facts.type == "cpu" or (
+        facts.type == "cuda" and refuse_triton("cuda", facts.capability) is None
+    )
 
 
 def _mix(x: Tensor) -> Tensor:

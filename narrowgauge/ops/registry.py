@@ -150,7 +150,9 @@ def cuda_facts(index: int | None) -> Device:
 def _cuda_facts(index: int) -> Device:
     """Cached: every cast needs the result, and a present device does not change."""
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]
-    return Device("cuda", torch.cuda.get_device_capability(index), cuda=(int(major), int(minor)), index=index)
+    return Device(
+        "cuda", torch.cuda.get_device_capability(index), cuda=(int(major), int(minor)), index=index
+    )
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,9 @@ class Registry(Generic[Spec]):
         """Append kernels, and add the registry's own refusals to those that need them."""
         for kernel in kernels:
             guarded = not kernel.by_torch or kernel.check is not None or kernel.on is not None
-            self.kernels.append(replace(kernel, refuse=self._guarded(kernel)) if guarded else kernel)
+            self.kernels.append(
+                replace(kernel, refuse=self._guarded(kernel)) if guarded else kernel
+            )
 
     def _guarded(self, kernel: Kernel[Spec]) -> Callable[[Spec], Refusal | None]:
         """Return kernel.refuse with the registry's own refusals around it."""
@@ -229,7 +233,9 @@ class Registry(Generic[Spec]):
         @constant_while_compiling
         def failure(device_type: str, index: int, *kind: Hashable) -> str | None:
             assert kernel.check is not None
-            reason: str | None = kernel.check().failure(self.op, kernel, kind, torch.device(device_type, index))
+            reason: str | None = kernel.check().failure(
+                self.op, kernel, kind, torch.device(device_type, index)
+            )
             return reason
 
         def refuse(spec: Spec) -> Refusal | None:
@@ -243,10 +249,14 @@ class Registry(Generic[Spec]):
             # Wrapper and device come first: kernel.refuse may import the kernel's module or build a
             # library.
             if device.wrapper and not kernel.by_torch:
-                hides = f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
+                hides = (
+                    f"a {device.wrapper} hides the memory of the tensors, which it reads by address"
+                )
                 return Refusal("wrapper", hides)
             if kernel.on is not None and device.type != kernel.on:
-                return Refusal("device", f"needs a {kernel.on.upper()} device, the tensor is on {device.type}")
+                return Refusal(
+                    "device", f"needs a {kernel.on.upper()} device, the tensor is on {device.type}"
+                )
             refusal = kernel.refuse(spec)
             if refusal is not None or kernel.check is None or device.index is None:
                 return refusal
@@ -255,7 +265,11 @@ class Registry(Generic[Spec]):
                 return None
             # Before torch 2.13 Dynamo passes a Cast without its fields to `failure`, a constant
             # function.
-            if not TAKES_DATACLASSES and torch.compiler.is_compiling() and any(isinstance(each, Cast) for each in kind):
+            if (
+                not TAKES_DATACLASSES
+                and torch.compiler.is_compiling()
+                and any(isinstance(each, Cast) for each in kind)
+            ):
                 return Refusal("compiling", _CANNOT_NAME)
             reason = failure(device.type, device.index, *kind)
             return None if reason is None else Refusal("failed-check", reason)
@@ -271,7 +285,9 @@ class Registry(Generic[Spec]):
         names = [kernel.name for kernel in self.kernels]
         if forced is not None and forced not in names:
             near = closest(forced, names) or ", ".join(names)
-            raise BackendError(f"{self.op}: no kernel {forced!r}. Closest: {near}.", code="kernel.unknown")
+            raise BackendError(
+                f"{self.op}: no kernel {forced!r}. Closest: {near}.", code="kernel.unknown"
+            )
         refusals: list[tuple[str, Refusal]] = []
         for kernel in self.kernels:
             refusal = kernel.refuse(spec)

@@ -114,7 +114,9 @@ def seed_of(device: torch.device) -> int:
 
 def own_generators() -> tuple[Tensor, list[Tensor]]:
     """The generator states: the CPU's, and [the current GPU's] once CUDA is initialized."""
-    return torch.get_rng_state(), [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), [
+        torch.cuda.get_rng_state()
+    ] if torch.cuda.is_initialized() else []
 
 
 def set_own(states: tuple[Tensor, list[Tensor]]) -> None:

@@ -69,7 +69,9 @@ class Check(Generic[Spec]):
     compare: Compare
     examples: Callable[[], Iterable[Spec]]
 
-    def failure(self, op: str, kernel: Kernel[Spec], kind: tuple[Hashable, ...], device: torch.device) -> str | None:
+    def failure(
+        self, op: str, kernel: Kernel[Spec], kind: tuple[Hashable, ...], device: torch.device
+    ) -> str | None:
         """Return the reason why the kernel failed for this kind of call on this device, or None.
 
         The check runs if it has not run before. A failure also issues a RuntimeWarning, because
@@ -109,7 +111,9 @@ class Result:
 RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}
 
 
-def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable, device: torch.device) -> Result:
+def examine(
+    op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable, device: torch.device
+) -> Result:
     """Run a check once. A kernel that raises is refused with the text of its exception.
 
     Raises OutOfMemoryError if the device has too little memory.
@@ -117,7 +121,12 @@ def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable,
     started_at_s = time.perf_counter()
     # The reference result is computed on the CPU, whatever the default device is. Autocast would
     # round its operands.
-    with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with (
+        _disable_current_modes(),
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
         try:
             worst, reason = _first_failure(check.compare(run, kind, device), device)
         except torch.OutOfMemoryError as error:
@@ -128,11 +137,16 @@ def examine(op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable,
             ) from error
         # Any exception of torch, cuBLAS or Triton is a reason for a refusal.
         except Exception as error:
-            worst, reason = float("inf"), f"it failed when it was tried on {device}: {_first_line(error)}"
+            worst, reason = (
+                float("inf"),
+                f"it failed when it was tried on {device}: {_first_line(error)}",
+            )
     return Result(reason, worst, time.perf_counter() - started_at_s)
 
 
-def _first_failure(found: Iterable[Comparison | str], device: torch.device) -> tuple[float, str | None]:
+def _first_failure(
+    found: Iterable[Comparison | str], device: torch.device
+) -> tuple[float, str | None]:
     """Return (largest error as a fraction of its bound, reason as a clause or None)."""
     worst = 0.0
     for each in found:
@@ -152,14 +166,23 @@ def _error(
         return (0.0 if reason is None else float("inf")), reason
     got, truth = got.detach().to("cpu").to(torch.float64), truth.to(torch.float64)
     if got.shape != truth.shape:
-        return float("inf"), f"its {name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
+        return float(
+            "inf"
+        ), f"its {name} has the shape {list(got.shape)} on {device}, not {list(truth.shape)}"
     # With a bound of zero a correct element gives 0 / 0. NaN against NaN is correct; the check
     # below finds other NaN.
     worst = float(((got - truth).abs() / bound).nan_to_num(nan=0.0, posinf=float("inf")).max())
     if worst > 1:
-        return worst, f"its {name} is wrong on {device}: {worst:.2g} times the error that is allowed"
+        return (
+            worst,
+            f"its {name} is wrong on {device}: {worst:.2g} times the error that is allowed",
+        )
     if not torch.equal(got.isnan(), truth.isnan()):
-        what = "hides NaN" if int(got.isnan().sum()) < int(truth.isnan().sum()) else "makes NaN of numbers"
+        what = (
+            "hides NaN"
+            if int(got.isnan().sum()) < int(truth.isnan().sum())
+            else "makes NaN of numbers"
+        )
         return float("inf"), f"it {what} on {device}"
     return worst, None
 
@@ -201,9 +224,13 @@ def spread_normal(rows: int, columns: int, spread: int, generator: torch.Generat
 
     The powers lie between 2**-spread and 2**spread.
     """
-    powers = torch.randint(-spread, spread + 1, (-(-rows // 16), -(-columns // 16)), generator=generator)
+    powers = torch.randint(
+        -spread, spread + 1, (-(-rows // 16), -(-columns // 16)), generator=generator
+    )
     x = torch.randn(rows, columns, generator=generator)
-    return torch.ldexp(x, powers.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns])
+    return torch.ldexp(
+        x, powers.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -23,7 +23,15 @@ import torch
 
 from narrowgauge.addresses import dry_run_on
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.registry import Choice, Device, Kernel, Refusal, Registry, device_facts, device_of
+from narrowgauge.ops.registry import (
+    Choice,
+    Device,
+    Kernel,
+    Refusal,
+    Registry,
+    device_facts,
+    device_of,
+)
 from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
@@ -66,27 +74,37 @@ def _refuse_native(spec: Spec) -> Refusal | None:
 
 
 # The examples of this self-check are the cases in tests/ops/triton/stepped.py.
-CHECK: Check[Spec] = Check(lambda spec: None if spec.kind is None else (spec.kind,), compare, lambda: ())
+CHECK: Check[Spec] = Check(
+    lambda spec: None if spec.kind is None else (spec.kind,), compare, lambda: ()
+)
 
 
-def _step_by_triton(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None) -> None:
+def _step_by_triton(
+    param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None
+) -> None:
     from narrowgauge.optim.triton import launch
 
     launch.step(param_steps, kept, left_out)
 
 
-def _step_by_native(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None) -> None:
+def _step_by_native(
+    param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None
+) -> None:
     # On a CPU the host reads found_inf itself, so no step is skipped inside the kernel.
     assert left_out is None or dry_run_on() is not None
     binding.step(param_steps)
 
 
-def _step_by_torch(param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None) -> None:
+def _step_by_torch(
+    param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None
+) -> None:
     step_in_torch(param_steps, left_out)
 
 
 KERNELS: Registry[Spec] = Registry("optim")
-KERNELS.register(Kernel("triton", _refuse_triton, lambda *call: _step_by_triton(*call), check=lambda: CHECK))
+KERNELS.register(
+    Kernel("triton", _refuse_triton, lambda *call: _step_by_triton(*call), check=lambda: CHECK)
+)
 KERNELS.register(Kernel("native", _refuse_native, _step_by_native))
 KERNELS.register(Kernel("torch", lambda spec: None, _step_by_torch, by_torch=True))
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
@@ -168,7 +186,9 @@ class ComputedBy(NamedTuple):
         return self.kernel + (f" ({self.why})" if self.why else "")
 
 
-def computed_by(param_step: ParamStep | None, device: torch.device, backend: str, rule: Rule) -> ComputedBy:
+def computed_by(
+    param_step: ParamStep | None, device: torch.device, backend: str, rule: Rule
+) -> ComputedBy:
     """Return the backend in use for a tensor, or the backend that would be chosen now."""
     if param_step is not None and param_step.backend is not None:
         choice: Choice[Spec] = param_step.backend[1]

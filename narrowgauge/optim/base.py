@@ -79,7 +79,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if backend not in ("auto", *backends.NAMES):
             names = ", ".join(map(repr, ("auto", *backends.NAMES)))
             raise OptionError(
-                f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.", code="optim.backend"
+                f"{type(self).__name__}: backend = {backend!r}; it is one of {names}.",
+                code="optim.backend",
             )
         self.backend: Backend = backend
         # Custom rules of the parameter groups, by name. A group holds the name alone, so that
@@ -96,7 +97,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.halted: Tensor | None = None
         # A tensor during training, so that no host sync is needed. A loaded state gives a float.
         self.norm_before: Tensor | float | None = None
-        super().__init__(self._not_empty(params, defaults["embeddings"]), defaults | {"form": moments.FORM})
+        super().__init__(
+            self._not_empty(params, defaults["embeddings"]), defaults | {"form": moments.FORM}
+        )
         self._refuse_master_without_effect()
 
     def _not_empty(self, params: Any, embeddings: str) -> Any:
@@ -112,7 +115,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"{kind}: {type(params).__name__} has no parameter that requires a gradient"
                     + (
-                        f"; all {frozen:,} are frozen. Unfreeze a layer." if frozen else ". Pass the model that trains."
+                        f"; all {frozen:,} are frozen. Unfreeze a layer."
+                        if frozen
+                        else ". Pass the model that trains."
                     ),
                     code="optim.nothing-trains",
                 )
@@ -166,7 +171,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
             if "states" in group and former.is_former(group):
                 for parameter in group["params"]:
                     if parameter in self.state:
-                        self.state[parameter] = former.converted(self.state[parameter], group, self._rule_of(group))
+                        self.state[parameter] = former.converted(
+                            self.state[parameter], group, self._rule_of(group)
+                        )
                 group["form"] = moments.FORM
             # A state saved by torch's own optimizer lacks our options.
             for name, value in self.defaults.items():
@@ -211,7 +218,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
                     )
         whole = rule.granularity == "matrix"
         for parameter in group["params"]:
-            if reason := shards.refuse(parameter, whole) or param_groups.refuse(parameter, group["master"]):
+            if reason := shards.refuse(parameter, whole) or param_groups.refuse(
+                parameter, group["master"]
+            ):
                 raise ConfigError(
                     f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}",
                     code="optim.parameter-kind",
@@ -271,15 +280,23 @@ class NarrowOptimizer(torch.optim.Optimizer):
         sees = all(map(known.seen_by_host, flags))
         members = frozenset[Tensor]()
         if not sees:
-            members = frozenset(parameter for parameter, _, _ in self._numbered() if parameter.grad is not None)
-        if known.must_settle(members, not sees and self.found_inf is not None and self._counts_on_device()):
+            members = frozenset(
+                parameter for parameter, _, _ in self._numbered() if parameter.grad is not None
+            )
+        if known.must_settle(
+            members, not sees and self.found_inf is not None and self._counts_on_device()
+        ):
             self.settle()
         self._left_out.begin(*((None, None) if sees else (self.found_inf, self.halted)), members)
         return not (sees and any(map(bool, flags)))
 
     def _counts_on_device(self) -> bool:
         """Return True if the kernels select a step's constants by the number of skipped steps."""
-        chosen = [each.backend[1].kernel.name for each in self._param_steps.values() if each.backend is not None]
+        chosen = [
+            each.backend[1].kernel.name
+            for each in self._param_steps.values()
+            if each.backend is not None
+        ]
         return self.holding is None and "torch" not in chosen
 
     def settle(self, left_out: Sequence[bool] | None = None) -> None:
@@ -289,7 +306,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
                   the count from the device, which is a host sync
         """
         known = self._left_out
-        count = known.count() if left_out is None else sum(left_out[len(left_out) - known.uncertain :])
+        count = (
+            known.count() if left_out is None else sum(left_out[len(left_out) - known.uncertain :])
+        )
         if count:
             counters = [self.state[parameter]["step"] for parameter in known.members]
             torch._foreach_sub_(counters, float(count))
@@ -329,7 +348,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         strided: list[ParamStep] = []
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
-            each.gradient = _usable(shards.local_gradient(parameter) if each.is_shard else parameter.grad)
+            each.gradient = _usable(
+                shards.local_gradient(parameter) if each.is_shard else parameter.grad
+            )
             # `weight` is then a contiguous copy of a strided parameter, copied back after the step.
             if identity(each.weight) != each.address:
                 strided.append(each)
@@ -343,14 +364,18 @@ class NarrowOptimizer(torch.optim.Optimizer):
         # Kernels write through raw pointers, which autograd cannot see. Code that caches results of
         # a weight compares its version.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in chosen])
-        torch.autograd.graph.increment_version([each.source for each in param_steps if each.is_shard])
+        torch.autograd.graph.increment_version(
+            [each.source for each in param_steps if each.is_shard]
+        )
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
             # Otherwise the memory would outlive the parameter's own gradient.
             each.gradient = None
             if each.stepped is not None:
                 each.stepped.commit(parameter)
 
-    def _next(self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True) -> list[ParamStep]:
+    def _next(
+        self, chosen: list[tuple[Tensor, dict[str, Any], int]], counts: bool = True
+    ) -> list[ParamStep]:
         """Return the next step of each parameter, with its constants and noise key.
 
         counts  False leaves the step counters unchanged, for a look ahead
@@ -362,7 +387,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
             # sync.
             torch._foreach_add_(counters, 1.0)
         # Fake counters have no values. They are taken as 1: shapes are the same at every step.
-        counted = torch.stack(counters).tolist() if all(map(holds_numbers, counters)) else [1.0] * len(counters)
+        counted = (
+            torch.stack(counters).tolist()
+            if all(map(holds_numbers, counters))
+            else [1.0] * len(counters)
+        )
         found: dict[tuple[int, float], list[tuple[Any, int]]] = {}
         for (_, group, number), each, count in zip(chosen, param_steps, counted, strict=True):
             step, shared = int(count) + (not counts), found.get((id(group), count))
@@ -370,7 +399,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 # One set of constants for each number of skipped steps that is still possible; the
                 # kernel selects.
                 steps = range(step, step - self._left_out.uncertain - 1, -1)
-                shared = [(self._rule_of(group).constants(group, n), noise.step_key(group["seed"], n)) for n in steps]
+                shared = [
+                    (self._rule_of(group).constants(group, n), noise.step_key(group["seed"], n))
+                    for n in steps
+                ]
                 found[id(group), count] = shared
             ((each.constants, each.step_key), *others), each.number = shared, number
             each.if_left_out = tuple(others)
@@ -402,7 +434,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """
         if self.casting is not None:
             self.casting.release()
-        self.casting = None if model is None else WeightCasts(model, [each for each, _, _ in self._numbered()])
+        self.casting = (
+            None if model is None else WeightCasts(model, [each for each, _, _ in self._numbered()])
+        )
         return self.casting
 
     def computed_by(self, parameter: Tensor) -> str:
@@ -414,7 +448,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return str(self._computed_by(parameter))
 
     def _computed_by(self, parameter: Tensor) -> backends.ComputedBy:
-        group = next(group for group in self.param_groups if any(each is parameter for each in group["params"]))
+        group = next(
+            group
+            for group in self.param_groups
+            if any(each is parameter for each in group["params"])
+        )
         return backends.computed_by(
             self._param_steps.get(parameter), parameter.device, self.backend, self._rule_of(group)
         )
@@ -451,9 +489,12 @@ class NarrowOptimizer(torch.optim.Optimizer):
         kind = f"{type(self).__name__}: a parameter of {list(parameter.shape)} is {parameter.dtype} now"
         if reason := param_groups.refuse(parameter, group["master"]):
             raise ConfigError(
-                f"{kind}, which it was not when the optimizer was built: {reason}", code="optim.parameter-changed"
+                f"{kind}, which it was not when the optimizer was built: {reason}",
+                code="optim.parameter-changed",
             )
-        if state is not None and forms_of(state) != forms_of(self._new_state(parameter, group, "meta")):
+        if state is not None and forms_of(state) != forms_of(
+            self._new_state(parameter, group, "meta")
+        ):
             raise ConfigError(
                 f"{kind}, and its state was made when it had another type or shape. Convert the model before the optimizer is "
                 "built.",
@@ -465,7 +506,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         kept = states.named(param_groups.kept_as(parameter, group)[0])
         return self._rule_of(group), kept, param_groups.master_of(parameter, group, kept.tile)
 
-    def _new_state(self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
+    def _new_state(
+        self, parameter: Tensor, group: Mapping[str, Any], device: torch.device | str
+    ) -> dict[str, Tensor]:
         """Return a new state.
 
         A DTensor gets DTensors with its placements. For "meta", tensors are plain and of the full
@@ -474,12 +517,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
         kept = self._kept_as(parameter, group)
         if not shards.is_sharded(parameter):
             return new_state(parameter, *kept, device)
-        whole = new_state(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *kept, "meta")
+        whole = new_state(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *kept, "meta"
+        )
         if device == "meta":
             return whole
         state = new_state(shards.local(parameter), *kept, device)
         return {
-            name: x if name == "step" else shards.wrapped(x, parameter, whole[name].shape) for name, x in state.items()
+            name: x if name == "step" else shards.wrapped(x, parameter, whole[name].shape)
+            for name, x in state.items()
         }
 
     def _local_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -529,7 +575,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for place, saved in found["state"].items():
             parameter = places[place]
             self.state[parameter] = {
-                name: value.detach().clone().to("cpu") if name == "step" else placed(value, parameter)
+                name: value.detach().clone().to("cpu")
+                if name == "step"
+                else placed(value, parameter)
                 for name, value in saved.items()
                 if isinstance(value, Tensor)
             }

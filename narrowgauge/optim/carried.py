@@ -60,7 +60,11 @@ class Loss:
     def __str__(self) -> str:
         if not self.changed:
             return "exact"
-        ratio = f", {10 * math.log10(self.signal / self.noise):.0f} dB" if self.signal and self.noise else ""
+        ratio = (
+            f", {10 * math.log10(self.signal / self.noise):.0f} dB"
+            if self.signal and self.noise
+            else ""
+        )
         return f"rounded in {self.changed} of {self.tensors} tensors{ratio}"
 
 
@@ -94,13 +98,19 @@ def form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str
         return Form(rules.ADAMW, states.named("fp32"), None)
     rule = rules.get(group["rule"], {}) if "rule" in group else optimizer.rule
     kept = states.named(param_groups.kept_as(parameter, group)[0])
-    master = None if parameter.dtype == torch.float32 else param_groups.master_of(parameter, group, kept.tile)
+    master = (
+        None
+        if parameter.dtype == torch.float32
+        else param_groups.master_of(parameter, group, kept.tile)
+    )
     return Form(rule, kept, master)
 
 
 @torch.no_grad()
 def carry(
-    source: torch.optim.Optimizer, target: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]
+    source: torch.optim.Optimizer,
+    target: torch.optim.Optimizer,
+    pairs: Iterable[tuple[Tensor, Tensor]],
 ) -> Carried:
     """Copy weights to new parameters and convert their states from `source` to `target`.
 
@@ -167,7 +177,9 @@ def _decoded(parameter: Tensor, form: Form, kept: dict[str, Tensor]) -> dict[str
     return found
 
 
-def _encoded(parameter: Tensor, form: Form, values: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
+def _encoded(
+    parameter: Tensor, form: Form, values: dict[str, Tensor], kept: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Write the weight into `parameter` and return a new state with the moments in `values`.
 
     Moments missing in `values` stay zero.
@@ -189,14 +201,18 @@ def _encoded(parameter: Tensor, form: Form, values: dict[str, Tensor], kept: dic
     for name, moment in zip(form.rule.moments, (step.first, step.second), strict=False):
         if name in values:
             x = cut(values[name])
-            codes = moment.format.encode(x, torch.full(x.shape, NEAREST, dtype=torch.int32, device=x.device))
+            codes = moment.format.encode(
+                x, torch.full(x.shape, NEAREST, dtype=torch.int32, device=x.device)
+            )
             write_rows(moment, codes, every, columns, None)
     if "step" in kept:
         made["step"].copy_(kept["step"])
     return made
 
 
-def _stored(kind: masters.Master, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _stored(
+    kind: masters.Master, x: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Round like `masters.store`, but to nearest instead of stochastically."""
     if kind == "stochastic":
         return masters.rounded(x, dtype), None, None

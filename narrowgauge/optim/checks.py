@@ -36,7 +36,9 @@ def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
     found: dict[str, None] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found |= dict.fromkeys(_of_parameter(parameter, group, optimizer.state.get(parameter, {}), stochastic))
+            found |= dict.fromkeys(
+                _of_parameter(parameter, group, optimizer.state.get(parameter, {}), stochastic)
+            )
     return list(found)
 
 
@@ -50,21 +52,32 @@ def refuse_silent_failures(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _of_parameter(parameter: Tensor, group: dict[str, Any], state: dict[str, Any], stochastic: bool) -> list[str]:
+def _of_parameter(
+    parameter: Tensor, group: dict[str, Any], state: dict[str, Any], stochastic: bool
+) -> list[str]:
     reasons = []
     name = str(parameter.dtype).removeprefix("torch.")
     if parameter.dtype in (torch.bfloat16, torch.float16) and not stochastic:
         part = 512 if parameter.dtype == torch.bfloat16 else 4096
-        reasons.append(f"Weights in {name} without a master lose every update below 1/{part} of the weight.")
+        reasons.append(
+            f"Weights in {name} without a master lose every update below 1/{part} of the weight."
+        )
     beta2 = group["betas"][1] if "betas" in group and len(group["betas"]) > 1 else None
     second = state.get("exp_avg_sq")
     # torch allocates states in the dtype of the parameter.
     kept = second.dtype if isinstance(second, Tensor) else parameter.dtype
-    if beta2 is not None and ("eps" in group) and kept == torch.bfloat16 and beta2 >= _LARGEST_BETA2:
+    if (
+        beta2 is not None
+        and ("eps" in group)
+        and kept == torch.bfloat16
+        and beta2 >= _LARGEST_BETA2
+    ):
         reasons.append(
             f"A second moment in bfloat16 with beta2 = {beta2} does not decay: a step changes it by {1 - beta2:.2g}, half a "
             "unit of bfloat16 is 0.002 to 0.004."
         )
     if kept == torch.float16 and "eps" in group and group["eps"] < 6e-8:
-        reasons.append(f"In float16 eps = {group['eps']} is zero, and so is the square of a gradient below 2.4e-4.")
+        reasons.append(
+            f"In float16 eps = {group['eps']} is zero, and so is the square of a gradient below 2.4e-4."
+        )
     return reasons

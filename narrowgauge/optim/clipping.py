@@ -111,7 +111,9 @@ def _parts(gradients: list[Tensor]) -> tuple[list[Tensor], bool]:
 
     On a CPU they are 1-d sums of squares of tensors or blocks (True), elsewhere 0-d norms (False).
     """
-    if not all(device_facts(each.device.type, each.device.index).type == "cpu" for each in gradients):
+    if not all(
+        device_facts(each.device.type, each.device.index).type == "cpu" for each in gradients
+    ):
         return list(torch._foreach_norm(gradients, 2.0, dtype=torch.float64)), False
     if (blocks := Blocks.of(gradients)) is not None:
         return [blocks.squares()], True
@@ -128,8 +130,12 @@ def _squares_on_cpu(x: Tensor) -> Tensor:
 def _square(parts: list[Tensor], are_squares: bool) -> Tensor:
     """Sum of squares of all gradients: 0-d float64, on the device of the first part."""
     if are_squares:
-        return torch.cat(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
-    return torch.linalg.vector_norm(torch.stack([norm.to(parts[0].device) for norm in parts])).square()
+        return (
+            torch.cat(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device="cpu")
+        )
+    return torch.linalg.vector_norm(
+        torch.stack([norm.to(parts[0].device) for norm in parts])
+    ).square()
 
 
 class NormInParts:
@@ -220,7 +226,11 @@ def _norm_over_ranks(gradients: list[Tensor], stages: Any, blocks: Blocks | None
     if blocks is not None:
         return _total({None: blocks.square()}, stages)
     return _total(
-        {key: _square(*_parts([shards.local(each) for each in members])) for key, members in groups.items()}, stages
+        {
+            key: _square(*_parts([shards.local(each) for each in members]))
+            for key, members in groups.items()
+        },
+        stages,
     )
 
 
@@ -245,5 +255,7 @@ def _device_of(group: Any) -> torch.device:
     if group is None:
         return torch.device("cpu")
     return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(group) == "nccl"
+        else torch.device("cpu")
     )

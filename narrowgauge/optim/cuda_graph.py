@@ -43,7 +43,8 @@ class ReplayedStep:
         # Upper bound: one batch per parameter, with 16 numbers of a head, one gradient address and
         # one number of padding.
         self._step_args = {
-            device: torch.zeros(18 * count, dtype=torch.int64, device=device) for device, count in counts.items()
+            device: torch.zeros(18 * count, dtype=torch.int64, device=device)
+            for device, count in counts.items()
         }
 
     def refuse(self) -> str:
@@ -54,11 +55,18 @@ class ReplayedStep:
         for parameter, _, _ in optimizer._numbered():
             if parameter.grad is None:
                 continue
-            param_step, which = optimizer._param_steps.get(parameter), f"a parameter of {list(parameter.shape)}"
+            param_step, which = (
+                optimizer._param_steps.get(parameter),
+                f"a parameter of {list(parameter.shape)}",
+            )
             if param_step is None or param_step.backend is None:
                 return f"{which} has never stepped; run one step before the capture"
             gradient = shards.local_gradient(parameter)
-            if gradient is None or not gradient.is_contiguous() or identity(param_step.weight) != param_step.address:
+            if (
+                gradient is None
+                or not gradient.is_contiguous()
+                or identity(param_step.weight) != param_step.address
+            ):
                 return f"{which}, or its gradient, is not contiguous; make it so before the optimizer is built"
             if param_step.backend[1].kernel.name != "triton":
                 by = optimizer.computed_by(parameter)

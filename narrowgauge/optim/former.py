@@ -34,15 +34,21 @@ def converted(state: Mapping[str, Any], group: Mapping[str, Any], rule: Rule) ->
     found, name = dict(state), group.get("states")
     changed = (moments.TAPERED8,) if group.get("form", 1) == 3 else (moments.E5M2, moments.TAPERED8)
     kept = states.named(name) if isinstance(name, str) and states.is_known(name) else None
-    for moment, format in zip(rule.moments, (kept.first, kept.second) if kept else (), strict=False):
+    for moment, format in zip(
+        rule.moments, (kept.first, kept.second) if kept else (), strict=False
+    ):
         codes, scale = found.get(moment), found.get(f"{moment}_scale")
         if format not in changed or not isinstance(codes, Tensor) or not isinstance(scale, Tensor):
             continue
         sharded = shards.is_sharded(codes)
         if codes.dtype == format.dtype and sharded == shards.is_sharded(scale):
-            own, own_scale = _converted(shards.local(codes), shards.local(scale), format, group.get("form", 1))
+            own, own_scale = _converted(
+                shards.local(codes), shards.local(scale), format, group.get("form", 1)
+            )
             found[moment] = shards.wrapped(own, codes, codes.shape) if sharded else own
-            found[f"{moment}_scale"] = shards.wrapped(own_scale, scale, scale.shape) if sharded else own_scale
+            found[f"{moment}_scale"] = (
+                shards.wrapped(own_scale, scale, scale.shape) if sharded else own_scale
+            )
     return found
 
 

@@ -75,7 +75,9 @@ class Fp8Gradient:
         """Decode to [rows, columns]. bfloat16 represents all values exactly, like float32."""
         columns = self.codes.shape[1]
         codes = E4M3.unpack(self.codes, columns)
-        return dequantize(QTensor(data=codes, scale=E8M0.decode(self.scale), cast=NEAREST, inner=columns), dtype)
+        return dequantize(
+            QTensor(data=codes, scale=E8M0.decode(self.scale), cast=NEAREST, inner=columns), dtype
+        )
 
 
 class HeldGradients:
@@ -101,7 +103,11 @@ class HeldGradients:
         """Register and return the trainable matrices of one group."""
         group = self._optimizer.param_groups[place]
         numbers = {parameter: number for parameter, _, number in self._optimizer._numbered()}
-        found = [each for each in group["params"] if each.requires_grad and each.ndim > 1 and each.numel() >= SMALLEST]
+        found = [
+            each
+            for each in group["params"]
+            if each.requires_grad and each.ndim > 1 and each.numel() >= SMALLEST
+        ]
         for parameter in found:
             self._numbers[parameter] = group["seed"], numbers[parameter]
             if parameter.dtype == torch.float16:
@@ -218,7 +224,11 @@ class HeldGradients:
     def bytes(self) -> int:
         """Bytes of all gradients now, in FP8 or not."""
         held = sum(each.codes.nbytes + each.scale.nbytes for each in self._held.values())
-        plain = [parameter.grad for parameter, _, _ in self._optimizer._numbered() if parameter.grad is not None]
+        plain = [
+            parameter.grad
+            for parameter, _, _ in self._optimizer._numbered()
+            if parameter.grad is not None
+        ]
         return held + sum(shards.local(each).nbytes for each in plain)
 
     def __str__(self) -> str:
@@ -299,7 +309,10 @@ def float16_weights(model: nn.Module) -> list[str]:
     found = {
         users[parameter][0][0]: parameter
         for parameter, [(_, module), *others] in users.items()
-        if not others and isinstance(module, QLinear) and module.recipe is not None and parameter is module.weight
+        if not others
+        and isinstance(module, QLinear)
+        and module.recipe is not None
+        and parameter is module.weight
     }
     if not found:
         raise ConfigError(

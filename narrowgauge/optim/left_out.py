@@ -48,7 +48,9 @@ class LeftOut:
         """Return True if the host can read the flag without a sync."""
         return flag.device.type == "cpu" and holds_numbers(flag)
 
-    def begin(self, found_inf: Tensor | None, halted: Tensor | None, members: frozenset[Tensor]) -> None:
+    def begin(
+        self, found_inf: Tensor | None, halted: Tensor | None, members: frozenset[Tensor]
+    ) -> None:
         """Prepare the flags of the next step; `members` are its parameters."""
         flags = [flag != 0 for flag in (found_inf, halted) if flag is not None]
         self._counts = found_inf is not None
@@ -58,7 +60,9 @@ class LeftOut:
         now = flags[0] if len(flags) == 1 else flags[0] | flags[1].to(flags[0].device)
         # The count stays on the device: [this, before].sum() is the number of skips before the next
         # step.
-        before = torch.zeros_like(now, dtype=torch.int64) if self._flags is None else self._flags.sum()
+        before = (
+            torch.zeros_like(now, dtype=torch.int64) if self._flags is None else self._flags.sum()
+        )
         self._flags, self.members = torch.stack((now.to(torch.int64), before)), members
 
     def end(self) -> None:
@@ -84,4 +88,6 @@ class LeftOut:
 
         counts  True if the kernels handle a skip of this step by themselves
         """
-        return self.uncertain > 0 and (not counts or self.uncertain >= MOST or self.members != members)
+        return self.uncertain > 0 and (
+            not counts or self.uncertain >= MOST or self.members != members
+        )

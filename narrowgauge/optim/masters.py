@@ -40,7 +40,13 @@ from torch import Tensor
 from narrowgauge.optim import moments, noise
 
 Master = Literal["fp32", "fp16-scaled", "bf16-remainder", "stochastic"] | None
-KINDS: dict[str | None, int] = {None: 0, "fp32": 1, "fp16-scaled": 2, "bf16-remainder": 3, "stochastic": 4}
+KINDS: dict[str | None, int] = {
+    None: 0,
+    "fp32": 1,
+    "fp16-scaled": 2,
+    "bf16-remainder": 3,
+    "stochastic": 4,
+}
 
 
 def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
@@ -101,7 +107,11 @@ def decode_vector(codes: Tensor, scale: Tensor) -> Tensor:
     """
     tiles = scale.shape[1]
     padded = torch.nn.functional.pad(codes, (0, tiles * 256 - codes.numel()))
-    return decode_scaled(padded.view(1, tiles, 256), scale).flatten()[: codes.numel()].view(codes.shape)
+    return (
+        decode_scaled(padded.view(1, tiles, 256), scale)
+        .flatten()[: codes.numel()]
+        .view(codes.shape)
+    )
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

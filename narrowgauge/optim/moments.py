@@ -138,7 +138,9 @@ class Moment:
     def __str__(self) -> str:
         return self.name
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
+    def encode(
+        self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False
+    ) -> Encoded:
         """Encode x [r, t, tile] float32.
 
         noise   from `noise.bits`, same shape; read if rounding is stochastic
@@ -159,7 +161,9 @@ class SignedE5M2(Moment):
     The sign is the upper bit. Code 127 is the scale itself.
     """
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
+    def encode(
+        self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False
+    ) -> Encoded:
         scale, inverse, x = scaled(x, POW2_DROPS)
         bits = (x.abs() * inverse).view(torch.int32)
         # E5M2 drops 21 bits, and five random bits are used: kernels work on the upper halves of
@@ -182,7 +186,9 @@ class Dynamic(Moment):
     An element that only decays gets the level below, except in a tile that decays as a whole.
     """
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
+    def encode(
+        self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False
+    ) -> Encoded:
         scale, inverse, x = scaled(x, BF16_DROPS)
         share = x.abs() * inverse
         if draws:
@@ -217,7 +223,9 @@ class Tapered(Moment):
     linear in t, so noise below the kept bits rounds without bias.
     """
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
+    def encode(
+        self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False
+    ) -> Encoded:
         scale, inverse, x = scaled(x, POW2_DROPS)
         distance = (127 << 23) + TAPER - (x * inverse).view(torch.int32)
         # Codes fall as the distance grows, so the noise is mirrored.
@@ -238,7 +246,9 @@ class Linear(Moment):
     The smallest scale, 2^-94, marks a tile of zeros.
     """
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
+    def encode(
+        self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False
+    ) -> Encoded:
         scale, inverse, x = scaled(x, BF16_DROPS)
         code = (x * (inverse * 16.0) + uniform(noise)).to(torch.int32).clamp(1, 16) - 1
         return Encoded(code.to(torch.uint8), scale)
@@ -253,7 +263,9 @@ class Linear(Moment):
 class SmallFloat(Moment):
     """E4M3 or float16 of `top` * x / scale, raised to the power k if `expands`."""
 
-    def encode(self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False) -> Encoded:
+    def encode(
+        self, x: Tensor, noise: Tensor, decays: Tensor | None = None, draws: bool = False
+    ) -> Encoded:
         log_k = self._expansion(x)
         scale, inverse, x = scaled(x, POW2_DROPS)
         t = x.abs() * inverse
@@ -262,7 +274,9 @@ class SmallFloat(Moment):
         if log_k is not None:
             wide = log_k[..., None]
             for times in (1, 2):
-                y = torch.where(wide >= times, y * y, torch.where(wide <= -times, square_root(y), y))
+                y = torch.where(
+                    wide >= times, y * y, torch.where(wide <= -times, square_root(y), y)
+                )
         y = y * self.top
         if self.signed and draws:
             magnitude = self._drawn(t, y, log_k, noise)
@@ -271,14 +285,18 @@ class SmallFloat(Moment):
             # Adding and subtracting 1.5 * 2^23 units of the last kept bit rounds to nearest, ties
             # to even.
             nearest = (y + shift) - shift
-            magnitude = self._code_below(nearest if decays is None else torch.where(decays, y, nearest))
+            magnitude = self._code_below(
+                nearest if decays is None else torch.where(decays, y, nearest)
+            )
         # Second moments. No v > 0 becomes 0: a zero under the square root would make a huge step.
         else:
             magnitude = self._drawn(t, y, log_k, noise)
             if log_k is not None:
                 # E4M3 drops 20 bits; 16 random bits fill the upper ones.
                 normal = (y.view(torch.int32) + (noise << 4)).view(torch.float32)
-                magnitude = torch.where(log_k[..., None] < 0, self._code_below(y, normal, uniform(noise)), magnitude)
+                magnitude = torch.where(
+                    log_k[..., None] < 0, self._code_below(y, normal, uniform(noise)), magnitude
+                )
             magnitude = torch.maximum(magnitude, (t > 0).to(torch.int32))
         if self.signed:
             magnitude |= x.signbit().to(torch.int32) << (self.bits - 1)
@@ -319,9 +337,13 @@ class SmallFloat(Moment):
 
     def power_below(self, y: Tensor) -> Tensor:
         """2^floor(log2 y), at least the smallest normal number."""
-        return (y.view(torch.int32) & EXPONENT).clamp(min=(128 - self.bias) << 23).view(torch.float32)
+        return (
+            (y.view(torch.int32) & EXPONENT).clamp(min=(128 - self.bias) << 23).view(torch.float32)
+        )
 
-    def _code_below(self, y: Tensor, normal: Tensor | None = None, add: Tensor | float = 0.0) -> Tensor:
+    def _code_below(
+        self, y: Tensor, normal: Tensor | None = None, add: Tensor | float = 0.0
+    ) -> Tensor:
         """Round y down to a code.
 
         normal  replaces y if y is normal, with noise added to its bits
@@ -365,7 +387,9 @@ def expansion_tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     for y in (1 + share, share * 2.0**-14):
         squared, root = y * y, y.sqrt()
         rows.append(torch.stack((squared * squared, squared, y, root, root.sqrt())).float())
-    quarters = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64, device="cpu").sqrt().sqrt().float()
+    quarters = (
+        torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64, device="cpu").sqrt().sqrt().float()
+    )
     return rows[0].to(device), rows[1].to(device), quarters.to(device)
 
 
@@ -425,12 +449,23 @@ DYNAMIC4 = Dynamic(name="dynamic4", kind=6, dtype=torch.uint8, bits=4, tile=128)
 LINEAR4 = Linear(name="linear4", kind=7, dtype=torch.uint8, bits=4, tile=128)
 # Rounded to nearest as a first moment: stochastic rounding walked 100 times too far, because
 # subnormal codes jump.
-E4M3 = SmallFloat(name="e4m3", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8)
+E4M3 = SmallFloat(
+    name="e4m3", kind=4, dtype=torch.float8_e4m3fn, bits=8, mantissa=3, bias=7, top=2.0**8
+)
 E4M3_POSITIVE = replace(E4M3, signed=False)
 E4M3_FIRST = replace(E4M3, name="e4m3-expanded", expands=True, lowest=-1, highest=2, tile=128)
 # Not rounded like E4M3_POSITIVE: below k = 1 noise is added in the power, see the module.
 E4M3_SECOND = replace(E4M3_FIRST, lowest=-2, signed=False)
-FP16 = SmallFloat(name="fp16", kind=5, dtype=torch.float16, bits=16, mantissa=10, bias=15, top=2.0**15, signed=False)
+FP16 = SmallFloat(
+    name="fp16",
+    kind=5,
+    dtype=torch.float16,
+    bits=16,
+    mantissa=10,
+    bias=15,
+    top=2.0**15,
+    signed=False,
+)
 FP16_FIRST = replace(FP16, signed=True)
 
 

@@ -53,7 +53,15 @@ class AdamW(NarrowOptimizer):
         backend: Backend = "auto",
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, backend, **numbers, states=states, master=master, embeddings=embeddings, seed=seed)
+        super().__init__(
+            params,
+            backend,
+            **numbers,
+            states=states,
+            master=master,
+            embeddings=embeddings,
+            seed=seed,
+        )
 
 
 class Lion(NarrowOptimizer):
@@ -78,7 +86,15 @@ class Lion(NarrowOptimizer):
         backend: Backend = "auto",
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, backend, **numbers, states=states, master=master, embeddings=embeddings, seed=seed)
+        super().__init__(
+            params,
+            backend,
+            **numbers,
+            states=states,
+            master=master,
+            embeddings=embeddings,
+            seed=seed,
+        )
 
 
 class SGD(NarrowOptimizer):
@@ -100,5 +116,18 @@ class SGD(NarrowOptimizer):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, backend, **numbers, states=states, master=master, embeddings=embeddings, seed=seed)
+        numbers = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(
+            params,
+            backend,
+            **numbers,
+            states=states,
+            master=master,
+            embeddings=embeddings,
+            seed=seed,
+        )

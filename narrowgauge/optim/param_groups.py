@@ -40,7 +40,9 @@ _INSTEAD = {
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)(\.|$)")
 
 
-def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: str = "fp32") -> list[dict[str, Any]]:
+def groups(
+    model: nn.Module, *, weight_decay: float | None = None, embeddings: str = "fp32"
+) -> list[dict[str, Any]]:
     """Return the trainable parameters of a model as named groups. A tied weight appears once.
 
     weight_decay  weight decay of matrices, if given; tensors of one axis (norms, biases) get 0
@@ -50,7 +52,12 @@ def groups(model: nn.Module, *, weight_decay: float | None = None, embeddings: s
     """
     require_module(model, "groups")
     _check_embeddings("groups", embeddings)
-    found = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    found = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
     sorted_out: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -90,14 +97,22 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: r
             )
     # isinstance would accept True.
     if type(group["seed"]) is not int:
-        raise OptionError(f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.", code="optim.seed")
+        raise OptionError(
+            f"{kind}: seed = {group['seed']!r}: must be a whole number, of type int.",
+            code="optim.seed",
+        )
     for betas in (group.get("betas", (0.0, 0.0)), (group.get("momentum", 0.0),)):
-        if not isinstance(betas, tuple | list) or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+        if not isinstance(betas, tuple | list) or not all(
+            _is_number(beta) and 0 <= beta < 1 for beta in betas
+        ):
             raise OptionError(
-                f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.", code="optim.betas"
+                f"{kind}: betas or momentum = {betas}: must be numbers of at least 0 and below 1.",
+                code="optim.betas",
             )
     if "betas" in group and len(group["betas"]) != 2:
-        raise OptionError(f"{kind}: betas = {group['betas']}: must be two numbers.", code="optim.betas-pair")
+        raise OptionError(
+            f"{kind}: betas = {group['betas']}: must be two numbers.", code="optim.betas-pair"
+        )
     if "momentum" in group and group.get("nesterov") and not group["momentum"]:
         raise OptionError(
             f"{kind}: nesterov = True with momentum = 0: it looks ahead along the momentum. Give one, or leave it out.",
@@ -108,13 +123,17 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: r
     if group["master"] not in list(masters.KINDS):
         given = [str(each) for each in masters.KINDS if each is not None]
         near = closest(str(group["master"]), given) or ", ".join(map(repr, given))
-        raise OptionError(f"{kind}: no master {group['master']!r}. Closest: {near}.", code="optim.master")
+        raise OptionError(
+            f"{kind}: no master {group['master']!r}. Closest: {near}.", code="optim.master"
+        )
     _check_embeddings(kind, group["embeddings"])
     for name in group:
         if name in known or name in _ADDED_BY_TORCH:
             continue
         if reason := refuse_word(name, group[name]):
-            raise OptionError(f"{kind}: a group has {name} = {group[name]!r}, {reason}", code="optim.group-value")
+            raise OptionError(
+                f"{kind}: a group has {name} = {group[name]!r}, {reason}", code="optim.group-value"
+            )
         if name in _OF_RULES:
             raise OptionError(
                 f"{kind}: a group has {name!r}, which its rule does not know. Leave it out, or give a rule.",
@@ -122,20 +141,27 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: r
             )
         if found := difflib.get_close_matches(str(name), known, 1, 0.8):
             raise OptionError(
-                f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.", code="optim.unknown-option"
+                f"{kind}: a group has {name!r}, which is no option. Closest: {found[0]!r}.",
+                code="optim.unknown-option",
             )
 
 
 def _check_embeddings(kind: str, embeddings: object) -> None:
     if embeddings not in ("fp32", "same"):
-        raise OptionError(f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.", code="optim.embeddings")
+        raise OptionError(
+            f"{kind}: embeddings = {embeddings!r}; it is 'fp32' or 'same'.", code="optim.embeddings"
+        )
 
 
 @cache
 def _words_of_torch() -> frozenset[str]:
     """Option names of all optimizers in torch.optim."""
     kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
-    found = (inspect.signature(each).parameters for each in kinds if issubclass(each, torch.optim.Optimizer))
+    found = (
+        inspect.signature(each).parameters
+        for each in kinds
+        if issubclass(each, torch.optim.Optimizer)
+    )
     return frozenset(name for parameters in found for name in parameters)
 
 
@@ -153,7 +179,9 @@ def refuse_word(name: object, value: object) -> str:
     if name == "decoupled_weight_decay":
         # AdamW's decay is decoupled.
         return ""
-    hint = _INSTEAD.get(str(name), "Leave it out, or take the optimizer of torch.optim that has it.")
+    hint = _INSTEAD.get(
+        str(name), "Leave it out, or take the optimizer of torch.optim that has it."
+    )
     return f"an option of torch.optim that narrowgauge.optim does not compute. {hint}"
 
 
@@ -171,9 +199,7 @@ def refuse(parameter: Tensor, master: str | None) -> str:
     if parameter.dtype == torch.float32:
         return ""
     if parameter.dtype not in DTYPES:
-        return (
-            "narrowgauge.optim trains float32, bfloat16 and float16. Convert it, or give it to an optimizer of torch."
-        )
+        return "narrowgauge.optim trains float32, bfloat16 and float16. Convert it, or give it to an optimizer of torch."
     if master is None:
         return (
             f"an update below 1/{512 if parameter.dtype == torch.bfloat16 else 4096} of a weight would be lost in rounding. "

@@ -55,15 +55,29 @@ class _Link:
         memory = () if window is None else (identity(window.live), identity(window.history))
         own = layer._parameters.get("weight") is parameter
         # Compared by identity while `made_of` holds them: equality of recipes is slow to compute.
-        made_of = (id(layer.recipe), id(window), own, identity(parameter), parameter.dtype, parameter.device, *memory)
+        made_of = (
+            id(layer.recipe),
+            id(window),
+            own,
+            identity(parameter),
+            parameter.dtype,
+            parameter.device,
+            *memory,
+        )
         if made_of != self.made_of[2:] or layer.precast is not self.stepped:
-            self.made_of, self.reason, self.stepped = (layer.recipe, window, *made_of), self.fixed, None
+            self.made_of, self.reason, self.stepped = (
+                (layer.recipe, window, *made_of),
+                self.fixed,
+                None,
+            )
             if not self.reason:
                 self._decide(layer, parameter, window, own)
             layer.precast = self.stepped
         return None if self.stepped is None or self.stepped.refused else self.stepped
 
-    def _decide(self, layer: QLinear, parameter: Tensor, window: AmaxHistory | None, own: bool) -> None:
+    def _decide(
+        self, layer: QLinear, parameter: Tensor, window: AmaxHistory | None, own: bool
+    ) -> None:
         if not own:
             self.reason = "its weight is another parameter now, or computed from one"
         elif hidden_by := wrapper(parameter):
@@ -71,20 +85,28 @@ class _Link:
         elif parameter.is_meta:
             self.reason = "its weight has no memory yet"
         elif not parameter.is_contiguous() or parameter.numel() == 0:
-            self.reason = "its weight is not contiguous" if parameter.numel() else "its weight is empty"
+            self.reason = (
+                "its weight is not contiguous" if parameter.numel() else "its weight is empty"
+            )
         else:
             cast, self.reason = None, "an ordinary Linear"
             if layer.recipe is not None:
                 cast, self.reason = layer.plan(parameter.device).step_cast()
             if cast is not None:
                 self.reason = refuse_here(parameter, cast)
-                self.stepped = None if self.reason else PrecastWeight.of(parameter.detach(), cast, window)
+                self.stepped = (
+                    None if self.reason else PrecastWeight.of(parameter.detach(), cast, window)
+                )
 
     def words(self, counts: bool = True) -> str:
         if self.stepped is None or self.stepped.refused:
             return self.reason if self.stepped is None else self.stepped.refused
         what = "amax" if self.stepped.codes is None else "codes in both orientations"
-        return f"{what}, taken after {self.stepped.taken} of {self.stepped.left} steps" if counts else what
+        return (
+            f"{what}, taken after {self.stepped.taken} of {self.stepped.left} steps"
+            if counts
+            else what
+        )
 
 
 class WeightCasts(Mapping[str, str]):
@@ -95,7 +117,9 @@ class WeightCasts(Mapping[str, str]):
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         known = set(parameters)
-        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, QLinear)]
+        layers = [
+            (name, layer) for name, layer in model.named_modules() if isinstance(layer, QLinear)
+        ]
         users: dict[Tensor, list[str]] = {}
         for name, layer in layers:
             weight = layer._parameters.get("weight")
@@ -109,7 +133,9 @@ class WeightCasts(Mapping[str, str]):
             if weight is None:
                 link.reason = link.fixed = "its weight is computed from another parameter"
             elif others := [each for each in users[weight] if each != name]:
-                link.reason = link.fixed = f"its weight is also that of {', '.join(others)}, which casts it too"
+                link.reason = link.fixed = (
+                    f"its weight is also that of {', '.join(others)}, which casts it too"
+                )
             elif weight not in known:
                 link.reason = link.fixed = "its weight is no parameter of this optimizer"
             else:
@@ -136,7 +162,9 @@ class WeightCasts(Mapping[str, str]):
         for link in self._links.values():
             words = link.words(counts=False)
             counts[words] = counts.get(words, 0) + 1
-        return [f"{words}: {count} layer{'s' if count > 1 else ''}" for words, count in counts.items()]
+        return [
+            f"{words}: {count} layer{'s' if count > 1 else ''}" for words, count in counts.items()
+        ]
 
     def __getitem__(self, name: str) -> str:
         return self._links[name].words()

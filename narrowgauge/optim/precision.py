@@ -75,7 +75,11 @@ class Precision:
         Call it before `convert`. named: as in `keep_list`. Raises ConfigError for an entry that
         matches nothing.
         """
-        return () if self.weights == torch.float32 else to_16_bits(model, self.weights, self.keep_list(named))
+        return (
+            ()
+            if self.weights == torch.float32
+            else to_16_bits(model, self.weights, self.keep_list(named))
+        )
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -94,7 +98,9 @@ def get(name: str) -> Precision:
     """Return the precision called `name`. Raises ConfigError with the closest names."""
     if name not in PRECISIONS:
         near = closest(name, PRECISIONS) or ", ".join(PRECISIONS)
-        raise ConfigError(f"precision.get: no precision {name!r}. Closest: {near}.", code="precision.unknown")
+        raise ConfigError(
+            f"precision.get: no precision {name!r}. Closest: {near}.", code="precision.unknown"
+        )
     return PRECISIONS[name]
 
 
@@ -107,12 +113,32 @@ UPDATES = {
 
 def table() -> str:
     """Table of all precisions in Markdown."""
-    header = ("`--precision`", "weights", "kept in float32", "activations", "update", "bytes per parameter with AdamW")
+    header = (
+        "`--precision`",
+        "weights",
+        "kept in float32",
+        "activations",
+        "update",
+        "bytes per parameter with AdamW",
+    )
     rows = [header, ("---",) * len(header)]
     for each in PRECISIONS.values():
-        weights, activations = (str(dtype).removeprefix("torch.") for dtype in (each.weights, each.computes_in))
-        kept = " and ".join(each.keeps) or ("nothing" if each.weights != torch.float32 else "all weights")
+        weights, activations = (
+            str(dtype).removeprefix("torch.") for dtype in (each.weights, each.computes_in)
+        )
+        kept = " and ".join(each.keeps) or (
+            "nothing" if each.weights != torch.float32 else "all weights"
+        )
         autocast = " autocast (O1)" if each.autocast is not None else ""
         update = UPDATES[each.update] + (", scaled gradients" if each.scales_loss else "")
-        rows.append((f"`{each.name}`", weights, kept, activations + autocast, update, str(each.bytes_per_parameter)))
+        rows.append(
+            (
+                f"`{each.name}`",
+                weights,
+                kept,
+                activations + autocast,
+                update,
+                str(each.bytes_per_parameter),
+            )
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -167,7 +167,12 @@ def lags(beta1: float, beta2: float, step: int) -> tuple[float, float]:
     now, now2, falls, falls_both = 1 - power, math.sqrt(1 - power2), 1.0, 1.0
     total = total_of_decay = 0.0
     for _ in range(LAG_TERMS):
-        power, power2, falls, falls_both = power * beta1, power2 * beta2, falls * beta1, falls_both * ratio
+        power, power2, falls, falls_both = (
+            power * beta1,
+            power2 * beta2,
+            falls * beta1,
+            falls_both * ratio,
+        )
         share = now / (1 - power)
         total += falls * share
         total_of_decay += falls_both * share * math.sqrt(1 - power2) / now2
@@ -179,7 +184,12 @@ def lags(beta1: float, beta2: float, step: int) -> tuple[float, float]:
 
 def _with_betas(group: Mapping[str, Any], lr: float, **others: Any) -> Constants:
     beta1, beta2 = group["betas"]
-    betas = {"beta1": beta1, "one_minus_beta1": 1 - beta1, "beta2": beta2, "one_minus_beta2": 1 - beta2}
+    betas = {
+        "beta1": beta1,
+        "one_minus_beta1": 1 - beta1,
+        "beta2": beta2,
+        "one_minus_beta2": 1 - beta2,
+    }
     return Constants(**betas, decay=1 - lr * float(group["weight_decay"]), **others)
 
 
@@ -231,7 +241,12 @@ def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
     momentum, nesterov = group["momentum"], group["nesterov"]
     lag = step_size * momentum / (1 - momentum) * (momentum if nesterov else 1.0)
     return Constants(
-        beta1=momentum, one_minus_beta1=1 - momentum, decay=decay, step_size=step_size, nesterov=nesterov, lag=lag
+        beta1=momentum,
+        one_minus_beta1=1 - momentum,
+        decay=decay,
+        step_size=step_size,
+        nesterov=nesterov,
+        lag=lag,
     )
 
 
@@ -242,7 +257,13 @@ def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) 
     d = g + w * c.decay
     m = m * c.beta1 + d
     # lag is constant for SGD: its rate does not depend on v.
-    return w + (d + m * c.beta1 if c.nesterov else m) * c.step_size, m, v, decays, torch.full_like(w, c.lag)
+    return (
+        w + (d + m * c.beta1 if c.nesterov else m) * c.step_size,
+        m,
+        v,
+        decays,
+        torch.full_like(w, c.lag),
+    )
 
 
 ADAMW = Rule(
@@ -263,7 +284,11 @@ BUILT_IN = {rule.name: rule for rule in (ADAMW, LION, SGD)}
 
 def refuse(rule: Rule) -> str:
     """Reason why the kernels cannot compute the rule, or ''."""
-    return "" if BUILT_IN.get(rule.name) is rule else f"knows no rule {rule.name!r}, only {', '.join(BUILT_IN)}"
+    return (
+        ""
+        if BUILT_IN.get(rule.name) is rule
+        else f"knows no rule {rule.name!r}, only {', '.join(BUILT_IN)}"
+    )
 
 
 def number(rule: Rule) -> int:

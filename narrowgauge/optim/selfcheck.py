@@ -88,7 +88,9 @@ def compare(run: Run, kinds: tuple[Kind], device: torch.device) -> Iterator[Comp
         for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
             computed = _left(got)
             for name, truth in _left(wanted).items():
-                yield Comparison(f"{name} of tensor {place} after step {step}", computed[name], truth)
+                yield Comparison(
+                    f"{name} of tensor {place} after step {step}", computed[name], truth
+                )
 
 
 def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
@@ -97,17 +99,25 @@ def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
     heights = (5, 3) if kind.cast is None else (48, 16) if kind.turns_aligned else (35, 9)
     states = States(first=kind.first, second=kind.second, tile=kind.tile)
     found = []
-    for number, (rows, columns) in enumerate(zip(heights, (2 * kind.tile + 48 + odd, kind.tile + odd), strict=True)):
+    for number, (rows, columns) in enumerate(
+        zip(heights, (2 * kind.tile + 48 + odd, kind.tile + odd), strict=True)
+    ):
         weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight).to(device)
         stepped = None if kind.cast is None else _stepped(weight, kind.cast, number)
         state = new_state(weight, kind.rule, states, kind.master, device)
-        found.append(ParamStep.of(weight, kind.rule, states, kind.master, state, number=number, stepped=stepped))
+        found.append(
+            ParamStep.of(
+                weight, kind.rule, states, kind.master, state, number=number, stepped=stepped
+            )
+        )
         # Casts are written only for whole parameters, so a cast excludes a shard.
         if kind.cast is None:
             # The second tensor is a shard from the middle of a matrix. Both begin inside a random
             # block at the kind's shift.
             before = number * kind.tile
-            found[-1].part = Part(columns=columns + 2 * before, row=3 * number, column=before + kind.shift)
+            found[-1].part = Part(
+                columns=columns + 2 * before, row=3 * number, column=before + kind.shift
+            )
     return found
 
 
@@ -134,7 +144,11 @@ def _left(param_step: ParamStep) -> dict[str, Tensor]:
     found = {"weight": param_step.weight, **param_step.state}
     if (stepped := param_step.stepped) is not None:
         found["amax"] = stepped.maxima.amax().view(torch.float32).reshape(1)
-        cast = {"expected amax": stepped.expected, "codes": stepped.plain, "codes of the transpose": stepped.turned}
+        cast = {
+            "expected amax": stepped.expected,
+            "codes": stepped.plain,
+            "codes of the transpose": stepped.turned,
+        }
         found |= {name: x for name, x in cast.items() if x is not None}
     return found
 
@@ -142,7 +156,11 @@ def _left(param_step: ParamStep) -> dict[str, Tensor]:
 def _gradient(param_step: ParamStep, step: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(SEED + 10 * step + param_step.number)
     shape = param_step.weight.shape
-    g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+    g = (
+        torch.randn(shape, generator=generator)
+        * torch.exp(3 * torch.randn(shape, generator=generator))
+        * 1e-3
+    )
     # A row of zeros, subnormal numbers, and constant columns that reach the bound of m.
     g[1], g[2, :4], g[:, 40:60] = 0.0, 1e-39, 1e-3
     if step > 1:

@@ -176,7 +176,9 @@ def wrapped(x: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
 
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if x.device.type == mesh.device_type:
-        return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
+        return DTensor.from_local(
+            x, mesh, placements, run_check=False, shape=shape, stride=_strides(shape)
+        )
     # With CPU offload of FSDP2, `from_local` would move x to the mesh's devices.
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -205,7 +207,9 @@ def room(x: Tensor, parameter: Tensor) -> Tensor:
         if is_sharded(parameter)
         else x.shape
     )
-    return wrapped(torch.empty(sizes, dtype=x.dtype, device=local(parameter).device), parameter, x.shape)
+    return wrapped(
+        torch.empty(sizes, dtype=x.dtype, device=local(parameter).device), parameter, x.shape
+    )
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -214,7 +218,10 @@ def gathered(x: Tensor) -> Tensor:
         return x
     # Collectives support neither float8 nor int16, so the tensor travels as bytes.
     own = local(x).contiguous().to(x.device_mesh.device_type)  # type: ignore[attr-defined]
-    bytes_of, shape = own.unsqueeze(-1).view(torch.uint8), torch.Size((*x.shape, own.element_size()))
+    bytes_of, shape = (
+        own.unsqueeze(-1).view(torch.uint8),
+        torch.Size((*x.shape, own.element_size())),
+    )
     return wrapped(bytes_of, x, shape).full_tensor().view(x.dtype).squeeze(-1)  # type: ignore[attr-defined]
 
 
@@ -248,7 +255,9 @@ def sum_over_mesh(x: Tensor, like: Tensor) -> Tensor:
 
     mesh = like.device_mesh  # type: ignore[attr-defined]
     size = torch.Size((mesh.size(),))
-    spread = DTensor.from_local(x.reshape(1), mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=size, stride=(1,))
+    spread = DTensor.from_local(
+        x.reshape(1), mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=size, stride=(1,)
+    )
     return spread.full_tensor().sum()
 
 
@@ -285,7 +294,9 @@ def _cuts_of(parameter: Tensor, axis: int) -> list[tuple[int, int]]:
     strided: list[tuple[int, int]] = []
     for place, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
         if _cuts_axis(placement) and placement.dim % max(parameter.ndim, 1) == axis:
-            (strided if hasattr(placement, "split_factor") else plain).append((place, mesh.size(place)))
+            (strided if hasattr(placement, "split_factor") else plain).append(
+                (place, mesh.size(place))
+            )
     return plain + strided[::-1]
 
 

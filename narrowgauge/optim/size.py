@@ -74,14 +74,32 @@ class StateBytes:
         return self.total / max(self.parameters, 1)
 
     def __str__(self) -> str:
-        lines = [["states", "because", "tensors", "parameters", "bytes", "bytes per parameter", "computed by"]]
+        lines = [
+            [
+                "states",
+                "because",
+                "tensors",
+                "parameters",
+                "bytes",
+                "bytes per parameter",
+                "computed by",
+            ]
+        ]
         tensors = sum(row.tensors for row in self.rows)
         whole = StateRow(
             states="all", rule="", backend="", slow_because="", tensors=tensors, parameters=self.parameters, state_bytes=self.total
         )  # fmt: skip
         for row in (*self.rows, whole):
             sizes = f"{row.tensors}", f"{row.parameters:,}", f"{row.state_bytes:,}"
-            lines.append([row.states, row.rule, *sizes, f"{row.state_bytes / max(row.parameters, 1):.3f}", row.backend])
+            lines.append(
+                [
+                    row.states,
+                    row.rule,
+                    *sizes,
+                    f"{row.state_bytes / max(row.parameters, 1):.3f}",
+                    row.backend,
+                ]
+            )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -94,7 +112,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.", code="state-bytes.optimizer"
+            f"state_bytes: {optimizer!r} is no optimizer. Pass a torch.optim.Optimizer.",
+            code="state-bytes.optimizer",
         )
     # For ZeRO, measure this rank's inner optimizer.
     if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):
@@ -129,16 +148,25 @@ def bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
     new = [(group, each) for group in optimizer.param_groups for each in group["params"]
            if each.requires_grad and not optimizer.state.get(each)]  # fmt: skip
     if isinstance(optimizer, NarrowOptimizer):
-        return sum(_bytes(x) for group, each in new for x in optimizer._local_state(each, group).values())
-    if isinstance(getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        return sum(
+            _bytes(x) for group, each in new for x in optimizer._local_state(each, group).values()
+        )
+    if isinstance(
+        getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None),
+        torch.optim.Optimizer,
+    ):
         # A wrapper of another optimizer cannot be stepped on its own.
         return 0
     return sum(_bytes_of_step(optimizer, group, local(each)) for group, each in new)
 
 
-def _bytes_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+def _bytes_of_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
+) -> int:
     """Estimate state bytes from a step of a parameter with size 2 along each axis."""
-    small = torch.nn.Parameter(torch.zeros([2] * parameter.ndim, dtype=parameter.dtype, device=parameter.device))
+    small = torch.nn.Parameter(
+        torch.zeros([2] * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
+    )
     small.grad = torch.zeros_like(small)
     probe = copy.copy(optimizer)
     probe.state, probe.param_groups = defaultdict(dict), [{**group, "params": [small]}]
@@ -149,7 +177,10 @@ def _bytes_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], para
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
         return 0
     tensors = [x for x in probe.state[small].values() if isinstance(x, Tensor)]
-    return sum(x.element_size() * (parameter.numel() if x.shape == small.shape else x.numel()) for x in tensors)
+    return sum(
+        x.element_size() * (parameter.numel() if x.shape == small.shape else x.numel())
+        for x in tensors
+    )
 
 
 def _bytes(x: Any) -> int:

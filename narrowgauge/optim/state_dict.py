@@ -21,7 +21,11 @@ NewState = Callable[[Tensor, dict[str, Any]], Mapping[str, Tensor]]
 
 
 def refuse_state(
-    kind: str, state_dict: Mapping[str, Any], own: list[dict[str, Any]], rule: str, new_state: NewState
+    kind: str,
+    state_dict: Mapping[str, Any],
+    own: list[dict[str, Any]],
+    rule: str,
+    new_state: NewState,
 ) -> None:
     """Raise CheckpointError if an optimizer cannot continue from `state_dict`.
 
@@ -39,13 +43,19 @@ def refuse_state(
     for sharded in shards.meshes_of(parameters):
         bad = torch.tensor(float(bool(reason)), device=shards.local(sharded).device)
         if shards.sum_over_mesh(bad, sharded) > 0:
-            reason = reason or f"{kind}: another rank refused its part of the saved state, and says why."
+            reason = (
+                reason or f"{kind}: another rank refused its part of the saved state, and says why."
+            )
     if reason:
         raise CheckpointError(reason, code="optim.state")
 
 
 def _reasons(
-    kind: str, state_dict: Mapping[str, Any], own: list[dict[str, Any]], rule: str, new_state: NewState
+    kind: str,
+    state_dict: Mapping[str, Any],
+    own: list[dict[str, Any]],
+    rule: str,
+    new_state: NewState,
 ) -> Iterator[str]:
     for reason in _other_groups(state_dict, own):
         yield f"{kind}: {reason}"
@@ -54,7 +64,9 @@ def _reasons(
             yield f"{kind}: group {number} was saved with {reason}"
         for place, parameter in zip(saved["params"], group["params"], strict=True):
             if place in state_dict["state"]:
-                for reason in _other_tensors(state_dict["state"][place], new_state(parameter, group)):
+                for reason in _other_tensors(
+                    state_dict["state"][place], new_state(parameter, group)
+                ):
                     yield f"{kind}: parameter {place}: {reason}"
                 for reason in _other_placements(state_dict["state"][place], parameter):
                     yield f"{kind}: parameter {place}: {reason}"
@@ -70,7 +82,11 @@ def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None
     whole of one tensor at a time. `load_state_dict` accepts the result on any mesh and without one.
     """
     found = optimizer.state_dict()
-    keeps = rank is None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
+    keeps = (
+        rank is None
+        or not torch.distributed.is_initialized()
+        or torch.distributed.get_rank() == rank
+    )
     state: dict[Any, dict[str, Any]] = {}
     for place, kept in found["state"].items():
         whole = {}
@@ -97,7 +113,9 @@ def placed(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def upgraded(
-    state_dict: Mapping[str, Any], own: list[dict[str, Any]], rule_of: Callable[[Mapping[str, Any]], Rule]
+    state_dict: Mapping[str, Any],
+    own: list[dict[str, Any]],
+    rule_of: Callable[[Mapping[str, Any]], Rule],
 ) -> Mapping[str, Any]:
     """Convert a saved state to the present form, if its numbers can stay the same.
 
@@ -126,7 +144,11 @@ def upgraded(
             step = found.get("step")
             if isinstance(step, int | float) and not isinstance(step, bool):
                 found["step"] = torch.tensor(float(step), dtype=torch.float32)
-            if parameter.ndim < 2 and "master_scale" in found and not shards.is_sharded(found["master"]):
+            if (
+                parameter.ndim < 2
+                and "master_scale" in found
+                and not shards.is_sharded(found["master"])
+            ):
                 found["master"] = masters.decode_vector(found["master"], found.pop("master_scale"))
             state[place] = former.converted(found, saved, rule) if is_former else found
         groups.append({**saved, "form": moments.FORM} if is_former else saved)
@@ -136,7 +158,10 @@ def upgraded(
 def forms_of(state: Mapping[str, Any]) -> dict[str, str]:
     """dtype and shape of each state tensor, by name."""
     tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-    return {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in tensors.items()}
+    return {
+        name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        for name, x in tensors.items()
+    }
 
 
 def _other_groups(state_dict: Mapping[str, Any], own: list[dict[str, Any]]) -> Iterator[str]:
@@ -152,14 +177,18 @@ def _other_groups(state_dict: Mapping[str, Any], own: list[dict[str, Any]]) -> I
             f"the saved state has groups of {sizes} parameters, this optimizer {here}. Build it with the groups that were saved: "
             "model.parameters() is one group; a model, or ng.optim.groups(model), has another one for its embeddings."
         )
-    if strangers := set(state_dict["state"]) - {place for group in saved_groups for place in group["params"]}:
+    if strangers := set(state_dict["state"]) - {
+        place for group in saved_groups for place in group["params"]
+    }:
         yield (
             f"the saved state has tensors of parameter {next(iter(strangers))!r}, which none of its groups holds. "
             "It is damaged: pass what state_dict() returned, with whole numbers as keys, or start with a fresh state."
         )
 
 
-def _other_options(kind: str, saved: Mapping[str, Any], group: Mapping[str, Any], rule: str) -> Iterator[str]:
+def _other_options(
+    kind: str, saved: Mapping[str, Any], group: Mapping[str, Any], rule: str
+) -> Iterator[str]:
     if "4bit" in str(saved.get("states")) and saved.get("form", 1) < 2:
         yield "states='4bit' of an earlier version, whose codes stood for other numbers. Start with a fresh state."
     was, here = saved.get("rule", rule), group.get("rule", rule)
@@ -187,7 +216,9 @@ def _other_options(kind: str, saved: Mapping[str, Any], group: Mapping[str, Any]
 def _other_tensors(saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> Iterator[str]:
     was, here = forms_of(saved), forms_of(expected)
     if different := [name for name in was | here if was.get(name) != here.get(name)]:
-        words = "; ".join(f"{n} is {was.get(n, 'missing')}, here {here.get(n, 'unknown')}" for n in different[:3])
+        words = "; ".join(
+            f"{n} is {was.get(n, 'missing')}, here {here.get(n, 'unknown')}" for n in different[:3]
+        )
         yield (
             f"the saved state has another form: {words}. Build the optimizer with the states, master and parameters that were "
             "saved, or start with a fresh state."

@@ -64,9 +64,13 @@ def refuse(kind: str, name: object, moments_of_rule: int) -> None:
         wrong = [part for part, known in parts if part not in known]
         if not given or given.count("/") > 1 or wrong:
             names = [*moments.STATES, *(each for each in FIRST if each not in moments.STATES)]
-            near = closest(str(wrong[0] if given and wrong else name), names) or ", ".join(map(repr, names))
+            near = closest(str(wrong[0] if given and wrong else name), names) or ", ".join(
+                map(repr, names)
+            )
             pair = " A pair is 'first/second', as '8bit/fp16'." if "/" in given else ""
-            raise OptionError(f"{kind}: no states {name!r}. Closest: {near}.{pair}", code="optim.states")
+            raise OptionError(
+                f"{kind}: no states {name!r}. Closest: {near}.{pair}", code="optim.states"
+            )
     if "/" in given and moments_of_rule < 2:
         raise OptionError(
             f"{kind}: states = {name!r} names two moments, and the rule keeps {moments_of_rule}. Give one: states = "

@@ -113,7 +113,11 @@ class ParamStep:
         tensors = {name: shards.local(x) for name, x in state.items()}
         kept = []
         for name, format in formats_of(rule, states):
-            codes = tensors[name].view(rows, -1) if rows * columns else tensors[name].view(rows, columns)
+            codes = (
+                tensors[name].view(rows, -1)
+                if rows * columns
+                else tensors[name].view(rows, columns)
+            )
             scale, expansion = tensors.get(f"{name}_scale"), tensors.get(f"{name}_expansion")
             kept.append(MomentState(format=format, codes=codes, scale=scale, expansion=expansion))
         kept += [MomentState(format=moments.NONE)] * (2 - len(kept))
@@ -128,7 +132,10 @@ class ParamStep:
 
     def holds(self, parameter: Tensor, state: Mapping[str, Tensor]) -> bool:
         """Return True if parameter and state still use the memory of this step."""
-        same = self.address == identity(shards.local(parameter)) and self.weight.dtype == parameter.dtype
+        same = (
+            self.address == identity(shards.local(parameter))
+            and self.weight.dtype == parameter.dtype
+        )
         return same and all(map(operator.is_, self.state.values(), state.values()))
 
     @property
@@ -140,7 +147,9 @@ class ParamStep:
     def tensors(self) -> list[Tensor]:
         """Tensors that a kernel reads and writes, except the gradient."""
         kept = [
-            getattr(moment, name) for moment in (self.first, self.second) for name in ("codes", "scale", "expansion")
+            getattr(moment, name)
+            for moment in (self.first, self.second)
+            for name in ("codes", "scale", "expansion")
         ]
         return [x for x in (self.weight, *kept, self.master, self.master_scale) if x is not None]
 
@@ -175,7 +184,11 @@ def formats_of(rule: Rule, states: States) -> list[tuple[str, Moment]]:
 
 
 def new_state(
-    parameter: Tensor, rule: Rule, states: States, master: masters.Master, device: torch.device | str
+    parameter: Tensor,
+    rule: Rule,
+    states: States,
+    master: masters.Master,
+    device: torch.device | str,
 ) -> dict[str, Tensor]:
     """Allocate a parameter's state before its first step; "meta" gives sizes without memory.
 
@@ -184,15 +197,21 @@ def new_state(
     """
     rows, columns = shape_of(parameter)
     tiles, shape = -(-columns // states.tile), parameter.shape
-    state = {"step": torch.zeros((), dtype=torch.float32, device="meta" if device == "meta" else "cpu")}
+    state = {
+        "step": torch.zeros((), dtype=torch.float32, device="meta" if device == "meta" else "cpu")
+    }
     for name, format in formats_of(rule, states):
         four_bits = (rows, (columns + 1) // 2)
-        state[name] = torch.zeros(four_bits if format.bits == 4 else shape, dtype=format.dtype, device=device)
+        state[name] = torch.zeros(
+            four_bits if format.bits == 4 else shape, dtype=format.dtype, device=device
+        )
         if format is moments.DYNAMIC4:
             # Two 4-bit codes 8, which decode to zero.
             state[name].fill_(0x88)
         if format.has_scale:
-            state[f"{name}_scale"] = torch.full((rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device)
+            state[f"{name}_scale"] = torch.full(
+                (rows, tiles), 2.0**-94, dtype=torch.bfloat16, device=device
+            )
         if format.expands:
             state[f"{name}_expansion"] = torch.zeros(rows, tiles, dtype=torch.int8, device=device)
     if parameter.dtype == torch.float32 or master in (None, "stochastic"):
@@ -200,9 +219,16 @@ def new_state(
     if master == "bf16-remainder":
         return state | {"remainder": torch.zeros(shape, dtype=torch.int16, device=device)}
     if master == "fp32":
-        return state | {"master": torch.zeros(shape, dtype=torch.float32, device=device).copy_(parameter.detach())}
+        return state | {
+            "master": torch.zeros(shape, dtype=torch.float32, device=device).copy_(
+                parameter.detach()
+            )
+        }
     scale = torch.zeros(rows, tiles, dtype=torch.bfloat16, device=device)
-    return state | {"master": torch.zeros(shape, dtype=torch.float16, device=device), "master_scale": scale}
+    return state | {
+        "master": torch.zeros(shape, dtype=torch.float16, device=device),
+        "master_scale": scale,
+    }
 
 
 @torch.no_grad()
@@ -231,7 +257,9 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
     device = param_step.weight.device
     index = torch.arange(tiles * param_step.tile, device=device).view(1, tiles, param_step.tile)
     row_length = param_step.part.row_length(param_step.tile)
-    starts = torch.arange(rows.start, rows.stop, device=device) * row_length + param_step.first_index
+    starts = (
+        torch.arange(rows.start, rows.stop, device=device) * row_length + param_step.first_index
+    )
     index = index + starts.view(count, 1, 1)
 
     def cut(x: Tensor | None) -> Tensor | None:
@@ -239,12 +267,17 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
 
     scale = None if param_step.master_scale is None else param_step.master_scale[rows]
     weight, master, gradient = map(
-        cut, (param_step.weight, param_step.master, param_step.gradient.view(param_step.weight.shape))
+        cut,
+        (param_step.weight, param_step.master, param_step.gradient.view(param_step.weight.shape)),
     )
     assert weight is not None and gradient is not None
-    w, gradient = masters.load(param_step.master_kind, weight, master, scale), gradient.to(torch.float32)
+    w, gradient = (
+        masters.load(param_step.master_kind, weight, master, scale),
+        gradient.to(torch.float32),
+    )
     m, v = (
-        decode_rows(kept, rows, columns, tiles, param_step.tile, w) for kept in (param_step.first, param_step.second)
+        decode_rows(kept, rows, columns, tiles, param_step.tile, w)
+        for kept in (param_step.first, param_step.second)
     )
     holds = param_step.holds_first
     if param_step.rule.granularity == "matrix":
@@ -253,7 +286,9 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
         whole = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
         w, m, v, decays, *lag = (as_tiles(x, tiles, param_step.tile) for x in whole)
     else:
-        w, m, v, decays, *lag = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
+        w, m, v, decays, *lag = param_step.rule.update(
+            w, gradient, m, v, param_step.constants, holds
+        )
         if columns % param_step.tile:
             # A rule may turn padding zeros into any number, even 0 / 0, which would spoil the
             # tile's scale.
@@ -285,7 +320,9 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
 
 def _put(target: Tensor, rows: slice, values: Tensor, stays: Tensor | None) -> None:
     """target[rows] = values, unless the device flag `stays` keeps the old values."""
-    target[rows] = values if stays is None else torch.where(stays, target[rows], values.to(target.dtype))
+    target[rows] = (
+        values if stays is None else torch.where(stays, target[rows], values.to(target.dtype))
+    )
 
 
 def as_tiles(x: Tensor, tiles: int, tile: int) -> Tensor:
@@ -293,7 +330,9 @@ def as_tiles(x: Tensor, tiles: int, tile: int) -> Tensor:
     return (torch.nn.functional.pad(x, (0, fill)) if fill else x).view(x.shape[0], tiles, tile)
 
 
-def decode_rows(kept: MomentState, rows: slice, columns: int, tiles: int, tile: int, like: Tensor) -> Tensor:
+def decode_rows(
+    kept: MomentState, rows: slice, columns: int, tiles: int, tile: int, like: Tensor
+) -> Tensor:
     if kept.codes is None:
         return torch.zeros_like(like)
     codes = _bits_of(kept.codes)[rows]
@@ -309,7 +348,9 @@ def decode_rows(kept: MomentState, rows: slice, columns: int, tiles: int, tile: 
     return x
 
 
-def write_rows(kept: MomentState, found: Encoded, rows: slice, columns: int, stays: Tensor | None) -> None:
+def write_rows(
+    kept: MomentState, found: Encoded, rows: slice, columns: int, stays: Tensor | None
+) -> None:
     if kept.codes is None:
         return
     codes = _bits_of(found.codes).flatten(1)[:, :columns]

@@ -56,7 +56,12 @@ class InBackward:
     """
 
     def __init__(
-        self, optimizer: NarrowOptimizer, clip: Clip | None, largest: float, knows_norm: bool, accumulation: int
+        self,
+        optimizer: NarrowOptimizer,
+        clip: Clip | None,
+        largest: float,
+        knows_norm: bool,
+        accumulation: int,
     ) -> None:
         self._optimizer, self._clip, self._largest = optimizer, clip, largest
         self._knows_norm = knows_norm or clip == "previous"
@@ -146,7 +151,9 @@ class InBackward:
             # Both norms stay on the device: no host sync inside backward.
             norm, before = self._parts.so_far(order), self._optimizer.norm_before
             if before is not None:
-                norm = torch.maximum(norm, torch.as_tensor(before, dtype=torch.float32, device=norm.device))
+                norm = torch.maximum(
+                    norm, torch.as_tensor(before, dtype=torch.float32, device=norm.device)
+                )
             scale_gradients([parameter], self._largest, norm)
         elif self.takes_two_passes:
             assert self.norm is not None
@@ -338,13 +345,16 @@ def in_backward(
         stepping.hook_group(place)
     if not stepping._handles:
         raise ConfigError(
-            "in_backward: no parameter of the optimizer requires a gradient. Unfreeze one.", code="in-backward.nothing"
+            "in_backward: no parameter of the optimizer requires a gradient. Unfreeze one.",
+            code="in-backward.nothing",
         )
     optimizer.stepping = stepping
     return stepping
 
 
-def _clip_of(norm: float | None, clip: Clip | None, parameter_norm: float | None) -> tuple[Clip | None, float]:
+def _clip_of(
+    norm: float | None, clip: Clip | None, parameter_norm: float | None
+) -> tuple[Clip | None, float]:
     if clip is not None and clip not in get_args(Clip):
         raise ConfigError(
             f"in_backward: clip = {clip!r}; it is one of {', '.join(map(repr, get_args(Clip)))}.",

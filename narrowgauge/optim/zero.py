@@ -98,7 +98,10 @@ def zero_balance(
     Needs neither ranks nor memory: a model on the device "meta" is enough.
     """
     if type(world) is not int or world < 1:
-        raise ConfigError(f"zero_balance: world = {world!r}: must be a number of ranks, at least 1.", code="zero.world")
+        raise ConfigError(
+            f"zero_balance: world = {world!r}: must be a number of ranks, at least 1.",
+            code="zero.world",
+        )
     plain, _ = _groups_and_names(model, options)
     sizes = state_bytes(optimizer(plain, **options))
     counts, found = [0] * world, [0] * world
@@ -111,7 +114,9 @@ def zero_balance(
     return ZeroBalance(tuple(counts), tuple(found))
 
 
-def _groups_and_names(model: Any, options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[Tensor, str]]:
+def _groups_and_names(
+    model: Any, options: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[Tensor, str]]:
     """Return (groups without names, names of parameters): torch's ZeRO rejects named parameters."""
     groups = model
     if isinstance(model, nn.Module):

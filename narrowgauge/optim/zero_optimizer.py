@@ -48,7 +48,9 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         loss = super().step(closure, **given)
         # torch writes received weights through `.data`, which leaves their version unchanged. Code
         # that caches results of a weight compares versions.
-        torch.autograd.graph.increment_version([each for group in self.param_groups for each in group["params"]])
+        torch.autograd.graph.increment_version(
+            [each for group in self.param_groups for each in group["params"]]
+        )
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -66,7 +68,8 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         # collective.
         if refused := self._refused_by(reason):
             raise CheckpointError(
-                reason or f"zero: rank {refused[0]} refused its part of the saved state, and says why.",
+                reason
+                or f"zero: rank {refused[0]} refused its part of the saved state, and says why.",
                 code="zero.refused-part",
             )
         self.optim.load_state_dict(local)
@@ -84,7 +87,9 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
                 code="zero.groups",
             )
         state, groups, number = {}, [], 0
-        for own, group, saved in zip(self.optim.param_groups, self.param_groups, saved_groups, strict=True):
+        for own, group, saved in zip(
+            self.optim.param_groups, self.param_groups, saved_groups, strict=True
+        ):
             places = dict(zip(group["params"], saved["params"], strict=True))
             numbers = range(number, number + len(own["params"]))
             for each, parameter in zip(numbers, own["params"], strict=True):
@@ -103,7 +108,10 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
 
 
 def _build(
-    optimizer: type[NarrowOptimizer], names: Mapping[Tensor, str], groups: list[dict[str, Any]], **options: Any
+    optimizer: type[NarrowOptimizer],
+    names: Mapping[Tensor, str],
+    groups: list[dict[str, Any]],
+    **options: Any,
 ) -> NarrowOptimizer:
     made = optimizer(groups, **options)
     made._names.update(names)

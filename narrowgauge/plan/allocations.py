@@ -45,7 +45,9 @@ def _by_events(step: Step) -> int:
     leaves = (each for each in tree_leaves(step.batch) if isinstance(each, Tensor))
     # Tensors that exist before the profiler starts have no events.
     held = [*step.model.parameters(), *step.model.buffers(), *leaves]
-    total = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
+    total = sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values()
+    )
     begins, events = _twice(lambda: run_step(step))
     peak = 0
     for at, nbytes in events:
@@ -63,7 +65,10 @@ def _twice(once: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
     was_on = gc.isenabled()
     gc.disable()  # a collection would free tensors of an earlier step at a random time
     try:
-        with _kineto_silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        with (
+            _kineto_silent(),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found,
+        ):
             once()
             with record_function(SECOND):
                 once()
@@ -72,7 +77,9 @@ def _twice(once: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
             gc.enable()
     events = sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     begins = next(event.start_ns() for event in events if event.name() == SECOND)
-    return begins, [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return begins, [
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ]
 
 
 @contextmanager

@@ -50,14 +50,18 @@ def widened(
     return args, kwargs
 
 
-def narrowed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def narrowed(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of an attention as autocast converts them."""
     if not torch.is_autocast_enabled("cpu"):
         return args, kwargs
     dtype = torch.get_autocast_dtype("cpu")
 
     def narrow(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+        return (
+            value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+        )
 
     changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(narrow, (args, kwargs))
     return changed

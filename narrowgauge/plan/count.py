@@ -129,12 +129,21 @@ def count(build: Callable[[], Step], device: Device) -> Count:
         trace, model = recorder.trace, step.model
         recorder.names.update((module, name) for name, module in model.named_modules())
         recorder.name("weights", [*model.parameters(), *model.buffers()])
-        recorder.name("batch", (each for each in tree_leaves(step.batch) if isinstance(each, Tensor)))
+        recorder.name(
+            "batch", (each for each in tree_leaves(step.batch) if isinstance(each, Tensor))
+        )
         blocks = _mark_blocks(model, recorder)
         _one_step(step, recorder)
         second = len(trace.events)
         _one_step(step, recorder)
-        return Count(trace, blocks, second, _head_weights(model), _differing(model), tuple(_of_experts(model)))
+        return Count(
+            trace,
+            blocks,
+            second,
+            _head_weights(model),
+            _differing(model),
+            tuple(_of_experts(model)),
+        )
 
 
 def _of_experts(model: nn.Module) -> Iterator[str]:
@@ -144,7 +153,9 @@ def _of_experts(model: nn.Module) -> Iterator[str]:
         for weight, shape, _ in other_weights(name, module):
             if " experts of " in shape:
                 parameter = getattr(module, weight.rpartition(".")[2])
-                types.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(f"{weight}, {shape}")
+                types.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(
+                    f"{weight}, {shape}"
+                )
     for dtype, found in types.items():
         yield (
             f"the experts in {len(found)} parameters (the first: {found[0]}) share one parameter, which no recipe converts: their products "
@@ -154,8 +165,12 @@ def _of_experts(model: nn.Module) -> Iterator[str]:
 
 def _differing(model: nn.Module) -> str:
     """See `Count.differing`."""
-    runs = [forward.recompute for each in model.modules() if (forward := forward_of(each)) is not None]
-    in_segments = any(isinstance(run, partial) and isinstance(run.args[0], SegmentMember) for run in runs)
+    runs = [
+        forward.recompute for each in model.modules() if (forward := forward_of(each)) is not None
+    ]
+    in_segments = any(
+        isinstance(run, partial) and isinstance(run.args[0], SegmentMember) for run in runs
+    )
     return "its blocks are computed again in segments" if in_segments else ""
 
 
@@ -163,7 +178,11 @@ def _head_weights(model: Any) -> int:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
         return 0
-    holders = [each for each in model.modules() if any(own is head.weight for own in each.parameters(recurse=False))]
+    holders = [
+        each
+        for each in model.modules()
+        if any(own is head.weight for own in each.parameters(recurse=False))
+    ]
     return head.weight.nbytes if len(holders) == 1 else 0
 
 
@@ -197,7 +216,10 @@ def _name_saved(trace: Trace, before: int, recorder: Recorder) -> None:
 def _name_codes(model: nn.Module, recorder: Recorder) -> None:
     """Label the casts of weights that the layers cache."""
     layers = [module for module in model.modules() if isinstance(module, QLinear)]
-    recorder.name("codes", (each for layer in layers for casts in layer.kept_casts() for each in casts.tensors()))
+    recorder.name(
+        "codes",
+        (each for layer in layers for casts in layer.kept_casts() for each in casts.tensors()),
+    )
     # A GEMM may take a weight without a cast (nvfp4's last blocks): relabel it as a weight.
     recorder.name("weights", model.parameters())
 
@@ -217,8 +239,14 @@ def _mark_blocks(model: nn.Module, recorder: Recorder) -> int:
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
             if recorder.is_forward:
-                recorder.begin("head" if number == last else f"forward {number} end", is_forward=True)
-                tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+                recorder.begin(
+                    "head" if number == last else f"forward {number} end", is_forward=True
+                )
+                tensors = [
+                    each
+                    for each in tree_leaves(output)
+                    if isinstance(each, Tensor) and each.requires_grad
+                ]
                 # Hooks on the first output suffice: its gradient arrives when the backward pass of
                 # the block begins.
                 for each in tensors[:1]:

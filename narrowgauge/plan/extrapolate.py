@@ -40,7 +40,9 @@ def extrapolated(few: list[Moment], more: list[Moment], layers: int) -> list[Mom
     for (_, first), (_, second) in zip(in_order(few), in_order(more), strict=True):
         before, after = by_place(first, FEW), by_place(second, MORE)
         if before.keys() != after.keys():
-            raise ValueError(f"phases of {FEW} and {MORE} layers differ: {sorted(before.keys() ^ after.keys())}")
+            raise ValueError(
+                f"phases of {FEW} and {MORE} layers differ: {sorted(before.keys() ^ after.keys())}"
+            )
         at = {place: _on_line(each, after[place], layers) for place, each in before.items()}
         found += [_at(at, name, block, layers) for name, block in _order(second, layers)]
     return found
@@ -58,7 +60,11 @@ def by_place(found: Iterable[Moment], layers: int) -> dict[Place, Moment]:
             placed[name, 0, 0] = each
             continue
         stack, block = divmod(number, layers)
-        placed |= {(name, stack, place): each for place in (block, block - layers) if place in (0, 1, -1, -2)}
+        placed |= {
+            (name, stack, place): each
+            for place in (block, block - layers)
+            if place in (0, 1, -1, -2)
+        }
     return placed
 
 
@@ -79,7 +85,10 @@ def _mixed(first: Moment, second: Moment, share: float) -> Moment:
         return max(0, round(a + share * (b - a)))
 
     alive = line(first.alive, second.alive)
-    parts = {kind: line(first.parts.get(kind, 0), second.parts.get(kind, 0)) for kind in first.parts | second.parts}
+    parts = {
+        kind: line(first.parts.get(kind, 0), second.parts.get(kind, 0))
+        for kind in first.parts | second.parts
+    }
     # If the two models peak in different operations, a part may become negative and be clipped to
     # zero. The largest part is then adjusted, so that the parts still sum to `alive`.
     if parts:
@@ -109,7 +118,13 @@ def _order(found: list[Moment], layers: int) -> Iterator[tuple[str, int | None]]
             yield from ((name, number) for name in names if (name, number) not in skipped)
 
     # The last block of the model has no "end" phase, because the head follows it.
-    stacks = max((number // MORE for each in found if (number := _split(each.phase)[1]) is not None), default=0) + 1
+    stacks = (
+        max(
+            (number // MORE for each in found if (number := _split(each.phase)[1]) is not None),
+            default=0,
+        )
+        + 1
+    )
     skipped = {("forward # end", stacks * layers - 1)}
     for each in found:
         name, number = _split(each.phase)

@@ -68,8 +68,14 @@ class Forecast:
 
     def saved(self) -> dict[str, int]:
         """Bytes saved for backward by a forward pass, by module, in descending order."""
-        head = next((each for each in reversed(self.moments) if each.phase in ("head", "forward")), self.top)
-        kinds = {kind: nbytes for (part, kind), nbytes in head.parts.items() if part == "saved" and nbytes}
+        head = next(
+            (each for each in reversed(self.moments) if each.phase in ("head", "forward")), self.top
+        )
+        kinds = {
+            kind: nbytes
+            for (part, kind), nbytes in head.parts.items()
+            if part == "saved" and nbytes
+        }
         return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,7 +102,9 @@ class Forecast:
         }
 
 
-def forecast(build: Builder, device: Device, layers: int, differing: str = "", full: bool = False) -> Forecast:
+def forecast(
+    build: Builder, device: Device, layers: int, differing: str = "", full: bool = False
+) -> Forecast:
     """Trace two steps, of shallow models or of the whole one.
 
     layers     blocks in each stack; 0: unknown

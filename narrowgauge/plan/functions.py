@@ -84,11 +84,15 @@ def plan(
     for argument, number, least in (("layers", layers, 0), ("micro_batches", micro_batches, 1)):
         if type(number) is not int or number < least:
             raise ConfigError(
-                f"plan: {argument} = {number!r}; it must be a whole number, {least} or more.", code="plan.whole-number"
+                f"plan: {argument} = {number!r}; it must be a whole number, {least} or more.",
+                code="plan.whole-number",
             )
     for argument, words, example in (("card", card, "h100"), ("memory", memory, "24GiB")):
         if not isinstance(words, str):
-            raise ConfigError(f"plan: {argument} = {words!r}; it must be words such as {example!r}.", code="plan.words")
+            raise ConfigError(
+                f"plan: {argument} = {words!r}; it must be words such as {example!r}.",
+                code="plan.words",
+            )
     made = _maker(model, layers)
     room = Room.of(card, memory)
 
@@ -108,7 +112,12 @@ def plan(
                 advance(built)
 
             return Step(
-                built, lambda: _one_number(loss(built, given)), stepped, lambda: _states(own), given, micro_batches
+                built,
+                lambda: _one_number(loss(built, given)),
+                stepped,
+                lambda: _states(own),
+                given,
+                micro_batches,
             )
 
         return step
@@ -121,7 +130,11 @@ def plan(
 def _one_number(loss: Any) -> Tensor:
     """Return the loss. Raises ConfigError for a loss that backward() would refuse."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+        found = (
+            f"a tensor of {list(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"{type(loss).__name__}"
+        )
         raise ConfigError(
             f"plan: loss(model, batch) returned {found}, which has no backward(). Return a tensor of one number.",
             code="plan.loss-type",
@@ -138,7 +151,8 @@ def _one_number(loss: Any) -> Tensor:
 def _maker(model: nn.Module | Callable[..., nn.Module], layers: int) -> Callable[[int], nn.Module]:
     if not callable(model):
         raise ConfigError(
-            f"plan: model = {model!r}; it must be a module, or a function that makes one.", code="plan.model"
+            f"plan: model = {model!r}; it must be a module, or a function that makes one.",
+            code="plan.model",
         )
     if isinstance(model, nn.Module):
         if layers:

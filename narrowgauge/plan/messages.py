@@ -69,5 +69,7 @@ def of_step(
     # An all-reduce is a reduce-scatter and an all-gather.
     whole = 2 * collective(reduced * weights / shards / messages, copies)
     # fully_shard gathers weights for the forward and again for the backward pass.
-    sharded = micro_batches * (2 * collective(gathered * part, shards) + collective(reduced * part, shards))
+    sharded = micro_batches * (
+        2 * collective(gathered * part, shards) + collective(reduced * part, shards)
+    )
     return messages * (whole + sharded)

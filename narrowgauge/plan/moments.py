@@ -105,7 +105,9 @@ def kind_of(allocation: Allocation) -> Kind:
     part = allocation.part or "transient"
     if part != "saved":
         return part, ""
-    return part, BELOW_BLOCK.sub("", allocation.module) or ("(block)" if allocation.module else "(model)")
+    return part, BELOW_BLOCK.sub("", allocation.module) or (
+        "(block)" if allocation.module else "(model)"
+    )
 
 
 def _at_work(allocations: list[Allocation], events: list[int]) -> str:

@@ -110,17 +110,23 @@ def as_dict(found: Time, card: Card, tokens: int, messages: float = 0.0) -> dict
     # Messages may overlap with the device completely, or not at all.
     low, high = max(low, messages), high + messages
     rate = f"{tokens / high:,.0f} to {tokens / low:,.0f} tokens/s"
-    bound = "bound by launching, which Python does" if found.is_launch_bound else "bound by the device"
+    bound = (
+        "bound by launching, which Python does" if found.is_launch_bound else "bound by the device"
+    )
     most = sorted(found.by_kind, key=lambda kind: -found.by_kind[kind])
     shares = ", ".join(
-        f"{WORDS[kind]} {100 * found.by_kind[kind] / found.device:.0f} %" for kind in most if found.by_kind[kind]
+        f"{WORDS[kind]} {100 * found.by_kind[kind] / found.device:.0f} %"
+        for kind in most
+        if found.by_kind[kind]
     )
     lines = [
         f"A step takes {found.seconds:.3g} s in eager mode, predicted, {bound}; likely {low:.2g} to {high:.2g} s, {rate}.",
         f"Of the device's time: {shares}.",
     ]
     if messages:
-        lines.append(f"Messages between ranks take {messages:.2g} s, of which the device's work hides what it can.")
+        lines.append(
+            f"Messages between ranks take {messages:.2g} s, of which the device's work hides what it can."
+        )
     return {
         "seconds": found.seconds, "likely_seconds": [low, high], "tokens_per_s": [tokens / high, tokens / low],
         "device_seconds": found.device, "host_seconds": found.host, "launches": found.launches,

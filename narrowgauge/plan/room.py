@@ -55,7 +55,12 @@ class Room:
         if place != "cpu" and torch.cuda.is_available():
             index = torch.device(place).index or 0 if place.startswith("cuda") else 0
             total = torch.cuda.get_device_properties(index).total_memory
-            return cls(torch.cuda.get_device_name(index), total, total - CONTEXT, device_facts("cuda", index))
+            return cls(
+                torch.cuda.get_device_name(index),
+                total,
+                total - CONTEXT,
+                device_facts("cuda", index),
+            )
         return cls("a GPU like an H100", 0, 0, hopper)
 
     def fits(self, found: Forecast) -> bool:

@@ -82,9 +82,18 @@ def divided(
     sizes = {"fsdp": fsdp, "tp": tp, "pp": stages}
     error = max(ERROR[key] for key, size in sizes.items() if size > 1)
     words = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
-    own = replace(whole, moments=moments, allocated_error=error, reserved_error=max(error, whole.reserved_error))
+    own = replace(
+        whole,
+        moments=moments,
+        allocated_error=error,
+        reserved_error=max(error, whole.reserved_error),
+    )
     note = f"one rank's share with {words} is an estimate: cut as they are sharded, gathered blocks added"
-    return replace(own, reserved=own.allocated + max(0, whole.reserved - whole.allocated), notes=(*whole.notes, note))
+    return replace(
+        own,
+        reserved=own.allocated + max(0, whole.reserved - whole.allocated),
+        notes=(*whole.notes, note),
+    )
 
 
 def _in_buckets(whole: Forecast) -> Forecast:

@@ -26,7 +26,13 @@ PHASE_WORDS = {"head": "logits and loss", "step": "optimizer's step"}
 
 def rendered(answer: Mapping[str, Any]) -> str:
     lines = [*_heading(answer), "", *_sizes(answer), "", *_parts(answer)]
-    for section in (_time(answer), _fitting(answer), _changes(answer), _table(answer), _measured(answer)):
+    for section in (
+        _time(answer),
+        _fitting(answer),
+        _changes(answer),
+        _table(answer),
+        _measured(answer),
+    ):
         found = list(section)
         lines += ["", *found] if found else []
     notes = [f"Note: {note}." for note in answer["notes"]]
@@ -64,8 +70,16 @@ def _sizes(answer: Mapping[str, Any]) -> Iterator[str]:
     at = f", in {peak['module']}" if peak["module"] else ""
     yield from aligned(
         [
-            ["peak allocated", gib(answer["allocated_bytes"]), f"± {100 * answer['allocated_error']:.1f} %"],
-            ["peak reserved", gib(answer["reserved_bytes"]), f"± {100 * answer['reserved_error']:.0f} %"],
+            [
+                "peak allocated",
+                gib(answer["allocated_bytes"]),
+                f"± {100 * answer['allocated_error']:.1f} %",
+            ],
+            [
+                "peak reserved",
+                gib(answer["reserved_bytes"]),
+                f"± {100 * answer['reserved_error']:.0f} %",
+            ],
         ]
     )
     yield f"The peak stands in step {peak['step']}, {_phase(peak['phase'])}{at}. Counted: {answer['counted']}."
@@ -82,13 +96,18 @@ def _parts(answer: Mapping[str, Any]) -> Iterator[str]:
     total = sum(answer["parts"].values()) or 1
     rows = [["at the peak", "size", "share"]]
     rows += [
-        [PART_WORDS[part], gib(size), f"{100 * size / total:.1f} %"] for part, size in answer["parts"].items() if size
+        [PART_WORDS[part], gib(size), f"{100 * size / total:.1f} %"]
+        for part, size in answer["parts"].items()
+        if size
     ]
     yield from aligned(rows)
     kinds = list(answer["saved"].items())
     if kinds:
         shown, rest = kinds[:MOST_KINDS], kinds[MOST_KINDS:]
-        rows = [["saved by a forward pass, by module", "size"], *([kind, gib(size)] for kind, size in shown)]
+        rows = [
+            ["saved by a forward pass, by module", "size"],
+            *([kind, gib(size)] for kind, size in shown),
+        ]
         if rest:
             rows.append([f"{len(rest)} others", gib(sum(size for _, size in rest))])
         yield ""
@@ -122,7 +141,9 @@ def _table(answer: Mapping[str, Any]) -> Iterator[str]:
     if not rows:
         return
     yield "Each row has what the rows above it have, and:"
-    cells = [[row["name"], gib(row["allocated_bytes"]), row["settings"], row["words"]] for row in rows]
+    cells = [
+        [row["name"], gib(row["allocated_bytes"]), row["settings"], row["words"]] for row in rows
+    ]
     yield from _left([["step", "peak", "setting", "what it costs and changes"], *cells])
 
 

@@ -133,11 +133,16 @@ class Recorder:
     def name(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Label the storages of the tensors with a part."""
         for tensor in tensors:
-            if tensor is not None and (number := self._numbers.get(tensor.untyped_storage()._cdata)) is not None:
+            if (
+                tensor is not None
+                and (number := self._numbers.get(tensor.untyped_storage()._cdata)) is not None
+            ):
                 self.trace.allocations[number].part = part
 
 
-GROUPED_MM = {torch.ops.aten._grouped_mm.default} if hasattr(torch.ops.aten, "_grouped_mm") else set()
+GROUPED_MM = (
+    {torch.ops.aten._grouped_mm.default} if hasattr(torch.ops.aten, "_grouped_mm") else set()
+)
 
 
 def _grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -156,7 +161,9 @@ def _grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         )
     narrow = {"self": lhs.to(torch.bfloat16), "mat2": rhs.to(torch.bfloat16), "out_dtype": None}
     form = torch.ops.aten._grouped_mm.default(**(given | narrow))
-    return torch.empty_strided(form.shape, form.stride(), dtype=given.get("out_dtype") or lhs.dtype, device=lhs.device)
+    return torch.empty_strided(
+        form.shape, form.stride(), dtype=given.get("out_dtype") or lhs.dtype, device=lhs.device
+    )
 
 
 class _Dispatch(TorchDispatchMode):
@@ -173,7 +180,11 @@ class _Dispatch(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
@@ -210,7 +221,11 @@ class _OnDevice(TorchFunctionMode):
         self.attention = _on_gpu if self.on_gpu else _on_cpu
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
@@ -236,7 +251,15 @@ def _backward(
     seed = torch.ones_like(loss) if gradient is None else gradient
     keep = create_graph if retain_graph is None else retain_graph
     run = torch.autograd.graph._engine_run_backward
-    run((loss,), (seed,), keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
+    run(
+        (loss,),
+        (seed,),
+        keep,
+        create_graph,
+        tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _on_gpu(
@@ -275,7 +298,9 @@ def _on_cpu(
         )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # The CPU kernel takes additive masks only.
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+            ~attn_mask, -torch.inf
+        )
     found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]

@@ -37,7 +37,11 @@ UNITS = {  # task -> unit of the loss
 
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
-    return [*loss_cards(recorded, comparison), *metric_cards(recorded), *cost_cards(recorded, comparison)]
+    return [
+        *loss_cards(recorded, comparison),
+        *metric_cards(recorded),
+        *cost_cards(recorded, comparison),
+    ]
 
 
 def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
@@ -59,17 +63,36 @@ def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
     yield from wide_cards(recorded, loss_unit)
     pair = comparison.validation if comparison else None
     if comparison and pair:
-        yield loss_card(f"Validation loss of {comparison.reference_name}", pair.step, pair.reference, loss_unit)
-        percent = f"{format_text.signed(100 * (pair.ratio - 1), 2)}{format_text.PERCENT}, " if pair.ratio else ""
-        yield card("Difference", format_text.signed(pair.difference), loss_unit, f"{percent}at step {count(pair.step)}")
-    entropy, vocabulary = recorded.data.get("unigram_entropy"), recorded.model.get("vocab_size") or 0
+        yield loss_card(
+            f"Validation loss of {comparison.reference_name}", pair.step, pair.reference, loss_unit
+        )
+        percent = (
+            f"{format_text.signed(100 * (pair.ratio - 1), 2)}{format_text.PERCENT}, "
+            if pair.ratio
+            else ""
+        )
+        yield card(
+            "Difference",
+            format_text.signed(pair.difference),
+            loss_unit,
+            f"{percent}at step {count(pair.step)}",
+        )
+    entropy, vocabulary = (
+        recorded.data.get("unigram_entropy"),
+        recorded.model.get("vocab_size") or 0,
+    )
     if entropy and math.isfinite(loss):
         note = f"of the unigram entropy, {entropy:.2f}"
         if vocabulary > 1:
             guess = math.log(vocabulary)
             share = f"{100 * loss / guess:.0f}{format_text.PERCENT}"
             note += f"; {share} of a blind guess, ln {count(vocabulary)} = {guess:.2f}"
-        yield card("Against token frequencies", f"{100 * loss / entropy:.0f}{format_text.PERCENT}", "", note)
+        yield card(
+            "Against token frequencies",
+            f"{100 * loss / entropy:.0f}{format_text.PERCENT}",
+            "",
+            note,
+        )
 
 
 def wide_cards(recorded: Recorded, unit: str) -> Iterator[dict[str, str]]:
@@ -79,13 +102,22 @@ def wide_cards(recorded: Recorded, unit: str) -> Iterator[dict[str, str]]:
     evaluations.
     """
     # "wide" is the evaluation with all GEMMs in 16 bits; runs without one have no such key.
-    both = [event for event in recorded.of("eval") if "wide" in event and math.isfinite(event["wide"]["loss"])]
+    both = [
+        event
+        for event in recorded.of("eval")
+        if "wide" in event and math.isfinite(event["wide"]["loss"])
+    ]
     if both and math.isfinite(both[-1]["loss"]):
         gaps = [event["wide"]["loss"] - event["loss"] for event in both]
         spread = f", from {format_text.signed(min(gaps))} to {format_text.signed(max(gaps))} over {count(len(gaps))} evaluations"
         step, last = count(both[-1]["step"]), format_text.signed(gaps[-1])
         note = f"at step {step}; {last} to the run's own products{spread if len(gaps) > 1 else ''}"
-        yield card("The same weights in 16 bits", format_text.loss_value(both[-1]["wide"]["loss"]), unit, note)
+        yield card(
+            "The same weights in 16 bits",
+            format_text.loss_value(both[-1]["wide"]["loss"]),
+            unit,
+            note,
+        )
 
 
 def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
@@ -113,9 +145,7 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
         # A CPU's peak is that of the whole process, which includes earlier allocations, so the
         # ratio of two runs in one process means nothing.
         if pair and pair.ratio and recorded.run.get("device_type") == "cpu":
-            words = (
-                "largest of the process, which kept what came before: no ratio; `narrowgauge plan` counts each recipe"
-            )
+            words = "largest of the process, which kept what came before: no ratio; `narrowgauge plan` counts each recipe"
         yield card("Peak memory", *size, words)
 
 
@@ -131,7 +161,9 @@ def title(recorded: Recorded, metric: str) -> str:
 
 
 def points(recorded: Recorded, metric: str) -> list[tuple[int, float]]:
-    return [(event["step"], float(event[metric])) for event in recorded.of("eval") if metric in event]
+    return [
+        (event["step"], float(event[metric])) for event in recorded.of("eval") if metric in event
+    ]
 
 
 def scores(recorded: Recorded) -> list[str]:
@@ -146,7 +178,9 @@ def best(recorded: Recorded) -> tuple[str, int, float] | None:
     """
     metric = recorded.run.get("best") or ""
     sign = -1 if metric == "loss" else 1
-    found = [event for event in recorded.of("eval") if metric in event and math.isfinite(event[metric])]
+    found = [
+        event for event in recorded.of("eval") if metric in event and math.isfinite(event[metric])
+    ]
     if not found:
         return None
     # The run keeps the evaluation with the lowest loss among equal scores; the report must name the
@@ -178,8 +212,14 @@ def padding(recorded: Recorded) -> Iterator[dict[str, str]]:
     shares = {way: waste(each["tokens"], each["positions"]) for way, each in planned.items()}
     steps = [event for event in recorded.of("step") if "positions" in event and "inputs" in event]
     if shares and steps:
-        share = waste(sum(event["inputs"] for event in steps), sum(event["positions"] for event in steps))
-        others = ", ".join(f"{format_text.percent(shares[way])} {text}" for way, text in WAYS.items() if way in shares)
+        share = waste(
+            sum(event["inputs"] for event in steps), sum(event["positions"] for event in steps)
+        )
+        others = ", ".join(
+            f"{format_text.percent(shares[way])} {text}"
+            for way, text in WAYS.items()
+            if way in shares
+        )
         yield card("Padding", format_text.percent(share), "", f"of all positions; {others}")
 
 

@@ -97,7 +97,9 @@ def loss_curves(
         axes.set_xlim(*step_limits(step for curve, _ in curves for step, _ in curve.training))
         if unigram_entropy is not None:
             axes.axhline(unigram_entropy, color=THEME["muted"], linewidth=1.2, dashes=(1.2, 2.4))
-            known = f"unigram entropy {unigram_entropy:.2f}: knowing only how often each token occurs"
+            known = (
+                f"unigram entropy {unigram_entropy:.2f}: knowing only how often each token occurs"
+            )
             note(axes, known, (1, unigram_entropy), (-4, 4), axes.get_yaxis_transform(), ha="right")
         draw_marks(axes, marks)
         label_axes(axes, f"loss, {unit.replace('/', ' per ')}")
@@ -108,13 +110,24 @@ def draw_curve(axes: Axes, curve: Curve, line: Points, is_run: bool) -> None:
     """Draw one run: raw losses faint, smoothed losses strong, validation losses as points."""
     colour, marker, width = (THEME["run"], "o", 1.8) if is_run else (THEME["reference"], "D", 3.4)
     plot(axes, thinned(curve.training), color=colour, linewidth=0.8, alpha=0.4)
-    plot(axes, line, color=colour, linewidth=width, marker="o" if len(line) == 1 else "", markersize=4)
+    plot(
+        axes,
+        line,
+        color=colour,
+        linewidth=width,
+        marker="o" if len(line) == 1 else "",
+        markersize=4,
+    )
     points = [curve.validation[i] for i in spread(len(curve.validation), 40)]
     outline = {"markeredgewidth": 1.6, "markerfacecolor": THEME["paper"]}
-    plot(axes, points, color=colour, linewidth=0, marker=marker, markersize=6.5, zorder=5, **outline)
+    plot(
+        axes, points, color=colour, linewidth=0, marker=marker, markersize=6.5, zorder=5, **outline
+    )
 
 
-def loss_limits(curves: Sequence[tuple[Curve, Points]], unigram_entropy: float | None) -> tuple[float, float]:
+def loss_limits(
+    curves: Sequence[tuple[Curve, Points]], unigram_entropy: float | None
+) -> tuple[float, float]:
     """Vertical limits: smoothed curves after `steep_start`, levels, spikes up to twice as high."""
     levels = [unigram_entropy] if unigram_entropy is not None else []
     raw: list[float] = []
@@ -122,7 +135,11 @@ def loss_limits(curves: Sequence[tuple[Curve, Points]], unigram_entropy: float |
         late = curve.training[steep_start(len(curve.training)) :]
         first = late[0][0] if late else 0
         raw += [loss for _, loss in late]
-        levels += [loss for step, loss in [*line, *curve.validation] if step >= first and math.isfinite(loss)]
+        levels += [
+            loss
+            for step, loss in [*line, *curve.validation]
+            if step >= first and math.isfinite(loss)
+        ]
     top = 2 * max(levels, default=1.0)
     values = [*levels, *(loss for loss in raw if loss < top)] or [0.0, 1.0]
     margin = 0.05 * (max(values) - min(values)) or 0.5
@@ -148,11 +165,20 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
             for shade, points in enumerate(found.values()):
                 colour = THEME["reference" if found is others else "run"]
                 shown = thinned([point for point in points if math.isfinite(point[1])])
-                plot(axes, shown, color=colour, alpha=max(0.35, 1 - 0.22 * shade), markersize=4, **style)
+                plot(
+                    axes,
+                    shown,
+                    color=colour,
+                    alpha=max(0.35, 1 - 0.22 * shade),
+                    markersize=4,
+                    **style,
+                )
         axes.set_xlim(*step_limits(step for points in lines.values() for step, _ in points))
         low, high = axes.get_ylim()
         place = -math.inf
-        for value, name in sorted((points[-1][1], name) for name, points in lines.items() if points):
+        for value, name in sorted(
+            (points[-1][1], name) for name, points in lines.items() if points
+        ):
             if math.isfinite(value):
                 # At least one line of text above the previous label.
                 place = max(value, place + 0.09 * (high - low))
@@ -165,8 +191,13 @@ def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
     """Draw the moving mean of the paired difference with its band."""
     with canvas(1000, 230) as (figure, axes):
         banded = [(step, point) for step, point in curve if point.half_width is not None]
-        low, high = ([point.mean + side * (point.half_width or 0.0) for _, point in banded] for side in (-1, 1))
-        axes.fill_between([step for step, _ in banded], low, high, color=THEME["run"], alpha=0.18, linewidth=0)
+        low, high = (
+            [point.mean + side * (point.half_width or 0.0) for _, point in banded]
+            for side in (-1, 1)
+        )
+        axes.fill_between(
+            [step for step, _ in banded], low, high, color=THEME["run"], alpha=0.18, linewidth=0
+        )
         axes.axhline(0.0, color=THEME["reference"], linewidth=1.6)
         plot(axes, [(step, point.mean) for step, point in curve], color=THEME["run"], linewidth=1.8)
         values = [*(point.mean for _, point in curve), *low, *high, 0.0]
@@ -175,7 +206,9 @@ def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
         axes.set_xlim(*step_limits(step for step, _ in curve))
         signed_values(axes)
         label_axes(axes, "training loss minus the reference's, nats per token")
-        return svg(figure, "difference", "Difference of the two training losses with the band of its mean")
+        return svg(
+            figure, "difference", "Difference of the two training losses with the band of its mean"
+        )
 
 
 # --- Tensors against their format ---
@@ -191,7 +224,9 @@ def format_of(event: Event) -> formats.Format | None:
 
 def log2(value: float | None) -> float:
     """log2, or NaN if it is undefined."""
-    return math.log2(value) if value is not None and math.isfinite(value) and value > 0 else math.nan
+    return (
+        math.log2(value) if value is not None and math.isfinite(value) and value > 0 else math.nan
+    )
 
 
 def histogram(event: Event, name: str) -> str:
@@ -205,7 +240,14 @@ def histogram(event: Event, name: str) -> str:
         return ""
     with canvas(620, 190, left=48) as (figure, axes):
         shares = [100 * count / (sum(counts) or 1) for count in counts]
-        axes.bar(range(lowest, lowest + len(counts)), shares, width=0.86, align="edge", color=THEME["run"], linewidth=0)
+        axes.bar(
+            range(lowest, lowest + len(counts)),
+            shares,
+            width=0.86,
+            align="edge",
+            color=THEME["run"],
+            linewidth=0,
+        )
         axes.set_ylim(0, 1.3 * max(shares))
         left, right = lowest - 1.0, lowest + len(counts) + 1.0
         format, scale = format_of(event), log2(event.get("scale"))
@@ -216,14 +258,21 @@ def histogram(event: Event, name: str) -> str:
             left, right = max(min(left + 0.5, zero - 3), zero - 10), max(right - 0.5, top + 2.5)
             axes.set_xlim(left, right)
             inner = "evenly spaced" if isinstance(format, formats.IntFormat) else "normal"
-            zones = {"zero": (left, zero), "subnormal": (zero, normal), inner: (normal, top), "saturated": (top, right)}
+            zones = {
+                "zero": (left, zero),
+                "subnormal": (zero, normal),
+                inner: (normal, top),
+                "saturated": (top, right),
+            }
             draw_zones(axes, zones)
         axes.set_xlim(left, right)
         label_exponents(axes.xaxis, right - left)
         axes.yaxis.set_major_locator(MaxNLocator(3, steps=(1, 2, 5, 10)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
         axes.set_xlabel("magnitude |x|", loc="right", labelpad=2)
-        return svg(figure, f"histogram-{name}", "Histogram of magnitudes over the range of the format")
+        return svg(
+            figure, f"histogram-{name}", "Histogram of magnitudes over the range of the format"
+        )
 
 
 def draw_zones(axes: Axes, zones: dict[str, tuple[float, float]]) -> None:
@@ -236,14 +285,18 @@ def draw_zones(axes: Axes, zones: dict[str, tuple[float, float]]) -> None:
             axes.axvspan(start, end, color=colour, alpha=0.2, linewidth=0, zorder=0)
         # 562 is the width of the axes in pixels, 6.2 the mean width of a letter.
         if (end - start) / (right - left) * 562 > 6.2 * len(label):
-            note(axes, label, ((start + end) / 2, 1), (0, 5), axes.get_xaxis_transform(), ha="center")
+            note(
+                axes, label, ((start + end) / 2, 1), (0, 5), axes.get_xaxis_transform(), ha="center"
+            )
 
 
 def scale_history(events: Sequence[Event], name: str) -> str:
     """Draw amax over the steps, and the largest magnitude that the scale can represent."""
     format = format_of(events[-1])
     steps, amax = [event["step"] for event in events], [log2(event.get("amax")) for event in events]
-    top = [log2(event.get("scale")) + (log2(format.max) if format else math.nan) for event in events]
+    top = [
+        log2(event.get("scale")) + (log2(format.max) if format else math.nan) for event in events
+    ]
     seen = [value for value in [*amax, *top] if math.isfinite(value)] or [0.0]
     bottom, ceiling = math.floor(min(seen)) - 2, math.ceil(max(seen)) + 2
     with canvas(380, 190, left=48) as (figure, axes):
@@ -252,26 +305,48 @@ def scale_history(events: Sequence[Event], name: str) -> str:
             limit = THEME["zone-saturated"]
             axes.fill_between(steps, top, ceiling, color=limit, alpha=0.12, linewidth=0)
             marker = "o" if len(steps) == 1 else ""
-            single: dict[str, Any] = {"marker": marker, "markersize": 4, "markerfacecolor": THEME["paper"]}
+            single: dict[str, Any] = {
+                "marker": marker,
+                "markersize": 4,
+                "markerfacecolor": THEME["paper"],
+            }
             axes.plot(steps, top, color=limit, linewidth=1.6, dashes=(4, 2), **single)
             note(axes, "saturates", (1, 1), (-4, -4), "axes fraction", ha="right", va="top")
-        axes.plot(steps, amax, color=THEME["run"], linewidth=1.8, marker="o" if len(steps) < 30 else "", markersize=4)
+        axes.plot(
+            steps,
+            amax,
+            color=THEME["run"],
+            linewidth=1.8,
+            marker="o" if len(steps) < 30 else "",
+            markersize=4,
+        )
         axes.set_xlim(*step_limits(steps))
         label_exponents(axes.yaxis, ceiling - bottom, ticks=4)
-        label_axes(axes, f"largest |x|, and scale × {format.max:,g}" if format else "largest |x|", ticks=4)
-        return svg(figure, f"history-{name}", "Largest magnitude and the largest that fits over the steps")
+        label_axes(
+            axes, f"largest |x|, and scale × {format.max:,g}" if format else "largest |x|", ticks=4
+        )
+        return svg(
+            figure, f"history-{name}", "Largest magnitude and the largest that fits over the steps"
+        )
 
 
 # --- Parts of all figures ---
 
 
 @contextmanager
-def canvas(width: int, height: int, *, left: int = 56, right: int = 10) -> Iterator[tuple[Figure, Axes]]:
+def canvas(
+    width: int, height: int, *, left: int = 56, right: int = 10
+) -> Iterator[tuple[Figure, Axes]]:
     """A figure of width x height CSS pixels with one pair of axes, in the report's style."""
     top, bottom = 28, 40
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(width / UNITS_PER_INCH, height / UNITS_PER_INCH))
-        box = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+        box = (
+            left / width,
+            bottom / height,
+            (width - left - right) / width,
+            (height - top - bottom) / height,
+        )
         yield figure, figure.add_axes(box)
 
 
@@ -303,7 +378,12 @@ def step_limits(steps: Iterable[int]) -> tuple[float, float]:
 
 
 def note(
-    axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], coordinates: Any, **style: Any
+    axes: Axes,
+    text: str,
+    place: tuple[float, float],
+    offset: tuple[float, float],
+    coordinates: Any,
+    **style: Any,
 ) -> None:
     """Draw small muted text, `offset` pixels away from a point."""
     muted: dict[str, Any] = {"color": THEME["muted"], "fontsize": 11}
@@ -332,13 +412,17 @@ def label_exponents(axis: Any, octaves: float, ticks: int = 9) -> None:
 def signed_values(axes: Axes) -> None:
     """Label the vertical axis with signed differences."""
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: true_minus(f"{value:+g}") if value else "0"))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: true_minus(f"{value:+g}") if value else "0")
+    )
 
 
 def label_axes(axes: Axes, top: str, ticks: int = 9) -> None:
     """Label the steps, and write the vertical axis's label horizontally above its left end."""
     axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=(1, 2, 5, 10)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value == round(value) else ""))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value == round(value) else "")
+    )
     axes.set_xlabel("step", loc="right", labelpad=2)
     note(axes, top, (0, 1), (0, 12), ("figure fraction", "axes fraction"), va="bottom", fontsize=12)
 
@@ -360,7 +444,9 @@ def svg(figure: Figure, name: str, title: str) -> str:
     buffer = io.StringIO()
     # matplotlib derives element ids from this salt; without it the ids are random and pages differ.
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(
+            buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     for pattern, replacement in CLEANING:

@@ -60,7 +60,9 @@ class Gathered:
     @property
     def control(self) -> Group | None:
         """Runs of the positive control on the reference's batches; None if none was trained."""
-        return next((each for each in self.groups[1:] if is_control(each) and not each.reason), None)
+        return next(
+            (each for each in self.groups[1:] if is_control(each) and not each.reason), None
+        )
 
     def runs_of(self, group: Group) -> Runs:
         values, failed = {}, {}
@@ -83,7 +85,11 @@ class Gathered:
 
         The reference and the positive control get none.
         """
-        judged = [self.runs_of(group) for group in self.groups if not group.reason and group is not self.control]
+        judged = [
+            self.runs_of(group)
+            for group in self.groups
+            if not group.reason and group is not self.control
+        ]
         control = self.runs_of(self.control) if self.control is not None else None
         return seeds.judge_all(judged, self.metric, self.margin, control)
 
@@ -116,7 +122,12 @@ def metrics_of(runs: Sequence[Recorded]) -> list[str]:
     Runs without an evaluation so far are ignored.
     """
     measured = [
-        {key for event in found for key, value in event.items() if isinstance(value, float) and NAME.fullmatch(key)}
+        {
+            key
+            for event in found
+            for key, value in event.items()
+            if isinstance(value, float) and NAME.fullmatch(key)
+        }
         for each in runs
         if (found := each.of("eval"))
     ]
@@ -138,16 +149,23 @@ def gather(
     """
     resolved = [folder.resolve() for folder in folders]
     if twice := next((folder for folder in folders if resolved.count(folder.resolve()) > 1), None):
-        raise ConfigError(f"report: {twice} is named twice. Name each run once.", code="report.run-twice")
+        raise ConfigError(
+            f"report: {twice} is named twice. Name each run once.", code="report.run-twice"
+        )
     runs = [read_alone(folder) for folder in folders]
     names = list(dict.fromkeys(each.name for each in runs))
     if reference and reference not in names:
         near = closest(reference, names, limit=1) or ", ".join(names)
         raise ConfigError(
-            f"reference = {reference!r}: no run has this recipe. There are: {near}.", code="report.reference"
+            f"reference = {reference!r}: no run has this recipe. There are: {near}.",
+            code="report.reference",
         )
     # The positive control is never the default reference.
-    wanted = (each for each in runs if each.name == reference or (not reference and each.name != POSITIVE_CONTROL))
+    wanted = (
+        each
+        for each in runs
+        if each.name == reference or (not reference and each.name != POSITIVE_CONTROL)
+    )
     first = next(wanted, runs[0])
     apart = [(each, why) for each in runs if (why := differences(identity(first), identity(each)))]
     kept = [each for each in runs if not differences(identity(first), identity(each))]
@@ -157,7 +175,10 @@ def gather(
     chosen = metric or default_metric(first, known)
     if chosen not in known and any(each.of("eval") for each in kept):
         near = closest(chosen, known, limit=1) or ", ".join(known)
-        raise ConfigError(f"metric = {chosen!r}: not every run measured it. There are: {near}.", code="report.metric")
+        raise ConfigError(
+            f"metric = {chosen!r}: not every run measured it. There are: {near}.",
+            code="report.metric",
+        )
     return Gathered(
         groups=tuple(groups),
         apart=tuple(apart),
@@ -181,7 +202,9 @@ def grouped(runs: Sequence[Recorded], first: Recorded) -> list[Group]:
     theirs = {seed_of(each): each for each in runs if name_of(each, first) == name_of(first, first)}
     found: dict[tuple[str, str], list[Recorded]] = {}
     for each in runs:
-        reason = differences(batches(first), batches(each)) or other_tokens(each, theirs.get(seed_of(each)))
+        reason = differences(batches(first), batches(each)) or other_tokens(
+            each, theirs.get(seed_of(each))
+        )
         found.setdefault((name_of(each, first), reason), []).append(each)
     names = [name for name, _ in found]
     groups = []
@@ -200,7 +223,11 @@ def name_of(recorded: Recorded, first: Recorded) -> str:
     """Recipe, settings that differ from the first run's, and the branch point if it is a branch."""
     own, its = settings(recorded), settings(first)
     changed = [f"{key} = {value}" for key, value in own.items() if its.get(key, value) != value]
-    branch = [f"from step {format_text.count(recorded.run['parent']['step'])}"] if recorded.run.get("parent") else []
+    branch = (
+        [f"from step {format_text.count(recorded.run['parent']['step'])}"]
+        if recorded.run.get("parent")
+        else []
+    )
     return ", ".join([recorded.name, *changed, *branch])
 
 
@@ -226,7 +253,10 @@ def other_tokens(recorded: Recorded, reference: Recorded | None) -> str:
     """
     if reference is None:
         return ""
-    ours, theirs = ({each["step"]: each.get("tokens") for each in run.of("step")} for run in (recorded, reference))
+    ours, theirs = (
+        {each["step"]: each.get("tokens") for each in run.of("step")}
+        for run in (recorded, reference)
+    )
     # Token counts per step stand for the batches: metrics.jsonl has no hash of a batch.
     common = ours.keys() & theirs.keys()
     same = common - {*other_steps(common, recorded.left_out, reference.left_out)}
@@ -238,8 +268,17 @@ def identity(recorded: Recorded) -> dict[str, Any]:
     """Facts that must be the same for a comparison."""
     run, data = recorded.run, recorded.data
     # Runs without a hash of their contents are compared by source and sizes.
-    learnt = data.get("content_hash") or (data.get("source"), data.get("train_tokens"), data.get("rows"))
-    return {"data": learnt, "task": run.get("task"), "model": {**recorded.model}, "parameters": run.get("parameters")}
+    learnt = data.get("content_hash") or (
+        data.get("source"),
+        data.get("train_tokens"),
+        data.get("rows"),
+    )
+    return {
+        "data": learnt,
+        "task": run.get("task"),
+        "model": {**recorded.model},
+        "parameters": run.get("parameters"),
+    }
 
 
 def batches(recorded: Recorded) -> dict[str, Any]:

@@ -9,11 +9,25 @@ from typing import Any
 
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.format_text import count, percent, plural, signed, true_minus
-from narrowgauge.report.figures import THEME, canvas, label_axes, note, plot, signed_values, step_limits, svg
+from narrowgauge.report.figures import (
+    THEME,
+    canvas,
+    label_axes,
+    note,
+    plot,
+    signed_values,
+    step_limits,
+    svg,
+)
 from narrowgauge.report.run_data import Recorded
 
 WIDTH = 2.0  # in units of the noise scale, on either side: 95 % of normal noise
-OUTLINE: dict[str, Any] = {"markersize": 7, "markeredgewidth": 1.8, "markerfacecolor": THEME["paper"], "zorder": 5}
+OUTLINE: dict[str, Any] = {
+    "markersize": 7,
+    "markeredgewidth": 1.8,
+    "markerfacecolor": THEME["paper"],
+    "zorder": 5,
+}
 OF_VERDICT = {  # verdict -> (colour, marker, words)
     "within": ("run", "o", "within the margin"),
     "unknown": ("muted", "o", "unknown"),
@@ -39,8 +53,17 @@ def figure(events: Sequence[Event]) -> str:
         margins = [event["margin"] for event in finite]
         lower = [-margin for margin in margins]
         for bound in (margins, lower):
-            axes.stairs(bound, edges, baseline=None, color=THEME["ink"], linewidth=1.0, linestyle=(0, (3, 2)))
-        axes.stairs(margins, edges, baseline=lower, fill=True, color=THEME["run"], alpha=0.08, linewidth=0)
+            axes.stairs(
+                bound,
+                edges,
+                baseline=None,
+                color=THEME["ink"],
+                linewidth=1.0,
+                linestyle=(0, (3, 2)),
+            )
+        axes.stairs(
+            margins, edges, baseline=lower, fill=True, color=THEME["run"], alpha=0.08, linewidth=0
+        )
         axes.axhline(0.0, color=THEME["rule"], linewidth=1.2)
         for event in finite:
             place, scale = (event["step"], event["difference"]), event["scale"]
@@ -49,10 +72,24 @@ def figure(events: Sequence[Event]) -> str:
             axes.plot([place[0]] * 2, ends, color=THEME[colour], linewidth=1.6, alpha=0.6)
             plot(axes, [place], color=THEME[colour], linewidth=0, marker=marker, **OUTLINE)
         same = [(event["step"], event["same"]) for event in finite if is_number(event.get("same"))]
-        plot(axes, same, color=THEME["muted"], linewidth=0, marker="x", markersize=6, markeredgewidth=1.4, zorder=6)
+        plot(
+            axes,
+            same,
+            color=THEME["muted"],
+            linewidth=0,
+            marker="x",
+            markersize=6,
+            markeredgewidth=1.4,
+            zorder=6,
+        )
         means = [event["mean"] for event in finite]
         plot(axes, list(zip(steps, means, strict=True)), color=THEME["ink"], linewidth=1.2)
-        levels = [0.0, *margins, *(-margin for margin in margins), *(event["difference"] for event in finite)]
+        levels = [
+            0.0,
+            *margins,
+            *(-margin for margin in margins),
+            *(event["difference"] for event in finite),
+        ]
         levels += [value for _, value in same]
         room = 0.3 * (max(levels) - min(levels))
         axes.set_ylim(min(levels) - room, max(levels) + room)
@@ -84,7 +121,9 @@ def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
     yield str(events[-1].get("sentence", ""))
     # After a rewind by the guard, the steps of the BF16 reference become the run's own.
     became = sum(event["steps"] for event in recorded.of("rewind") if event.get("why") == "guard")
-    spent = sum(event["steps"] * (1 + (event.get("control") is not None)) for event in events) - became
+    spent = (
+        sum(event["steps"] * (1 + (event.get("control") is not None)) for event in events) - became
+    )
     share = percent(spent / max(recorded.last_step, 1))
     yield f"{plural(len(events), 'check')} took {plural(spent, 'step')} that did not count, {share} of the run's."
     if line := first_steps(events):
@@ -97,7 +136,11 @@ def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
     alarms = [event for event in events if event["verdict"] == "worse"]
     if alarms:
         first = alarms[0]
-        on = "" if first.get("seen_on", "stretch") == "stretch" else f", seen on the {first['seen_on']}"
+        on = (
+            ""
+            if first.get("seen_on", "stretch") == "stretch"
+            else f", seen on the {first['seen_on']}"
+        )
         yield f"First alarm at step {count(first['step'])}{on}; the check there differed by {signed(first['difference'])} nats."
     yield from map(blamed, recorded.of("blame"))
     if wide := wide_steps(recorded, events):
@@ -115,7 +158,9 @@ def blamed(event: Event) -> str:
     said = [f"{where}, inaccurate: {', '.join(suspects)}."]
     for each in event.get("confirmations") or []:
         hurts, products = each.get("hurts"), each.get("products")
-        verdict = "Confirmed" if hurts is True else "Not confirmed" if hurts is False else "Not known"
+        verdict = (
+            "Confirmed" if hurts is True else "Not confirmed" if hurts is False else "Not known"
+        )
         names = ", ".join(map(str, products)) if isinstance(products, list) else str(products)
         said.append(f"{verdict}, {names}: {each.get('words', '')}.")
     if recipes := event.get("recipes"):
@@ -136,7 +181,8 @@ def first_steps(events: Sequence[Event]) -> str:
     if not ends:
         return f"{said}; gradients were not compared."
     lowest, highest = (
-        true_minus(f"{value:.2f}") for value in (min(low for low, _ in ends), max(high for _, high in ends))
+        true_minus(f"{value:.2f}")
+        for value in (min(low for low, _ in ends), max(high for _, high in ends))
     )
     most = max(event["weights"] for event in events)
     sick = dict.fromkeys(name for event in events for name in event.get("sick") or ())
@@ -170,7 +216,10 @@ def wide_steps(recorded: Recorded, events: Sequence[Event]) -> list[tuple[int, i
         # The run stayed in low precision.
         if event.get("then") in ("", "warn", None):
             continue
-        first, last = event["begun"] + 1, following if event["then"] in ("stay", "bf16") else event["step"]
+        first, last = (
+            event["begun"] + 1,
+            following if event["then"] in ("stay", "bf16") else event["step"],
+        )
         if found and found[-1][1] == first - 1:
             first = found.pop()[0]
         found.append((first, last))

@@ -20,7 +20,17 @@ from narrowgauge.diagnose.format_text import count, decimals, duration, loss_val
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.diagnose.same_curve import CONTROLS, DIFFERS, SAME, SMALL
 from narrowgauge.report import several_figures
-from narrowgauge.report.figures import THEME, Points, canvas, label_axes, note, plot, signed_values, step_limits, svg
+from narrowgauge.report.figures import (
+    THEME,
+    Points,
+    canvas,
+    label_axes,
+    note,
+    plot,
+    signed_values,
+    step_limits,
+    svg,
+)
 from narrowgauge.report.page import environment
 
 WORDS = {SAME: "same within control", SMALL: "within the margin", DIFFERS: "differs"}
@@ -37,7 +47,11 @@ def write(ladder: Ladder, fix: str, run: str, path: Path) -> Path:
     run  name of the run
     fix  command that continues training with the fix, or ''
     """
-    source = importlib.resources.files("narrowgauge.report").joinpath("ladder.html.jinja").read_text(encoding="utf-8")
+    source = (
+        importlib.resources.files("narrowgauge.report")
+        .joinpath("ladder.html.jinja")
+        .read_text(encoding="utf-8")
+    )
     text = environment().from_string(source).render(page(ladder, fix, run))
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path
@@ -74,7 +88,11 @@ def row(ladder: Ladder, place: int, rung: Rung) -> dict[str, Any]:
     }  # fmt: skip
     lost = f"not finite at step {count(rung.lost)}" if rung.lost else ""
     if rung.refused or rung.name == WIDE or not ladder.recipe:
-        return found | {"verdict": "not taken" if rung.refused else lost or ("reference" if rung.name == WIDE else "")}
+        return found | {
+            "verdict": "not taken"
+            if rung.refused
+            else lost or ("reference" if rung.name == WIDE else "")
+        }
     against = ladder.against_bf16(rung.name)
     mends = rung.name.startswith((RECIPE, PRODUCT)) and ladder.mends(rung.name)
     verdict = lost or WORDS.get(against.name, "not known")
@@ -90,7 +108,9 @@ def question(name: str) -> str:
     head, _, what = name.partition(":")
     if name in QUESTIONS:
         return QUESTIONS[name]
-    return f"every layer in {what}" if head == RECIPE[:-1] else f"{what} in 16 bits, the rest as it is"
+    return (
+        f"every layer in {what}" if head == RECIPE[:-1] else f"{what} in 16 bits, the rest as it is"
+    )
 
 
 def series(place: int) -> dict[str, Any]:
@@ -125,7 +145,11 @@ def differences(ladder: Ladder) -> str:
     """
     if not ladder.recipe or WIDE not in ladder.rungs:
         return ""
-    curves = {place: gaps(ladder, rung) for place, rung in enumerate(ladder.rungs.values()) if rung.name != WIDE}
+    curves = {
+        place: gaps(ladder, rung)
+        for place, rung in enumerate(ladder.rungs.values())
+        if rung.name != WIDE
+    }
     shown = {place: points for place, points in curves.items() if points}
     if not shown:
         return ""
@@ -133,12 +157,20 @@ def differences(ladder: Ladder) -> str:
     with canvas(1000, 320) as (drawn, axes):
         first, last = ladder.begun + 1, ladder.begun + ladder.steps
         axes.set_xlim(*step_limits([first, last]))
-        axes.axvspan(ladder.begun + ladder.steps // 2 + 0.5, last, color=THEME["muted"], alpha=0.07, linewidth=0)
+        axes.axvspan(
+            ladder.begun + ladder.steps // 2 + 0.5,
+            last,
+            color=THEME["muted"],
+            alpha=0.07,
+            linewidth=0,
+        )
         axes.axhline(0.0, color=several_figures.colour_of(0), linewidth=1.6)
         levels = [value for points in shown.values() for _, value in points]
         bands = [] if own.control is None else [CONTROLS * own.control]
         if bands:
-            axes.axhspan(-bands[0], bands[0], color=several_figures.colour_of(0), alpha=0.25, linewidth=0)
+            axes.axhspan(
+                -bands[0], bands[0], color=several_figures.colour_of(0), alpha=0.25, linewidth=0
+            )
         # A margin far outside would flatten the curves.
         if math.isfinite(own.margin) and own.margin < 4 * max(map(abs, levels), default=0.0):
             bands.append(own.margin)
@@ -153,21 +185,31 @@ def differences(ladder: Ladder) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         signed_values(axes)
         label_axes(axes, "loss minus that of bf16 on the same batch, nats")
-        return several_figures.themed(svg(drawn, "rungs", "Differences of the rungs to BF16 over the steps"))
+        return several_figures.themed(
+            svg(drawn, "rungs", "Differences of the rungs to BF16 over the steps")
+        )
 
 
 def gaps(ladder: Ladder, rung: Rung) -> Points:
     """Differences of the rung's losses from BF16's, smoothed over a tenth of the steps."""
     pairs = enumerate(zip(rung.losses, ladder.rungs[WIDE].losses, strict=False), ladder.begun + 1)
     # Unsmoothed differences of several rungs are an unreadable tangle (docs/log.md).
-    found = smooth([(step, ours - wide) for step, (ours, wide) in pairs], max(ladder.steps // 20, 1))
+    found = smooth(
+        [(step, ours - wide) for step, (ours, wide) in pairs], max(ladder.steps // 20, 1)
+    )
     return [(step, gap) for step, gap in found if math.isfinite(gap)]
 
 
 def line(axes: Axes, place: int, points: Points, strong: bool) -> None:
     found = series(place)
     style: dict[str, Any] = {"dashes": (6, 2)} if found["dashed"] else {}
-    plot(axes, points, color=several_figures.colour_of(found["number"]), linewidth=2.4 if strong else 1.5, **style)
+    plot(
+        axes,
+        points,
+        color=several_figures.colour_of(found["number"]),
+        linewidth=2.4 if strong else 1.5,
+        **style,
+    )
 
 
 def losses(ladder: Ladder) -> str:
@@ -176,6 +218,16 @@ def losses(ladder: Ladder) -> str:
         several_figures.Line(series(place)["number"], points, {})
         for place, rung in enumerate(ladder.rungs.values())
         if rung.name in (AGAIN, WIDE)
-        and (points := [(step, loss) for step, loss in enumerate(rung.losses, ladder.begun + 1) if math.isfinite(loss)])
+        and (
+            points := [
+                (step, loss)
+                for step, loss in enumerate(rung.losses, ladder.begun + 1)
+                if math.isfinite(loss)
+            ]
+        )
     ]
-    return several_figures.curves(lines, "losses", "loss, nats", "Losses over the steps") if lines else ""
+    return (
+        several_figures.curves(lines, "losses", "loss, nats", "Losses over the steps")
+        if lines
+        else ""
+    )

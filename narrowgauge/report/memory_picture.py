@@ -48,7 +48,9 @@ def refuse(path: Path) -> None:
     Called before tracing, which takes longer.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"picture = {str(path)!r}: end its name in {', '.join(FORMATS)}.", code="picture.suffix")
+        raise ConfigError(
+            f"picture = {str(path)!r}: end its name in {', '.join(FORMATS)}.", code="picture.suffix"
+        )
 
 
 def draw(answer: Mapping[str, Any], path: Path) -> None:
@@ -121,28 +123,49 @@ def _stack(axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence[flo
     """Draw one step-shaped area for each part."""
     base = [0.0] * len(columns)
     for part, (_, colour) in PARTS.items():
-        above = [low + each["parts"].get(part, 0) / GIB for low, each in zip(base, columns, strict=True)]
-        axes.fill_between(edges, [*base, base[-1]], [*above, above[-1]], step="post", color=colour, linewidth=0)
+        above = [
+            low + each["parts"].get(part, 0) / GIB for low, each in zip(base, columns, strict=True)
+        ]
+        axes.fill_between(
+            edges, [*base, base[-1]], [*above, above[-1]], step="post", color=colour, linewidth=0
+        )
         base = above
     axes.step(edges, [*base, base[-1]], where="post", color=THEME["ink"], linewidth=1.0)
     axes.set_xlim(0, edges[-1])
 
 
-def _stretches(axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence[float], top: float) -> None:
+def _stretches(
+    axes: Axes, columns: Sequence[Mapping[str, Any]], edges: Sequence[float], top: float
+) -> None:
     """Label forward, loss, backward and update below the columns, with a line between them."""
     axes.set_xticks([])
     for name, start, end in stretches(columns):
         if start:
-            axes.axvline(edges[start], color=THEME["ink"], linewidth=0.9, dashes=(1.2, 2.4), zorder=3)
+            axes.axvline(
+                edges[start], color=THEME["ink"], linewidth=0.9, dashes=(1.2, 2.4), zorder=3
+            )
         middle = (edges[start] + edges[end]) / 2
-        axes.text(middle, -0.025 * top, STRETCHES[name], ha="center", va="top", fontsize=11, color=THEME["muted"])
+        axes.text(
+            middle,
+            -0.025 * top,
+            STRETCHES[name],
+            ha="center",
+            va="top",
+            fontsize=11,
+            color=THEME["muted"],
+        )
 
 
 def stretches(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
     """Yield (kind of phase, first column, end column); backward of the head counts as the loss."""
     # Backward of the head is "backward" without a block number.
-    kinds = ["head" if each["phase"] in ("head", "backward") else each["phase"].split()[0] for each in columns]
-    if "head" not in kinds or kinds.count("backward") == 0:  # a model without blocks has one phase backward
+    kinds = [
+        "head" if each["phase"] in ("head", "backward") else each["phase"].split()[0]
+        for each in columns
+    ]
+    if (
+        "head" not in kinds or kinds.count("backward") == 0
+    ):  # a model without blocks has one phase backward
         kinds = [each["phase"].split()[0] for each in columns]
     starts = [0, *(at for at, (a, b) in enumerate(pairwise(kinds), 1) if a != b), len(kinds)]
     for start, end in pairwise(starts):
@@ -158,9 +181,22 @@ def _name_others(
         size = columns[at]["parts"].get(part, 0) / GIB
         if named.get(part, 0) / GIB > 0.01 * top or size < 0.06 * top:
             continue
-        below = sum(columns[at]["parts"].get(other, 0) for other in list(PARTS)[: list(PARTS).index(part)]) / GIB
-        style: dict[str, Any] = {"color": THEME["ink"], "fontsize": 11, "va": "center", "ha": "right"}
-        axes.text(edges[at + 1] - 0.008 * edges[-1], below + size / 2, f"{words} {size:.1f}", **style)
+        below = (
+            sum(
+                columns[at]["parts"].get(other, 0)
+                for other in list(PARTS)[: list(PARTS).index(part)]
+            )
+            / GIB
+        )
+        style: dict[str, Any] = {
+            "color": THEME["ink"],
+            "fontsize": 11,
+            "va": "center",
+            "ha": "right",
+        }
+        axes.text(
+            edges[at + 1] - 0.008 * edges[-1], below + size / 2, f"{words} {size:.1f}", **style
+        )
 
 
 def _at_peak(axes: Axes, parts: Mapping[str, int], top: float) -> None:
@@ -190,9 +226,24 @@ def _limit(axes: Axes, beside: Axes, card: Mapping[str, Any], top: float) -> Non
     words = f"{card['name']}: {usable:.1f} GiB can be used"
     style: dict[str, Any] = {"color": THEME["reference"], "fontsize": 11, "weight": "bold"}
     if usable > top:
-        axes.text(0.012, 0.97, f"{words}, more than twice as much", va="top", transform=axes.transAxes, **style)
+        axes.text(
+            0.012,
+            0.97,
+            f"{words}, more than twice as much",
+            va="top",
+            transform=axes.transAxes,
+            **style,
+        )
         return
     axes.axhline(usable, color=THEME["reference"], linewidth=1.6, zorder=4)
     beside.plot([0, 0.9], [usable, usable], color=THEME["reference"], linewidth=1.6, zorder=4)
     box = {"facecolor": THEME["paper"], "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
-    axes.text(0.012 * axes.get_xlim()[1], usable + 0.012 * top, words, va="bottom", zorder=5, bbox=box, **style)
+    axes.text(
+        0.012 * axes.get_xlim()[1],
+        usable + 0.012 * top,
+        words,
+        va="bottom",
+        zorder=5,
+        bbox=box,
+        **style,
+    )

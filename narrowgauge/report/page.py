@@ -27,7 +27,8 @@ try:
     from narrowgauge.report import cards, figures, guard, spread_table, tables
 except ImportError as error:
     raise ConfigError(
-        f"report: needs {error.name}. Install it: pip install jinja2 matplotlib", code="report.missing-package"
+        f"report: needs {error.name}. Install it: pip install jinja2 matplotlib",
+        code="report.missing-package",
     ) from error
 
 
@@ -37,7 +38,11 @@ def write(run_folder: Path) -> Path:
     Raises ConfigError if this is not a run folder, StorageError if the page cannot be written.
     """
     recorded = read(Path(run_folder))
-    source = importlib.resources.files("narrowgauge.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    source = (
+        importlib.resources.files("narrowgauge.report")
+        .joinpath("page.html.jinja")
+        .read_text(encoding="utf-8")
+    )
     text = environment().from_string(source).render(page(recorded))
     path = recorded.folder / "report.html"
     # errors="replace": a sample may hold a lone surrogate.
@@ -49,7 +54,9 @@ def environment() -> jinja2.Environment:
     """Jinja environment of all pages: strict, escaped, with the styles as variables."""
     # Autoescape, because samples and names are user text; StrictUndefined, so that a misspelt
     # variable raises an error and is not rendered as ''.
-    found = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
         found.filters[spelled.__name__] = spelled
     folder = importlib.resources.files("narrowgauge.report")
@@ -120,7 +127,9 @@ def status(recorded: Recorded) -> dict[str, str]:
         kind, word, text = "bad", "stopped: not finite", nonfinite_words(recorded, done["step"])
     else:
         word = str(done["reason"])
-        by = {"interrupted": "by Ctrl-C", "preempted": "from outside (SIGTERM)"}.get(word, f"({word})")
+        by = {"interrupted": "by Ctrl-C", "preempted": "from outside (SIGTERM)"}.get(
+            word, f"({word})"
+        )
         text = f"The run was stopped {by} after {reached}. Resume it to go on."
     return {"kind": kind, "word": word, "text": text}
 
@@ -137,7 +146,9 @@ def nonfinite_words(recorded: Recorded, ended: int) -> str:
     text = [f"The run was stopped at step {count(stopped)} because {what} was not finite."]
     before = [step for step in steps if step["step"] < stopped and compare.finite_loss(step)]
     if before:
-        text.append(f"The last finite loss is {before[-1]['loss']:.4f}, at step {count(before[-1]['step'])}.")
+        text.append(
+            f"The last finite loss is {before[-1]['loss']:.4f}, at step {count(before[-1]['step'])}."
+        )
     for event in recorded.of("nonfinite_amax")[:1]:
         where = f"{tables.role(event)} of {event.get('module', '?')}"
         text.append(f"The first amax that was not finite: {where}, at step {count(event['step'])}.")
@@ -172,7 +183,9 @@ def loss_figure(recorded: Recorded) -> str:
 
 def metric_figure(recorded: Recorded) -> str:
     """Draw the scores over the steps, or else the perplexity; '' if only a loss was measured."""
-    shown = cards.scores(recorded) or [metric for metric in ("perplexity",) if cards.points(recorded, metric)]
+    shown = cards.scores(recorded) or [
+        metric for metric in ("perplexity",) if cards.points(recorded, metric)
+    ]
     if not shown:
         return ""
     curves, others = (
@@ -192,5 +205,11 @@ def samples(recorded: Recorded) -> list[dict[str, Any]]:
     found = []
     for event in recorded.of("sample"):
         prompt = str(event.get("prompt", ""))
-        found.append({"step": event["step"], "prompt": prompt, "text": str(event.get("text", "")).removeprefix(prompt)})
+        found.append(
+            {
+                "step": event["step"],
+                "prompt": prompt,
+                "text": str(event.get("text", "")).removeprefix(prompt),
+            }
+        )
     return found

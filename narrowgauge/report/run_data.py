@@ -13,7 +13,9 @@ from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.storage import reading
 
-CONFIG = reading.Kind(most_bytes=reading.MIB, step="Restore a copy of it, or remove it: the page does without.")
+CONFIG = reading.Kind(
+    most_bytes=reading.MIB, step="Restore a copy of it, or remove it: the page does without."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,10 @@ class Recorded:
 
     def of(self, kind: str) -> list[Event]:
         """Events of one kind, sorted by step."""
-        return sorted((event for event in self.events if event["event"] == kind), key=lambda event: event["step"])
+        return sorted(
+            (event for event in self.events if event["event"] == kind),
+            key=lambda event: event["step"],
+        )
 
     @property
     def name(self) -> str:
@@ -38,7 +43,9 @@ class Recorded:
         return (
             self.label
             + str(self.run.get("recipe") or "this run")
-            + format_text.elsewhere(self.run.get("recipes") or {}, str(self.run.get("embedding_codes") or ""))
+            + format_text.elsewhere(
+                self.run.get("recipes") or {}, str(self.run.get("embedding_codes") or "")
+            )
         )
 
     @property
@@ -80,7 +87,9 @@ def read(folder: Path) -> Recorded:
             broken = broken or inner.name
     own = read_alone(folder)
     parent = (
-        lineage.parent_of(lineage.Member(folder=folder, run=own.run, events=own.events)) if reference is None else None
+        lineage.parent_of(lineage.Member(folder=folder, run=own.run, events=own.events))
+        if reference is None
+        else None
     )
     if parent is not None:
         reference = replace(read_alone(parent), label="parent: ")

@@ -33,7 +33,8 @@ try:
     from narrowgauge.report.page import environment
 except ImportError as error:
     raise ConfigError(
-        f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy", code="report.missing-package"
+        f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy",
+        code="report.missing-package",
     ) from error
 
 KINDS = {  # verdict -> colour of its notice
@@ -52,7 +53,9 @@ def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
     facts = facts_of(folder)
     names = [f"{recipe}-seed{seed}" for recipe in facts["recipes"] for seed in facts["seeds"]]
     # Folders of the study's runs are named recipe-seedN.
-    names += [f"{POSITIVE_CONTROL}-seed{seed}" for seed in facts["seeds"] if facts.get("control", False)]
+    names += [
+        f"{POSITIVE_CONTROL}-seed{seed}" for seed in facts["seeds"] if facts.get("control", False)
+    ]
     begun = [folder / name for name in names if (folder / name / "run.json").is_file()]
     if not begun:
         raise ConfigError(
@@ -60,7 +63,10 @@ def of_study(folder: Path, margin: Margin | None = None) -> Gathered:
             code="report.empty-study",
         )
     return gather(
-        begun, metric=facts["metric"], margin=margin or Margin.parse(facts["margin"]), failed=facts.get("failed")
+        begun,
+        metric=facts["metric"],
+        margin=margin or Margin.parse(facts["margin"]),
+        failed=facts.get("failed"),
     )
 
 
@@ -70,7 +76,11 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def write_folders(
-    folders: Sequence[Path], path: Path | None = None, reference: str = "", metric: str = "", margin: str = ""
+    folders: Sequence[Path],
+    path: Path | None = None,
+    reference: str = "",
+    metric: str = "",
+    margin: str = "",
 ) -> Path:
     """Write the page on run folders, or on one study.
 
@@ -86,12 +96,19 @@ def write_folders(
                 code="report.study-settings",
             )
         return write(of_study(folders[0], chosen), path or folders[0] / "report.html", facts)
-    return write(gather(folders, reference, metric, chosen), path or folders[0].resolve().parent / "report.html")
+    return write(
+        gather(folders, reference, metric, chosen),
+        path or folders[0].resolve().parent / "report.html",
+    )
 
 
 def write(found: Gathered, path: Path, facts: Mapping[str, Any] | None = None) -> Path:
     """Write the page to `path` and return it. Raises StorageError if it cannot be written."""
-    source = importlib.resources.files("narrowgauge.report").joinpath("several.html.jinja").read_text(encoding="utf-8")
+    source = (
+        importlib.resources.files("narrowgauge.report")
+        .joinpath("several.html.jinja")
+        .read_text(encoding="utf-8")
+    )
     text = environment().from_string(source).render(page(found, facts or {}))
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path
@@ -110,7 +127,10 @@ def page(found: Gathered, facts: Mapping[str, Any]) -> dict[str, Any]:
         "rows": rows(found, verdicts),
         "axis": several_figures.axis(*axis_of(verdicts)) if verdicts else "",
         "margin": margin_words(found, verdicts),
-        "legend": [(place % len(several_figures.SERIES), group.name) for place, group in enumerate(found.groups)],
+        "legend": [
+            (place % len(several_figures.SERIES), group.name)
+            for place, group in enumerate(found.groups)
+        ],
         "figures": list(several_curves.figures(found)),
         "costs": costs(found),
         "runs": [run_row(found, each) for each in found.runs],
@@ -143,11 +163,18 @@ def notice(verdict: Verdict) -> dict[str, str]:
 
 def pair_notice(found: Gathered) -> dict[str, str]:
     heading = f"Nothing to judge against {found.groups[0].name}"
-    return {"kind": "open", "heading": heading, "text": "No other recipe was trained on its batches.", "more": ""}
+    return {
+        "kind": "open",
+        "heading": heading,
+        "text": "No other recipe was trained on its batches.",
+        "more": "",
+    }
 
 
 def margin_words(found: Gathered, verdicts: Sequence[Verdict]) -> str:
-    margin = next((each.absolute_margin for each in verdicts if each.absolute_margin is not None), None)
+    margin = next(
+        (each.absolute_margin for each in verdicts if each.absolute_margin is not None), None
+    )
     if margin is None:
         return ""
     share = (
@@ -159,7 +186,9 @@ def margin_words(found: Gathered, verdicts: Sequence[Verdict]) -> str:
 
 
 def axis_of(verdicts: Sequence[Verdict]) -> tuple[tuple[float, float], float | None]:
-    margin = next((each.absolute_margin for each in verdicts if each.absolute_margin is not None), None)
+    margin = next(
+        (each.absolute_margin for each in verdicts if each.absolute_margin is not None), None
+    )
     return several_figures.axis_limits(
         [each.differences for each in verdicts], [each.interval for each in verdicts], margin
     ), margin
@@ -187,9 +216,15 @@ def rows(found: Gathered, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
             interval = verdict.interval
             row |= {
                 "difference": format_text.signed(verdict.mean, digits),
-                "interval": " to ".join(format_text.signed(end, digits) for end in interval) if interval else "",
-                "figure": several_figures.strip(str(place), place, verdict.differences, interval, margin, ends),
-                "inside": f"{verdict.inside_count} of {len(values)}" if verdict.inside is not None else "",
+                "interval": " to ".join(format_text.signed(end, digits) for end in interval)
+                if interval
+                else "",
+                "figure": several_figures.strip(
+                    str(place), place, verdict.differences, interval, margin, ends
+                ),
+                "inside": f"{verdict.inside_count} of {len(values)}"
+                if verdict.inside is not None
+                else "",
             }
         if verdict is not None:
             row |= {"verdict": seeds_text.heading(verdict), "kind": kind_of(verdict)}
@@ -222,7 +257,11 @@ def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
         )
     if len(verdicts) > 1 and any(each.holds_together is not None for each in verdicts):
         lost = [each.runs.name for each in verdicts if each.holds_together is False]
-        holds = f"the verdicts on {', '.join(lost)} do not hold then" if lost else "every verdict holds then as well"
+        holds = (
+            f"the verdicts on {', '.join(lost)} do not hold then"
+            if lost
+            else "every verdict holds then as well"
+        )
         yield (
             f"Each verdict errs in 5{PERCENT} of studies at most, by itself: no correction for {len(verdicts)} recipes is in it. With "
             f"Holm’s correction for all of them together, {holds}."
@@ -245,11 +284,17 @@ def sensitivity_words(found: Gathered, verdicts: Sequence[Verdict]) -> Iterator[
     name, assay = found.groups[0].name, verdicts[0].assay
     if assay.progress is None:
         return
-    trivial = f"{assay.predictor}: {assay.trivial:.4f}" if assay.trivial is not None else "trivial predictor: not known"
+    trivial = (
+        f"{assay.predictor}: {assay.trivial:.4f}"
+        if assay.trivial is not None
+        else "trivial predictor: not known"
+    )
     control = "positive control: none" if assay.control is None else ""
     if assay.control is not None and assay.control.harm is not None:
         harm = assay.control.harm
-        control = f"positive control: worse by {seeds_text.number(harm, format_text.decimals(harm))}"
+        control = (
+            f"positive control: worse by {seeds_text.number(harm, format_text.decimals(harm))}"
+        )
     yield (
         f"Could these runs have seen a difference? The training loss of {name} went from {assay.progress.first:.4f} to "
         f"{assay.progress.last:.4f}, of which {assay.progress.shown:.4f} is shown; {'; '.join(filter(None, (trivial, control)))}."
@@ -265,7 +310,10 @@ def costs(found: Gathered) -> list[dict[str, str]]:
     first: dict[str, float | None] = {}
     for place, group in enumerate(found.groups):
         row = {"colour": str(place % len(several_figures.SERIES)), "name": group.name}
-        for key, of, show in (("speed", compare.tokens_per_s, count), ("peak", compare.peak_bytes, format_text.size)):
+        for key, of, show in (
+            ("speed", compare.tokens_per_s, count),
+            ("peak", compare.peak_bytes, format_text.size),
+        ):
             values = [value for each in group.runs if (value := of(each.events)) is not None]
             median = statistics.median(values) if values else None
             # The first group is the reference, so its median is stored for the ratios of the
@@ -273,7 +321,9 @@ def costs(found: Gathered) -> list[dict[str, str]]:
             whole = first.setdefault(key, median)
             row[key] = show(median) if median is not None else "–"
             row[f"{key}_ratio"] = f"{median / whole:.2f}" if median and whole else ""
-        row["device"] = ", ".join(dict.fromkeys(str(each.run.get("device", "?")) for each in group.runs))
+        row["device"] = ", ".join(
+            dict.fromkeys(str(each.run.get("device", "?")) for each in group.runs)
+        )
         listed.append(row)
     return listed
 
@@ -282,7 +332,11 @@ def run_row(found: Gathered, recorded: Recorded) -> dict[str, str]:
     value, why = final(recorded, found.metric)
     known = found.failed.get(recorded.folder.name)
     parent = recorded.run.get("parent") or {}
-    branch = f"branch of {parent.get('run', '?')} from step {count(parent.get('step', '?'))}" if parent else ""
+    branch = (
+        f"branch of {parent.get('run', '?')} from step {count(parent.get('step', '?'))}"
+        if parent
+        else ""
+    )
     skipped = left_out.words("", recorded.left_out).strip() if recorded.left_out else ""
     wide = (recorded.of("eval") or [{}])[-1].get("wide", {}).get(found.metric)
     return {

@@ -64,7 +64,11 @@ def mean_line(number: int, curves: Sequence[Points], is_dotted: bool = False) ->
     by_step = [{step: value for step, value in curve if math.isfinite(value)} for curve in curves]
     steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
     points = [(step, statistics.fmean(each[step] for each in by_step)) for step in steps]
-    halves = {step: half_width([each[step] for each in by_step]) or 0.0 for step in steps} if len(by_step) > 1 else {}
+    halves = (
+        {step: half_width([each[step] for each in by_step]) or 0.0 for step in steps}
+        if len(by_step) > 1
+        else {}
+    )
     return Line(number, points, halves, is_dotted)
 
 
@@ -83,7 +87,9 @@ def curves(lines: Sequence[Line], name: str, label: str, title: str, zero: bool 
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
         sign = "+" if zero else ""
         axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: true_minus(f"{value:{sign}.6g}") if value or not zero else "0")
+            FuncFormatter(
+                lambda value, _: true_minus(f"{value:{sign}.6g}") if value or not zero else "0"
+            )
         )
         label_axes(axes, label)
         return themed(svg(figure, name, title))
@@ -95,9 +101,19 @@ def draw(axes: Axes, line: Line) -> None:
     if line.half_widths:
         banded = [(step, value, line.half_widths[step]) for step, value in line.points]
         low, high = ([value + side * half for _, value, half in banded] for side in (-1, 1))
-        axes.fill_between([step for step, _, _ in banded], low, high, color=colour, alpha=0.16, linewidth=0)
+        axes.fill_between(
+            [step for step, _, _ in banded], low, high, color=colour, alpha=0.16, linewidth=0
+        )
     marker = "o" if (line.is_dotted and len(line.points) <= 60) or len(line.points) == 1 else ""
-    plot(axes, thinned(line.points), color=colour, linewidth=1.8, marker=marker, markersize=4, **style)
+    plot(
+        axes,
+        thinned(line.points),
+        color=colour,
+        linewidth=1.8,
+        marker=marker,
+        markersize=4,
+        **style,
+    )
 
 
 def limits(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
@@ -131,7 +147,9 @@ def late(points: Points) -> Points:
 
 
 def axis_limits(
-    differences: Sequence[Sequence[float]], intervals: Sequence[tuple[float, float] | None], margin: float | None
+    differences: Sequence[Sequence[float]],
+    intervals: Sequence[tuple[float, float] | None],
+    margin: float | None,
 ) -> tuple[float, float]:
     """Common axis of all recipes' rows: every difference and interval, with zero in the middle.
 
@@ -152,7 +170,13 @@ def strip(name: str, number: int, differences: Sequence[float], interval: tuple[
     with row(STRIP, ends) as (figure, axes):
         shade(axes, margin, ends)
         if interval:
-            axes.plot(interval, (0.42, 0.42), color=colour_of(number), linewidth=3.2, solid_capstyle="butt")
+            axes.plot(
+                interval,
+                (0.42, 0.42),
+                color=colour_of(number),
+                linewidth=3.2,
+                solid_capstyle="butt",
+            )
         if differences:
             mean = statistics.fmean(differences)
             axes.plot(
@@ -173,7 +197,9 @@ def strip(name: str, number: int, differences: Sequence[float], interval: tuple[
             alpha=0.75,
             markeredgewidth=0,
         )
-        return themed(svg(figure, f"pairs-{name}", "Differences of the pairs, their mean and its interval"))
+        return themed(
+            svg(figure, f"pairs-{name}", "Differences of the pairs, their mean and its interval")
+        )
 
 
 def axis(ends: tuple[float, float], margin: float | None) -> str:
@@ -190,7 +216,13 @@ def axis(ends: tuple[float, float], margin: float | None) -> str:
 
 def shade(axes: Axes, margin: float | None, ends: tuple[float, float]) -> None:
     if margin is not None:
-        axes.axvspan(max(-margin, ends[0]), min(margin, ends[1]), color=THEME["muted"], alpha=0.13, linewidth=0)
+        axes.axvspan(
+            max(-margin, ends[0]),
+            min(margin, ends[1]),
+            color=THEME["muted"],
+            alpha=0.13,
+            linewidth=0,
+        )
     axes.axvline(0.0, color=colour_of(0), linewidth=1.6)
 
 

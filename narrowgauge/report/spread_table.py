@@ -31,17 +31,25 @@ def table(recorded: Recorded) -> dict[str, Any] | None:
         )
     if not last:
         return None
-    chosen = sorted(last, key=lambda module: last[module].get("rows", {}).get("effective", math.inf))[:MOST_LAYERS]
+    chosen = sorted(
+        last, key=lambda module: last[module].get("rows", {}).get("effective", math.inf)
+    )[:MOST_LAYERS]
     # In the order of the backward pass.
     shown = {module: found for module, found in last.items() if module in chosen}
     norms = axis(found["rows"]["norms"] for found in shown.values() if "rows" in found)
     both = [found["channels"] for found in shown.values() if "channels" in found]
     peaks = axis(each[name] for each in both for name in ("peaks", "rotated_peaks"))
     lines = [line(module, found, norms, peaks) for module, found in shown.items()]
-    return {"lines": sorted(lines, key=lambda each: each["order"]), "drawn": len(lines), "layers": len(last)}
+    return {
+        "lines": sorted(lines, key=lambda each: each["order"]),
+        "drawn": len(lines),
+        "layers": len(last),
+    }
 
 
-def line(module: str, found: Mapping[str, Any], norms: tuple[int, int], peaks: tuple[int, int]) -> dict[str, Any]:
+def line(
+    module: str, found: Mapping[str, Any], norms: tuple[int, int], peaks: tuple[int, int]
+) -> dict[str, Any]:
     rows, channels = found.get("rows"), found.get("channels")
     cells: dict[str, Any] = {
         "module": module,
@@ -58,8 +66,14 @@ def line(module: str, found: Mapping[str, Any], norms: tuple[int, int], peaks: t
             "top": format_text.percent(rows["top"]),
         }
     if channels:
-        cells |= {"peaks": strip(channels["peaks"], peaks), "rotated": strip(channels["rotated_peaks"], peaks)}
-        cells |= {"largest": f"{channels['largest']:.3g}", "rotated_largest": f"{channels['rotated_largest']:.3g}"}
+        cells |= {
+            "peaks": strip(channels["peaks"], peaks),
+            "rotated": strip(channels["rotated_peaks"], peaks),
+        }
+        cells |= {
+            "largest": f"{channels['largest']:.3g}",
+            "rotated_largest": f"{channels['rotated_largest']:.3g}",
+        }
     return cells
 
 

@@ -25,7 +25,9 @@ def layers(recorded: Recorded) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in recorded.run.get("describe") or []:
-        name, note, *columns = (str(row.get(key) or "") for key in ("name", "note", *DESCRIBE_COLUMNS))
+        name, note, *columns = (
+            str(row.get(key) or "") for key in ("name", "note", *DESCRIBE_COLUMNS)
+        )
         new = {"names": Counter(), "columns": tuple(columns), "notes": {}}
         group = groups.setdefault(tuple(columns), new)
         # Numbers in names become *, so that equal layers of all blocks share a row.
@@ -43,7 +45,10 @@ def tensors(recorded: Recorded) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     watched: dict[tuple[str, str], list[Event]] = {}
     for event in recorded.of("tensor"):
         watched.setdefault((event["module"], event["role"]), []).append(event)
-    lost = {key: max(worst_share(watched[key], loss) for loss in ("underflow", "saturated")) for key in watched}
+    lost = {
+        key: max(worst_share(watched[key], loss) for loss in ("underflow", "saturated"))
+        for key in watched
+    }
     worst = sorted(watched, key=lambda key: -lost[key])
     shown: dict[str, list[dict[str, Any]]] = {}
     for module, role in watched:  # in the order of the readings
@@ -74,13 +79,18 @@ def tensor(events: list[Event], name: str) -> dict[str, Any]:
 
 def shares(events: list[Event], key: str) -> tuple[str, str]:
     """Share at the last reading, and the largest share of all readings if it differs."""
-    last, worst = format_text.percent(events[-1].get(key)), format_text.percent(worst_share(events, key))
+    last, worst = (
+        format_text.percent(events[-1].get(key)),
+        format_text.percent(worst_share(events, key)),
+    )
     return last, f"worst {worst}" if worst != last and last != "–" else ""
 
 
 def worst_share(events: list[Event], key: str) -> float:
     found = [event.get(key) for event in events]
-    return max((share for share in found if share is not None and math.isfinite(share)), default=0.0)
+    return max(
+        (share for share in found if share is not None and math.isfinite(share)), default=0.0
+    )
 
 
 def role(event: Event) -> str:
@@ -96,12 +106,16 @@ def happenings(recorded: Recorded) -> list[str]:
     for event in recorded.of("switch"):
         if {"layers", "before", "after"} <= event.keys():
             what = f"{', '.join(event['before'])} to {', '.join(event['after'])}"
-            found.append((event["step"], f"{format_text.plural(event['layers'], 'layer')} went from {what}."))
+            found.append(
+                (event["step"], f"{format_text.plural(event['layers'], 'layer')} went from {what}.")
+            )
     for event in recorded.of("resume"):
         skipped = ", ".join(event.get("skipped") or [])
         text = f"The run resumed from {event.get('path') or 'its beginning'}."
         found.append((event["step"], text + f" Passed over as corrupt: {skipped}." * bool(skipped)))
-    found += [(event["step"], event["sentence"]) for event in recorded.of("spike") if "sentence" in event]
+    found += [
+        (event["step"], event["sentence"]) for event in recorded.of("spike") if "sentence" in event
+    ]
     found += [
         (event["step"], f"Alarm of the guard. {event['sentence']}")
         for event in recorded.of("guard")
@@ -121,7 +135,9 @@ def happenings(recorded: Recorded) -> list[str]:
     for where, events in nonfinite.items():
         # The counter is cumulative.
         count = format_text.plural(max(event.get("count", 1) for event in events), "reading")
-        until = f", the last at step {format_text.count(events[-1]['step'])}" if len(events) > 1 else ""
+        until = (
+            f", the last at step {format_text.count(events[-1]['step'])}" if len(events) > 1 else ""
+        )
         text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the scaling window."
         found.append((events[0]["step"], text))
     return [f"Step {format_text.count(step)}: {text}" for step, text in sorted(found)]

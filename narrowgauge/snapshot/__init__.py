@@ -63,7 +63,9 @@ class Snapshot:
     _copy: CopyApart | CopyBeside | None
 
     @classmethod
-    def take(cls, training: Training, scope: Scope = Scope.STEPS, where: str | Path = "host") -> Self:
+    def take(
+        cls, training: Training, scope: Scope = Scope.STEPS, where: str | Path = "host"
+    ) -> Self:
         """Copies the present state.
 
         where  of STEPS: "host" for host memory, or a folder on a disk
@@ -88,7 +90,9 @@ class Snapshot:
         """
         assert self.scope is Scope.REPLAY
         copy = self._copy.taken_again() if isinstance(self._copy, CopyBeside) else None
-        return Snapshot(self.training, self.scope, Parts(self.training, self.scope, self._parts.tensors), copy)
+        return Snapshot(
+            self.training, self.scope, Parts(self.training, self.scope, self._parts.tensors), copy
+        )
 
     @property
     def nbytes(self) -> int:
@@ -160,4 +164,6 @@ def snapshot_bytes(model: nn.Module, optimizer: Any, also: Iterable[Any] = ()) -
     """
     parts = Parts(Training(model=model, optimizer=optimizer, also=tuple(also)), Scope.STEPS)
     found = sum(flat.numel() for flat in storages(parts.tensors).values())
-    return found + sum(bytes_to_come(part) for part in parts.members if isinstance(part, torch.optim.Optimizer))
+    return found + sum(
+        bytes_to_come(part) for part in parts.members if isinstance(part, torch.optim.Optimizer)
+    )

@@ -48,15 +48,24 @@ class BytesApart:
         if total == 0:
             return [[] for _ in sizes]
         refuse_room(total, self.where, what)
-        blocks = list(self._of_host(total) if self.where == "host" else self._of_file(total, Path(self.where)))
+        blocks = list(
+            self._of_host(total) if self.where == "host" else self._of_file(total, Path(self.where))
+        )
         self.nbytes += total
         found, place = [], 0
         for size in sizes:
             # A size may cross the borders of blocks: cut it there.
-            ends = [*range(place - place % BLOCK + BLOCK, place + size, BLOCK), place + size] if size else []
+            ends = (
+                [*range(place - place % BLOCK + BLOCK, place + size, BLOCK), place + size]
+                if size
+                else []
+            )
             begins = [place, *ends[:-1]]
             found.append(
-                [blocks[a // BLOCK][a % BLOCK : a % BLOCK + b - a] for a, b in zip(begins, ends, strict=True)]
+                [
+                    blocks[a // BLOCK][a % BLOCK : a % BLOCK + b - a]
+                    for a, b in zip(begins, ends, strict=True)
+                ]
                 if size
                 else []
             )
@@ -79,7 +88,9 @@ class BytesApart:
                     os.posix_fallocate(descriptor, 0, nbytes)
                 finally:
                     os.close(descriptor)
-                whole = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
+                whole = torch.from_file(
+                    str(path), shared=True, size=nbytes, dtype=torch.uint8, device="cpu"
+                )
             finally:
                 # Unlinked while mapped: the kernel frees the file when the process ends, even by
                 # SIGKILL.
@@ -112,7 +123,10 @@ def host_room() -> int | None:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 rooms.append(int(line.split()[1]) * 1024)
-        limit, used = ((LIMITS / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (LIMITS / name).read_text(encoding="ascii").strip()
+            for name in ("memory.max", "memory.current")
+        )
         if limit != "max":
             rooms.append(int(limit) - int(used) + _reclaimable())
     except (OSError, ValueError):

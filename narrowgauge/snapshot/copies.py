@@ -39,7 +39,9 @@ class CopyApart:
 
     def has_moved(self) -> bool:
         """True if a tensor has another address than when it was copied."""
-        return any(key not in self._storages for tensor in self._tensors for key, _ in _storages_of(tensor))
+        return any(
+            key not in self._storages for tensor in self._tensors for key, _ in _storages_of(tensor)
+        )
 
     def restore(self) -> None:
         self.exchange(keeps_copy=True)
@@ -54,7 +56,9 @@ class CopyApart:
                 if before is not None:
                     room.copy_(before, non_blocking=True)
         _wait(self._storages.values())
-        torch.autograd.graph.increment_version([each for each in self._tensors if not each.is_inference()])
+        torch.autograd.graph.increment_version(
+            [each for each in self._tensors if not each.is_inference()]
+        )
 
     def _fill(self, found: dict[Key, Tensor]) -> None:
         new = {key: flat for key, flat in found.items() if key not in self._copies}
@@ -81,7 +85,9 @@ class CopyBeside:
     def of(cls, tensors: Iterable[Tensor]) -> CopyBeside:
         flats: dict[torch.device, list[Tensor]] = {}
         seen: set[tuple[torch.device, int, int]] = set()
-        for flat in (flat for tensor in tensors for plain in _plain(tensor) for flat in _bytes_of(plain)):
+        for flat in (
+            flat for tensor in tensors for plain in _plain(tensor) for flat in _bytes_of(plain)
+        ):
             if (key := (flat.device, flat.data_ptr(), flat.numel())) not in seen:
                 seen.add(key)
                 flats.setdefault(flat.device, []).append(flat)
@@ -97,7 +103,9 @@ class CopyBeside:
     @torch.no_grad()
     def restore(self) -> None:
         for device, flats in self.flats.items():
-            for flat, before in zip(flats, self.copies[device].split([len(each) for each in flats]), strict=True):
+            for flat, before in zip(
+                flats, self.copies[device].split([len(each) for each in flats]), strict=True
+            ):
                 # A write would raise the tensor's version, after which casts of it are discarded.
                 if not torch.equal(flat, before):
                     flat.copy_(before)
@@ -122,7 +130,11 @@ def _bytes_of(plain: Tensor) -> Iterator[Tensor]:
     if not plain.is_meta and plain.numel():
         is_dense, strides = plain.is_contiguous(), plain.stride()
         # A permuted dense tensor is viewed in the order of its memory.
-        dense = plain if is_dense else plain.permute(sorted(range(plain.ndim), key=lambda dim: -strides[dim]))
+        dense = (
+            plain
+            if is_dense
+            else plain.permute(sorted(range(plain.ndim), key=lambda dim: -strides[dim]))
+        )
         if dense.is_contiguous():
             yield dense.view(-1).view(torch.uint8)
         else:
@@ -136,7 +148,11 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
             if isinstance(inner := getattr(tensor, name), Tensor):  # not a mesh
                 yield from _plain(inner)
     else:
-        yield coded_weight.plain(tensor) if isinstance(tensor, coded_weight.CodedWeight) else tensor.detach()
+        yield (
+            coded_weight.plain(tensor)
+            if isinstance(tensor, coded_weight.CodedWeight)
+            else tensor.detach()
+        )
 
 
 def _storages_of(tensor: Tensor) -> Iterator[tuple[Key, Tensor]]:

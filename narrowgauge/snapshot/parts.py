@@ -28,7 +28,9 @@ Restore = Callable[[], Any]
 
 # Fields of a layer that `distribute`, `freeze`, an optimizer or an observer attaches, at times inside
 # a forward pass. They belong to these owners and stay attached.
-ATTACHED = frozenset({"observer", "peers", "gathered", "frozen", "precast", "shared_inputs", "watch"})
+ATTACHED = frozenset(
+    {"observer", "peers", "gathered", "frozen", "precast", "shared_inputs", "watch"}
+)
 
 
 class Scope(Enum):
@@ -110,7 +112,9 @@ class Parts:
     progress  everything that does not belong to a member
     """
 
-    def __init__(self, training: Training, scope: Scope, tensors: list[Tensor] | None = None) -> None:
+    def __init__(
+        self, training: Training, scope: Scope, tensors: list[Tensor] | None = None
+    ) -> None:
         """Records the present state. tensors: those that an earlier REPLAY found, not searched again."""
         self.training = training
         self.members: list[Any] = []
@@ -173,7 +177,11 @@ class Parts:
         restores = [_gradient(each) for each in model.parameters()]
         restores.append(self._of_model(model, with_weights=False))
         # Last: fields may hold versions of the tensors
-        restores += [_fields(each) for each in model.modules() if isinstance(each, QLinear | QEmbedding | LayerState)]
+        restores += [
+            _fields(each)
+            for each in model.modules()
+            if isinstance(each, QLinear | QEmbedding | LayerState)
+        ]
 
         def restore() -> None:
             for each in restores:
@@ -224,7 +232,9 @@ class Parts:
                 return value
 
             return of_list
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        if value is None or isinstance(
+            value, bool | int | float | complex | str | bytes | torch.dtype | torch.device
+        ):
             return lambda: value
         kept = copy.deepcopy(value)
         return lambda: copy.deepcopy(kept)
@@ -262,15 +272,22 @@ def _members(training: Training) -> list[Any]:
 
 
 def _agreements(training: Training) -> list[Any]:
-    attached = [each.__dict__[ATTRIBUTE] for each in training.model.modules() if ATTRIBUTE in each.__dict__]
-    return list({id(each): each for each in [*attached, *training.agreements] if each is not None}.values())
+    attached = [
+        each.__dict__[ATTRIBUTE] for each in training.model.modules() if ATTRIBUTE in each.__dict__
+    ]
+    return list(
+        {id(each): each for each in [*attached, *training.agreements] if each is not None}.values()
+    )
 
 
 def _replayed(model: nn.Module) -> Iterator[Tensor]:
     """Low-precision state that a forward pass reads and a step changes."""
     for module in model.modules():
         if isinstance(module, LayerState):
-            for name, each in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            for name, each in [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]:
                 if name not in module.not_replayed:
                     yield each
 
@@ -302,7 +319,11 @@ def _gradient(parameter: nn.Parameter) -> Restore:
     before = parameter.grad
     # Under DistributedDataParallel gradients may be views of message buckets, which the next
     # backward pass overwrites.
-    content = before.detach().clone() if before is not None and torch.distributed.is_initialized() else None
+    content = (
+        before.detach().clone()
+        if before is not None and torch.distributed.is_initialized()
+        else None
+    )
 
     def restore() -> None:
         parameter.grad = before

@@ -43,10 +43,13 @@ def refusals(doing: str, path: Path, instead: str = "choose another --output") -
     try:
         yield
     except OSError as error:
-        place = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+        place = (
+            f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+        )
         step = "Free some space" if error.errno in FULL else "Check that it can be written"
         raise StorageError(
-            f"cannot {doing} {path}: {error.strerror or error}{place}. {step}, or {instead}.", code="storage.refused"
+            f"cannot {doing} {path}: {error.strerror or error}{place}. {step}, or {instead}.",
+            code="storage.refused",
         ) from error
 
 

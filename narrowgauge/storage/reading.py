@@ -67,7 +67,9 @@ class Kind:
         """The error for a file, with the reason and the next step."""
         if len(reason) > LONGEST_REASON:  # a reason may quote the file's content
             reason = f"{reason[:LONGEST_REASON]} ..."
-        return self.error(f"{os.fsencode(path).decode('utf-8', 'backslashreplace')}: {reason}. {self.step}")
+        return self.error(
+            f"{os.fsencode(path).decode('utf-8', 'backslashreplace')}: {reason}. {self.step}"
+        )
 
 
 @contextmanager
@@ -85,7 +87,9 @@ def opened(path: Path, kind: Kind) -> Iterator[BufferedReader]:
 def opened_to_append(path: Path, kind: Kind) -> IO[bytes]:
     """Opens or creates a regular file for reading and unbuffered appends, without a size limit."""
     with _refusing(path, kind):
-        return open(_descriptor(path, kind, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+", buffering=0)
+        return open(
+            _descriptor(path, kind, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+", buffering=0
+        )
 
 
 def bytes_of(path: Path, kind: Kind) -> bytes:
@@ -168,18 +172,25 @@ def _descriptor(path: Path, kind: Kind, flags: int) -> int:
 
 def _refuse_stat(found: os.stat_result, path: Path, kind: Kind, limits_size: bool = True) -> None:
     if not stat.S_ISREG(found.st_mode):
-        what = next((words for matches, words in NOT_REGULAR if matches(found.st_mode)), "something else")
+        what = next(
+            (words for matches, words in NOT_REGULAR if matches(found.st_mode)), "something else"
+        )
         raise kind.refusal(path, f"cannot be read: it is {what}, not a regular file")
     if limits_size and found.st_size > kind.most_bytes:
         raise kind.refusal(
-            path, f"cannot be read: it has {found.st_size} bytes, and at most {kind.most_bytes} are read"
+            path,
+            f"cannot be read: it has {found.st_size} bytes, and at most {kind.most_bytes} are read",
         )
     if kind.only_own and found.st_uid not in (0, os.getuid()):
         raise kind.refusal(
-            path, f"cannot be trusted: it belongs to user {found.st_uid}, and you are user {os.getuid()}"
+            path,
+            f"cannot be trusted: it belongs to user {found.st_uid}, and you are user {os.getuid()}",
         )
     if kind.only_own and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise kind.refusal(path, f"cannot be trusted: others may write to it (mode {stat.S_IMODE(found.st_mode):04o})")
+        raise kind.refusal(
+            path,
+            f"cannot be trusted: others may write to it (mode {stat.S_IMODE(found.st_mode):04o})",
+        )
 
 
 @contextmanager
@@ -190,10 +201,14 @@ def _refusing(path: Path, kind: Kind) -> Iterator[None]:
     except OSError as error:
         # O_NOFOLLOW on a link gives ELOOP, as does a cycle of links.
         if error.errno == errno.ELOOP and os.path.islink(path):
-            raise kind.refusal(path, "cannot be read: it is a symbolic link, not a regular file") from error
+            raise kind.refusal(
+                path, "cannot be read: it is a symbolic link, not a regular file"
+            ) from error
         # open() on a socket gives ENXIO.
         if error.errno == errno.ENXIO:
-            raise kind.refusal(path, "cannot be read: it is a socket or a device, not a regular file") from error
+            raise kind.refusal(
+                path, "cannot be read: it is a socket or a device, not a regular file"
+            ) from error
         refused = replace(kind, error=kind.refused or kind.error)
         raise refused.refusal(path, f"cannot be read: {error.strerror or error}") from error
 

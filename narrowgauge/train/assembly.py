@@ -68,7 +68,9 @@ class Assembly:
     validation: Validation
 
 
-def assembled(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks, has_own_peak: bool) -> Assembly:
+def assembled(
+    config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks, has_own_peak: bool
+) -> Assembly:
     """Builds all parts of a run. Loads no checkpoint."""
     device, precision = ranks.device(config.device), precisions.get(config.precision)
     # Before the model is allocated: estimating needs the free memory
@@ -81,7 +83,13 @@ def assembled(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ra
     feed = LeavingOut(task.feed(model))
     feed.share = ranks.layout.share(ranks.rank)
     notes, objective = step.ready(
-        replace(config, checkpointing=policy), task, model, precision, device, feed.probe, on_gpu=device.type == "cuda"
+        replace(config, checkpointing=policy),
+        task,
+        model,
+        precision,
+        device,
+        feed.probe,
+        on_gpu=device.type == "cuda",
     )
     parameters = sum(each.numel() for name, each in model.named_parameters() if is_weight(name))
     shapes = {name: each.shape for name, each in model.state_dict().items() if is_weight(name)}
@@ -89,8 +97,14 @@ def assembled(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ra
     switches = RecipeSchedule(recipe_switches(config, model))
     # Index parameters as an optimizer of the unsplit model would, so that checkpoints do not depend
     # on the number of pipeline stages.
-    numbers = WholeNumbers(model, build_optimizer(config, model, precision)) if ranks.layout.pp > 1 else None
-    parallel = Parallel(config, model, ranks, objective, lambda: inputs_of(feed.probe(), device, task.options))
+    numbers = (
+        WholeNumbers(model, build_optimizer(config, model, precision))
+        if ranks.layout.pp > 1
+        else None
+    )
+    parallel = Parallel(
+        config, model, ranks, objective, lambda: inputs_of(feed.probe(), device, task.options)
+    )
     if parallel.pipeline is not None:
         # The task's objective refers to the head of the whole model
         objective = parallel.pipeline.objective
@@ -121,7 +135,11 @@ def _policy(config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[st
 
 
 def built(
-    config: TrainConfig, task: TrainTask, ranks: Ranks, device: torch.device, choices: dict[str, str] | None
+    config: TrainConfig,
+    task: TrainTask,
+    ranks: Ranks,
+    device: torch.device,
+    choices: dict[str, str] | None,
 ) -> Any:
     """Builds the model.
 

@@ -29,7 +29,12 @@ FLOAT32_WHOLE_ROWS = "narrowgauge_float32_whole_rows"
 
 
 def float32_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention in float32, for transformers' attention interface.
 
@@ -41,7 +46,9 @@ def float32_attention(
         # T5 passes its position_bias here
         options = {name: _wide(value) for name, value in options.items()}
         mask = _wide(attention_mask)
-        out, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), mask, **options)
+        out, _ = sdpa_attention_forward(
+            module, query.float(), key.float(), value.float(), mask, **options
+        )
     return out.to(query.dtype), None
 
 
@@ -71,7 +78,9 @@ class _WideSoftmax(TorchFunctionMode):
 
     FUNCTIONS = (nn.functional.softmax, torch.softmax, Tensor.softmax)
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function not in self.FUNCTIONS or kwargs.get("dtype") is not None:
             return function(*args, **kwargs)
@@ -103,7 +112,9 @@ def softmax_words(model: Any) -> str:
     """A sentence on the dtype of the attention softmax."""
     kind = model.config._attn_implementation
     if kind == "eager":
-        return "Softmax of attention: as the model's own code has it, which takes no other attention."
+        return (
+            "Softmax of attention: as the model's own code has it, which takes no other attention."
+        )
     return f"Softmax of attention: in float32{'' if kind == EAGER else f' inside of {kind}'}."
 
 
@@ -112,7 +123,11 @@ def _has_interface(model: Any) -> bool:
 
     All attention layers must look it up by name and have an eager function beside their class.
     """
-    found = [each for each in model.modules() if hasattr(sys.modules[type(each).__module__], "eager_attention_forward")]
+    found = [
+        each
+        for each in model.modules()
+        if hasattr(sys.modules[type(each).__module__], "eager_attention_forward")
+    ]
     return bool(found) and bool(getattr(model, "_supports_attention_backend", False))
 
 
@@ -134,7 +149,12 @@ def use_attention_of_whole_rows(model: Any, batch: Mapping[str, Tensor]) -> bool
     kinds = set(getattr(config, "layer_types", None) or ())
     sees_all = limits == [None, None] and kinds <= {"full_attention"}
     masked = "attention_mask" in batch or "position_ids" in batch or "input_ids" not in batch
-    if masked or not sees_all or config.is_encoder_decoder or config.get_text_config() is not config:
+    if (
+        masked
+        or not sees_all
+        or config.is_encoder_decoder
+        or config.get_text_config() is not config
+    ):
         return False
     if config._attn_implementation not in WITHOUT_MASK:
         return False

@@ -115,7 +115,11 @@ def _next_step(trainer: Any) -> Callable[[], None]:
             trainer.parallel.follows(turn == len(drawn.batches))
             trainer.passes.backward(whole, batch, targets)
 
-    return repeat if trainer.passes.in_backward is None else partial(trainer.passes.in_backward.measure, repeat)
+    return (
+        repeat
+        if trainer.passes.in_backward is None
+        else partial(trainer.passes.in_backward.measure, repeat)
+    )
 
 
 # Confirmation
@@ -138,22 +142,31 @@ def by_probes(
     if ended := narrow.ended or wide.ended or control.ended:
         return [Confirmation(names, None, f"its stretches were cut short by {ended}", numbers)]
     if wide.lost:
-        return [Confirmation(names, None, f"in 16 bits step {wide.lost} is not finite either", numbers)]
+        return [
+            Confirmation(names, None, f"in 16 bits step {wide.lost} is not finite either", numbers)
+        ]
     if not narrow.lost and not abs(gap) > max(NOISE * noise, SMALLEST_GAP):
-        words = (
-            f"{steps} steps in the recipe end {gap:+.4f} nats from 16 bits, and two ways to sum in 16 bits {noise:.4f}"
-        )
+        words = f"{steps} steps in the recipe end {gap:+.4f} nats from 16 bits, and two ways to sum in 16 bits {noise:.4f}"
         return [Confirmation(names, False, words, numbers)]
 
     def alone(group: Sequence[Finding]) -> Confirmation:
         own = taken(partial(in_16_bits, findings=group))
         if own.ended:
             return Confirmation(
-                tuple(each.name for each in group), None, f"its stretch was cut short by {own.ended}", numbers
+                tuple(each.name for each in group),
+                None,
+                f"its stretch was cut short by {own.ended}",
+                numbers,
             )
         left = _level(own) - level
         # A loss that becomes finite counts as all of the gap, a loss that does not as nothing.
-        back = 1.0 if narrow.lost and not own.lost else 0.0 if own.lost or narrow.lost else 1 - abs(left) / abs(gap)
+        back = (
+            1.0
+            if narrow.lost and not own.lost
+            else 0.0
+            if own.lost or narrow.lost
+            else 1 - abs(left) / abs(gap)
+        )
         words = f"in {steps} steps with {'it' if len(group) == 1 else 'them'} alone in 16 bits "
         if narrow.lost:
             words += (

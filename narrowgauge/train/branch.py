@@ -73,7 +73,9 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
         # Recipe "auto" measures on the device
         chooses = AUTO in (config.recipe, *config.layers_recipe.values())
         if chooses and _same_recipes(parent_config, config):
-            folder.write_run({"auto": parent.setup.auto})  # the same recipes: keep the parent's choices
+            folder.write_run(
+                {"auto": parent.setup.auto}
+            )  # the same recipes: keep the parent's choices
         # On the CPU: creating a branch needs no GPU unless "auto" has to measure.
         plain = replace(config, device=config.device if chooses else "cpu", **PLAIN)
         branch = Trainer(plain, folder, task, silent_log(), plugins=[run_guard.plugin])
@@ -139,7 +141,9 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     # not average out.
     found = carried.carry(parent.optimizer, branch.optimizer, pairs)
     if not found.states:
-        said.append("The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken.")
+        said.append(
+            "The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken."
+        )
     elif found.as_they_were == found.states:
         said.append("Weights and optimizer: bit for bit.")
     else:
@@ -155,7 +159,8 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
 
 def _same_recipes(one: TrainConfig, other: TrainConfig) -> bool:
     return all(
-        getattr(one, key) == getattr(other, key) for key in ("recipe", "layers_recipe", "embedding_codes", "switch")
+        getattr(one, key) == getattr(other, key)
+        for key in ("recipe", "layers_recipe", "embedding_codes", "switch")
     )
 
 
@@ -205,7 +210,11 @@ def _take_layers(parent: nn.Module, branch: nn.Module) -> list[str]:
 
     Only layers with compatible recipes get them.
     """
-    before = {name: each for name, each in parent.named_modules() if isinstance(each, QLinear | QEmbedding)}
+    before = {
+        name: each
+        for name, each in parent.named_modules()
+        if isinstance(each, QLinear | QEmbedding)
+    }
     counts: dict[str, list[int]] = {}
     for name, layer in branch.named_modules():
         if not isinstance(layer, QLinear | QEmbedding):
@@ -219,11 +228,17 @@ def _take_layers(parent: nn.Module, branch: nn.Module) -> list[str]:
                 count[0] += 1
             else:
                 count[1] += 1
-    return [f"{what}: {kept} layers carried over, {new} new." for what, (kept, new) in counts.items()]
+    return [
+        f"{what}: {kept} layers carried over, {new} new." for what, (kept, new) in counts.items()
+    ]
 
 
 def _states(layer: Any) -> Iterator[tuple[str, nn.Module]]:
-    for what, module in (("Amax windows", layer.scaling), ("Learned steps", layer.steps), ("Samplers", layer.sampling)):
+    for what, module in (
+        ("Amax windows", layer.scaling),
+        ("Learned steps", layer.steps),
+        ("Samplers", layer.sampling),
+    ):
         if module is not None:
             yield what, module
 
@@ -237,10 +252,15 @@ def _same(what: str, old: Any, new: Any) -> bool:
     if isinstance(old, QEmbedding):
         return bool(old.format == new.format)
     if what == "Amax windows":
-        windows = [{role: window for role, (window, _) in each.recipe.windows().items()} for each in (old, new)]
+        windows = [
+            {role: window for role, (window, _) in each.recipe.windows().items()}
+            for each in (old, new)
+        ]
         return windows[0] == windows[1]
     if what == "Learned steps":
-        return bool(old.steps.settings == new.steps.settings and old.recipe.output == new.recipe.output)
+        return bool(
+            old.steps.settings == new.steps.settings and old.recipe.output == new.recipe.output
+        )
     return bool(old.sampling.settings == new.sampling.settings)
 
 
@@ -271,7 +291,9 @@ def _fingerprint(parent: Trainer) -> str:
     The manifest holds the hashes of all files.
     """
     best = parent.folder.best / f"step-{parent.step:08}"
-    return manifest.fingerprint(Path(parent.checkpoints.resumed_from) if parent.checkpoints.resumed_from else best)
+    return manifest.fingerprint(
+        Path(parent.checkpoints.resumed_from) if parent.checkpoints.resumed_from else best
+    )
 
 
 def _started_at(folder: RunFolder) -> str:

@@ -33,7 +33,16 @@ NUMBERS = frozenset(
     | {"master", "loss", "compress_activations", "step_in_backward", "clip_by", "held_gradients", "gradients", "weights", "activations"}
 )  # fmt: skip
 STEPS = frozenset(
-    {"learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "beta1", "beta2", "epsilon", "clip"}
+    {
+        "learning_rate",
+        "min_learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "beta1",
+        "beta2",
+        "epsilon",
+        "clip",
+    }
 )
 # Changing the first setting resets these settings of the parent unless they are given, as in the
 # reference run of `compare`.
@@ -85,7 +94,10 @@ def config_of(run: Path) -> Path:
 
 def steps_of(run: Path) -> list[int]:
     """Steps with a checkpoint, in ascending order, including damaged checkpoints."""
-    return [int(path.name.partition("-")[2]) for path in reversed(manifest.newest_first(RunFolder(run).checkpoints))]
+    return [
+        int(path.name.partition("-")[2])
+        for path in reversed(manifest.newest_first(RunFolder(run).checkpoints))
+    ]
 
 
 def at_or_before(run: Path, step: int) -> CheckpointRef:
@@ -118,7 +130,10 @@ def branched(parent: str, output: str, **changes: Any) -> TrainConfig:
     changes  field names and values
     """
     given = {"output": output, "parent": parent, **changes}
-    keys = {key_of(TrainConfig.__dataclass_fields__[name]): (value, name) for name, value in given.items()}
+    keys = {
+        key_of(TrainConfig.__dataclass_fields__[name]): (value, name)
+        for name, value in given.items()
+    }
     config = resolved(toml.build(inherited(CheckpointRef.of(parent).run, changes), keys))
     refuse(settings_of(CheckpointRef.of(parent).run), config)
     return config
@@ -131,7 +146,11 @@ def inherited(parent: Path, given: Collection[str]) -> toml.Given:
     """
     known = {key_of(each): each.name for each in fields(TrainConfig)}
     dropped = {*NOT_INHERITED, *(name for cause in given for name in REPLACES.get(cause, ()))}
-    return {key: value for key, value in toml.read_stored(config_of(parent)).items() if known[key] not in dropped}
+    return {
+        key: value
+        for key, value in toml.read_stored(config_of(parent)).items()
+        if known[key] not in dropped
+    }
 
 
 def refuse(parent: TrainConfig, config: TrainConfig) -> None:
@@ -150,7 +169,9 @@ def refuse(parent: TrainConfig, config: TrainConfig) -> None:
         and getattr(config, each.name) != getattr(parent, each.name)
     ]
     if wrong:
-        allowed = ", ".join(key_of(each) for each in fields(TrainConfig) if each.name in NUMBERS | STEPS)
+        allowed = ", ".join(
+            key_of(each) for each in fields(TrainConfig) if each.name in NUMBERS | STEPS
+        )
         raise ConfigError(
             f"from = {config.parent!r}: a branch cannot have {'; '.join(wrong)}. Drop the change, or train anew. It may differ in "
             f"{allowed}.",

@@ -28,7 +28,9 @@ def counting() -> Iterator[Callable[[int], None]]:
     from rich.console import Console as Terminal
 
     with Terminal(stderr=True).status("Counting a step ...") as status:
-        yield lambda number: status.update(f"Counting a step, the {number}. of those that were tried ...")
+        yield lambda number: status.update(
+            f"Counting a step, the {number}. of those that were tried ..."
+        )
 
 
 class Console:
@@ -57,11 +59,15 @@ class Console:
         words, speed = f"{loss:.4f}", f"{tokens_per_s:,.0f} tokens/s"
         peak = f"{peak_bytes / 2**30:.2f} GiB" if peak_bytes else "-"
         if self.bar:
-            self.bar.update(self.bar.task_ids[0], completed=step, loss=words, speed=speed, peak=peak)
+            self.bar.update(
+                self.bar.task_ids[0], completed=step, loss=words, speed=speed, peak=peak
+            )
         elif step % self._every == 0 or step == self._total:
             spent_s = time.monotonic() - self._started_at_s
             left_s = spent_s / max(1, step - self._start) * (self._total - step)
-            self.say(f"step {step}/{self._total} | loss {words} | {speed} | {peak} | {clock(left_s)} left")
+            self.say(
+                f"step {step}/{self._total} | loss {words} | {speed} | {peak} | {clock(left_s)} left"
+            )
 
     def __enter__(self) -> Self:
         if self.bar:

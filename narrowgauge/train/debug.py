@@ -65,7 +65,9 @@ class Debugged:
 
     @property
     def text(self) -> str:
-        return "\n".join([*self.ladder.report(), *([f"Go on with it: {self.fix}"] if self.fix else [])])
+        return "\n".join(
+            [*self.ladder.report(), *([f"Go on with it: {self.fix}"] if self.fix else [])]
+        )
 
 
 def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
@@ -81,10 +83,13 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
     """
     if under_torchrun():
         raise ConfigError(
-            "debug: repeats a stretch of a run in one process. Start it without torchrun.", code="debug.torchrun"
+            "debug: repeats a stretch of a run in one process. Start it without torchrun.",
+            code="debug.torchrun",
         )
     if steps < 1 or at < 1:
-        raise ConfigError(f"debug: --at {at} --steps {steps}: both are at least 1.", code="debug.counts")
+        raise ConfigError(
+            f"debug: --at {at} --steps {steps}: both are at least 1.", code="debug.counts"
+        )
     config = replace(checkpoint_ref.settings_of(run), plan="never")
     start = checkpoint_ref.at_or_before(run, at)
     with RunFolder.reading(run):  # raises BusyError before the data are read
@@ -101,11 +106,17 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         _reuse_rungs(path, key, ladder)
         _climb(trainer, ladder, path, key)
         if stop.requested:
-            tell(f"Stopped. The rungs that were taken are in {path}: the same command goes on from there.")
+            tell(
+                f"Stopped. The rungs that were taken are in {path}: the same command goes on from there."
+            )
             return Debugged(ladder, path, "", stop.exit_code or EXIT_INTERRUPTED)
         found = Debugged(ladder, path, fix_of(trainer, run, ladder))
     storage.replace_file(
-        path, encode({**key, **ladder.facts(), "found": list(ladder.report()), "fix": found.fix}, indent=1) + "\n"
+        path,
+        encode(
+            {**key, **ladder.facts(), "found": list(ladder.report()), "fix": found.fix}, indent=1
+        )
+        + "\n",
     )
     storage.replace_file(path.with_suffix(".txt"), found.text + "\n")
     tell(f"Page: {page.write(ladder, found.fix, run.resolve().name, path.with_suffix('.html'))}")
@@ -119,7 +130,9 @@ def _ladder(trainer: Trainer, run: Path, at: int, steps: int) -> Ladder:
         # A switch at the first probed step belongs to the recipe.
         if switch.step == begun + 1:
             switch.apply(trainer.model)
-    last = min([config.steps, *(switch.step - 1 for switch in trainer.switches if switch.step > begun + 1)])
+    last = min(
+        [config.steps, *(switch.step - 1 for switch in trainer.switches if switch.step > begun + 1)]
+    )
     taken = _steps_taken(run, at, steps, begun, last, config.steps)
     events = read_metrics(trainer.folder.metrics)
     # Also the batches that were skipped after the checkpoint
@@ -157,9 +170,15 @@ def _steps_taken(run: Path, at: int, steps: int, begun: int, last: int, end: int
 
 def _recipe(model: nn.Module) -> str:
     """The recipe of most low-precision layers, or ''."""
-    layers = [each for each in model.modules() if isinstance(each, QLinear) and not each.is_suspended]
+    layers = [
+        each for each in model.modules() if isinstance(each, QLinear) and not each.is_suspended
+    ]
     computed = [each.recipe for each in layers if each.recipe is not None]
-    narrow = [each for each in computed if any(bits(gemm) < HIGH_PRECISION_BITS for gemm in each.gemms().values())]
+    narrow = [
+        each
+        for each in computed
+        if any(bits(gemm) < HIGH_PRECISION_BITS for gemm in each.gemms().values())
+    ]
     names = Counter(each.name.partition("+")[0] for each in narrow)
     return names.most_common(1)[0][0] if names else ""
 
@@ -196,7 +215,9 @@ def _climb(trainer: Trainer, ladder: Ladder, path: Path, key: dict[str, Any]) ->
             if per_step_s
             else ""
         )
-        tell(f"[{done + 1} of at most {most}] {name}: {ladder.steps} steps from step {ladder.begun}{left}")
+        tell(
+            f"[{done + 1} of at most {most}] {name}: {ladder.steps} steps from step {ladder.begun}{left}"
+        )
         rung = _taken(trainer, ladder, name)
         if rung is None:
             return
@@ -242,7 +263,8 @@ def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
         trainer.model.train()
     found = {"narrow": narrow} if wide is None else {"narrow": narrow, "wide": wide}
     return {
-        side: {name: value for name, value in each.items() if isinstance(value, float)} for side, each in found.items()
+        side: {name: value for name, value in each.items() if isinstance(value, float)}
+        for side, each in found.items()
     }
 
 
@@ -256,7 +278,10 @@ def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
         return "" if ladder.rungs[WIDE].lost else f"{command} --recipe bf16 --output NEW"
     kind, _, what = found[0].partition(":")
     if kind == RECIPE[:-1]:
-        kept = "".join(f" --recipes '{pattern}={recipe}'" for pattern, recipe in trainer.config.layers_recipe.items())
+        kept = "".join(
+            f" --recipes '{pattern}={recipe}'"
+            for pattern, recipe in trainer.config.layers_recipe.items()
+        )
         # A new recipe resets these settings unless they are given again
         codes = trainer.config.embedding_codes
         kept += f" --embedding-codes {codes}" if codes else ""

@@ -48,7 +48,9 @@ class SkipFlags:
     skipped  consecutive updates skipped before this object was created
     """
 
-    def __init__(self, device: torch.device, ranks: int, scales: bool, most: int, skipped: int) -> None:
+    def __init__(
+        self, device: torch.device, ranks: int, scales: bool, most: int, skipped: int
+    ) -> None:
         self.ranks, self.scales, self.most = ranks, scales, most
         self.halted = torch.zeros((), device=device)
         self.found_inf = torch.zeros((), device=device)
@@ -127,7 +129,9 @@ class StepQueue:
     def snapshot(self, training: Training) -> Snapshot:
         """Copies on the device what a repetition of the next step needs."""
         newest = self._newest
-        self._newest = Snapshot.take(training, Scope.REPLAY) if newest is None else newest.taken_again()
+        self._newest = (
+            Snapshot.take(training, Scope.REPLAY) if newest is None else newest.taken_again()
+        )
         return self._newest
 
     def read(self) -> list[list[float]]:

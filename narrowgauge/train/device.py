@@ -37,7 +37,10 @@ def chosen_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        raise ConfigError(f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'.", code="device.name")
+        raise ConfigError(
+            f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'.",
+            code="device.name",
+        )
     device = torch.device(name)
     if device.type != "cuda":
         return device
@@ -45,7 +48,8 @@ def chosen_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         have = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device"
         raise ConfigError(
-            f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.", code="device.missing"
+            f"device = {name!r}: PyTorch sees {have} here. Use --device auto or --device cpu.",
+            code="device.missing",
         )
     return torch.device("cuda", device.index or 0)
 
@@ -133,7 +137,9 @@ def _of_glibc(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
-def give_cublaslt_workspace(environment: MutableMapping[str, str], capability: tuple[int, int]) -> str:
+def give_cublaslt_workspace(
+    environment: MutableMapping[str, str], capability: tuple[int, int]
+) -> str:
     """Gives cuBLASLt a workspace of CUBLASLT_KIB on compute capability 9.x. Returns a sentence.
 
     torch's default is 1 MiB.
@@ -154,7 +160,9 @@ def refuse_without_compiler(device: torch.device) -> None:
     """Raises ConfigError if torch.compile lacks a compiler, and would fail in the first step."""
     compiler = cpp_compiler() if device.type == "cpu" else c_compiler()
     if compiler is None:
-        language, package, variable = ("C++", "g++", "CXX") if device.type == "cpu" else ("C", "gcc", "CC")
+        language, package, variable = (
+            ("C++", "g++", "CXX") if device.type == "cpu" else ("C", "gcc", "CC")
+        )
         raise ConfigError(
             f"compile = true: torch.compile needs a {language} compiler on {device.type}, and there is none. "
             f"Install {package}, name one in the variable {variable}, or train without --compile.",
@@ -175,7 +183,10 @@ def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
     # The name of Inductor's folder includes the CPU capability. Inductor (2.13) looks kernels up by
     # their graph alone: one built for AVX512 and reused under ATEN_CPU_CAPABILITY=avx2 left half of
     # its lanes unwritten.
-    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", f"inductor-{capability}"), ("TRITON_CACHE_DIR", "triton")):
+    for variable, name in (
+        ("TORCHINDUCTOR_CACHE_DIR", f"inductor-{capability}"),
+        ("TRITON_CACHE_DIR", "triton"),
+    ):
         own = (cache_folder() if reason else user) / name
         folder = Path(environment.get(variable) or own)
         if shared := storage.refuse_shared(folder):

@@ -65,7 +65,9 @@ class CheckProgress:
     def judged(self, evidence: Evidence, steps: int) -> tuple[Verdict, dict[str, Any]]:
         """Returns (verdict including this check, fields of its log event)."""
         wide = [each["loss"] for each in self.wide]
-        verdict, said = judged(evidence, self.begun, steps, self.narrow, wide, self.control, self.slopes, self.audited)
+        verdict, said = judged(
+            evidence, self.begun, steps, self.narrow, wide, self.control, self.slopes, self.audited
+        )
         return verdict, said | {"lost": self.lost}
 
 

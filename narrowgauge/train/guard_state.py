@@ -53,8 +53,15 @@ def terms(trainer: Trainer, settings: GuardSettings) -> dict[str, Any]:
     this rule, a branch with ten times the learning rate was judged 1.17 nats better than its
     parent's reference.
     """
-    of_run = {name: str(getattr(trainer.config, name)) for name in sorted(NUMBERS | STEPS | {"steps"})}
-    return {"run": of_run, "left_out": trainer.feed.left_out, "every": settings.every, "steps": settings.steps}
+    of_run = {
+        name: str(getattr(trainer.config, name)) for name in sorted(NUMBERS | STEPS | {"steps"})
+    }
+    return {
+        "run": of_run,
+        "left_out": trainer.feed.left_out,
+        "every": settings.every,
+        "steps": settings.steps,
+    }
 
 
 class Unguarded(Callback):
@@ -77,7 +84,9 @@ class Unguarded(Callback):
             )
         if known.get("switched") is not None:
             trainer = self.trainer
-            trainer.switch_recipes(with_given(list(trainer.switches), trainer.model, trainer.config, facts))
+            trainer.switch_recipes(
+                with_given(list(trainer.switches), trainer.model, trainer.config, facts)
+            )
             self._before = {KEY: facts[KEY]}
 
     def state(self) -> dict[str, Any]:

@@ -56,10 +56,14 @@ def graphed_step(
         targets = inputs.pop(TARGETS)
         return backward(inputs, targets)
 
-    return cuda_graphs.GraphedStep(model, optimizer, call, clip=config.clip or None, recorder=recorder)
+    return cuda_graphs.GraphedStep(
+        model, optimizer, call, clip=config.clip or None, recorder=recorder
+    )
 
 
-def accumulate(step: cuda_graphs.GraphedStep, batch: Batch, targets: int, head: nn.Linear | None) -> None:
+def accumulate(
+    step: cuda_graphs.GraphedStep, batch: Batch, targets: int, head: nn.Linear | None
+) -> None:
     """Runs one micro-batch through the graph.
 
     head  head of the chunked loss; None: whole logits. Labels are checked here on the host, without
@@ -91,7 +95,11 @@ class LaunchMonitor:
     """
 
     def __init__(
-        self, config: TrainConfig, device: torch.device, step: cuda_graphs.GraphedStep | None, refused: str
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        step: cuda_graphs.GraphedStep | None,
+        refused: str,
     ) -> None:
         self.config, self.device, self.step, self.refused = config, device, step, refused
         self._captured: dict[str, int] = {}
@@ -104,7 +112,9 @@ class LaunchMonitor:
         """
         return self.device.type == "cuda" and 0 < number == self.config.launches_at
 
-    def measured(self, number: int, take: Callable[[], Taken], log: MetricsLog, show: Console) -> Taken:
+    def measured(
+        self, number: int, take: Callable[[], Taken], log: MetricsLog, show: Console
+    ) -> Taken:
         """Runs a step, measures the idle time between its kernels, logs and prints it."""
         with gpu_idle.watched() as intervals:
             taken = take()
@@ -127,7 +137,11 @@ class LaunchMonitor:
         """Prints news after a step: captured graphs, shapes that stay eager, recompilations."""
         if self.step is not None:
             now, notes = self.step.graphs.captured, self.step.graphs.notes
-            new = [f"{count} of {name}" for name, count in now.items() if count != self._captured.get(name, 0)]
+            new = [
+                f"{count} of {name}"
+                for name, count in now.items()
+                if count != self._captured.get(name, 0)
+            ]
             if new:
                 show.say(f"step {number}: CUDA graphs captured: {', '.join(new)}.")
             for note in notes[self._noted :]:

@@ -65,7 +65,9 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     """`run` for a resolved configuration, on one rank."""
     # Fails here if the device is missing, before any file is read or written
     device = ranks.device(config.device)
-    ranks.refuse_differences({"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions")
+    ranks.refuse_differences(
+        {"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions"
+    )
     ranks.refuse_differences(asdict(config), "settings")
     ranks.layout = layout(config.parallel, ranks.world)
     stepping.refuse(config, ranks.layout)
@@ -86,7 +88,8 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             first = str(error).splitlines()[0]
             raise OutOfMemoryError(
-                f"{device}: {first} Raise micro_batches, or lower batch_size or token_budget.", code="memory.device"
+                f"{device}: {first} Raise micro_batches, or lower batch_size or token_budget.",
+                code="memory.device",
             ) from error
         raise
 
@@ -121,7 +124,9 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
         ranks.first(lambda: _write_report(folder))
         if code:
             several = f"torchrun --nproc-per-node {ranks.world} -m " if ranks.world > 1 else ""
-            tell(f"Continue: {several}narrowgauge train --resume --output {shlex.quote(config.output)}")
+            tell(
+                f"Continue: {several}narrowgauge train --resume --output {shlex.quote(config.output)}"
+            )
     return code
 
 
@@ -160,13 +165,17 @@ def _begin_branch(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks
     if config.parent and not ranks.told_by_first(folder.has_run):
         alone = ranks.world == 1
         begin = (
-            partial(branch.begin, config, folder, task) if alone else partial(branch.begin_apart, config, folder.path)
+            partial(branch.begin, config, folder, task)
+            if alone
+            else partial(branch.begin_apart, config, folder.path)
         )
         for line in ranks.first(begin) or ():
             tell(f"Branch of {config.parent}: {line}")
 
 
-def _train_reference(config: TrainConfig, folder: RunFolder, task: TrainTask, stop: Stop, ranks: Ranks) -> int:
+def _train_reference(
+    config: TrainConfig, folder: RunFolder, task: TrainTask, stop: Stop, ranks: Ranks
+) -> int:
     path = folder.path / f"compare-{config.compare}"
     reference = replace(
         config,
@@ -203,14 +212,18 @@ def _train_and_log(
         freed_memory = keep_freed_memory(config.keep_freed, device)
         # The second run of a process has its own peak only if the system can reset the counter.
         has_own_peak = reset_peak(device) or is_first
-        trainer = Trainer(config, folder, task, log, has_own_peak, ranks, spike_watch.plugins(config))
+        trainer = Trainer(
+            config, folder, task, log, has_own_peak, ranks, spike_watch.plugins(config)
+        )
         folder.write_config(asked)
         if trainer.checkpoints.resumed_from:
             # A kill may have come between saving a checkpoint and removing older best weights
             trainer.checkpoints.best.clear()
         with followers.console_of(config.steps, config.log_every, trainer.step, ranks) as show:
             settled = replace(config, checkpointing=trainer.setup.policy)
-            memory_plan = ranks.first(lambda: of_run.planned(settled, device, trainer.feed.probe())) or {}
+            memory_plan = (
+                ranks.first(lambda: of_run.planned(settled, device, trainer.feed.probe())) or {}
+            )
             known = run_metadata.of_run(trainer) | {"freed_memory": freed_memory}
             known |= {"planned": memory_plan} if memory_plan else {}
             folder.write_run(known)
@@ -222,11 +235,15 @@ def _train_and_log(
             try:
                 reason = trainer.train(show, stop)
             except NumericsError:
-                log.write("done", trainer.step, reason="nonfinite", exit_code=NumericsError.exit_code)
+                log.write(
+                    "done", trainer.step, reason="nonfinite", exit_code=NumericsError.exit_code
+                )
                 folder.write_run(known | run_metadata.of_layers(trainer))
                 raise
             folder.write_run(known | run_metadata.of_layers(trainer))
-            if line := of_run.last_line(memory_plan, peak_bytes(device) if has_own_peak else 0, device):
+            if line := of_run.last_line(
+                memory_plan, peak_bytes(device) if has_own_peak else 0, device
+            ):
                 show.say(line)
             if reason == "finished":
                 weights = trained_weights(trainer.model, trainer.checkpoints.best)
@@ -246,5 +263,7 @@ def _train_and_log(
             # would be wrong.
             code = stop.exit_code if reason != "finished" else 0
             log.write("done", trainer.step, reason=reason, exit_code=code)
-            show.say(f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}")
+            show.say(
+                f"{config.recipe}: {reason} at step {trainer.step} of {config.steps}, in {folder.path}"
+            )
     return code

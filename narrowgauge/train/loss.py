@@ -117,17 +117,28 @@ class Objective:
         Raises ConfigError if loss = 'slices' and the model needs the whole logits.
         """
         slices = config.loss == "slices"
-        reason, softcap = ("as asked for", None) if config.loss == "whole" else _refuse_chunks(model, computes_in)
+        reason, softcap = (
+            ("as asked for", None) if config.loss == "whole" else _refuse_chunks(model, computes_in)
+        )
         if slices and reason:
             raise ConfigError(
                 f"loss = 'slices': needs the whole logits: {reason}. Remove loss, or take loss = 'whole'.",
                 code="loss.slices",
             )
         part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())
-        description = f"whole logits: {reason}" if reason else "in chunks of tokens, never the whole logits"
+        description = (
+            f"whole logits: {reason}" if reason else "in chunks of tokens, never the whole logits"
+        )
         if slices:
             description += "; in backward again, over slices of the vocabulary"
-        return cls(torch.compile(part) if config.compile else part, NO_CACHE, description, head, softcap, slices)
+        return cls(
+            torch.compile(part) if config.compile else part,
+            NO_CACHE,
+            description,
+            head,
+            softcap,
+            slices,
+        )
 
     def __call__(self, batch: Batch, device: torch.device, *, checked: bool = False) -> Tensor:
         """Sum of -log p over the valid targets of a micro-batch, a float32 scalar.
@@ -136,7 +147,9 @@ class Objective:
         """
         return self.scored(batch, device, checked=checked)[0]
 
-    def scored(self, batch: Batch, device: torch.device, *, checked: bool = False) -> tuple[Tensor, Tensor | None]:
+    def scored(
+        self, batch: Batch, device: torch.device, *, checked: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns (loss, logits); logits are None if the loss is chunked."""
         if self.head is None:
             output = self.forward(**inputs_of(batch, device, self.options))
@@ -144,8 +157,13 @@ class Objective:
             return self.criterion(logits, on_device(batch["labels"], device)), logits
         # On a GPU, check labels on the host before the copy: a check on the device would wait
         # twice. On a CPU, the chunked loss drops ignored tokens, which is faster.
-        checked = checked or (device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0]))
-        hidden = _beside(self.forward(**inputs_of(batch, device, self.options)).last_hidden_state, self.head.weight)
+        checked = checked or (
+            device.type == "cuda" and check_labels(batch["labels"], self.head.weight.shape[0])
+        )
+        hidden = _beside(
+            self.forward(**inputs_of(batch, device, self.options)).last_hidden_state,
+            self.head.weight,
+        )
         loss, _ = chunked_cross_entropy(
             hidden, self.head.weight, on_device(batch["labels"], device),
             bias=self.head.bias, ignore_index=IGNORED, softcap=self.softcap, checked=checked, slices=self.slices,
@@ -170,7 +188,8 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
         return f"the output head is a {type(head).__name__}, not an nn.Linear", None
     recipe = head.recipe if isinstance(head, QLinear) else None
     if recipe is not None and (
-        any(gemm != Gemm() for gemm in recipe.gemms().values()) or computes_in not in (torch.bfloat16, torch.float16)
+        any(gemm != Gemm() for gemm in recipe.gemms().values())
+        or computes_in not in (torch.bfloat16, torch.float16)
     ):
         return f"the output head follows the recipe {recipe.name!r}", None
     if model.base_model is model:
@@ -209,7 +228,9 @@ def _proved_by_numbers(
     # Marian adds a float32 buffer to 16-bit logits, which makes the logits float32
     product = product.to(logits.dtype)
     for cap in dict.fromkeys((None, softcap)):
-        if torch.allclose(logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6):
+        if torch.allclose(
+            logits, torch.tanh(product / cap) * cap if cap else product, rtol=1e-5, atol=1e-6
+        ):
             return True, cap
     return False, None
 
@@ -226,7 +247,9 @@ def _proved_by_storages(
     hooks = [
         head.register_forward_pre_hook(lambda module, given: read.append(given[0])),
         head.register_forward_hook(lambda module, given, output: written.append(output)),
-        model.base_model.register_forward_hook(lambda module, given, output: written.append(output.last_hidden_state)),
+        model.base_model.register_forward_hook(
+            lambda module, given, output: written.append(output.last_hidden_state)
+        ),
     ]
     try:
         logits = model(**inputs).logits

@@ -22,7 +22,9 @@ from narrowgauge.storage import reading
 SYNCED = frozenset({"checkpoint", "resume", "nonfinite", "done"})
 # No limit on the size: the log is only appended to here.
 LOG = reading.Kind(
-    most_bytes=2**62, error=StorageError, step="Remove what stands in its place, or choose another --output."
+    most_bytes=2**62,
+    error=StorageError,
+    step="Remove what stands in its place, or choose another --output.",
 )
 LONGEST_LINE = 16 * reading.MIB
 CURVES = {

@@ -42,7 +42,11 @@ from narrowgauge.train.model_files import OF_MODELS, quiet, refuse_foreign_code
 
 
 def build(
-    config: TrainConfig, make: Callable[[], Any], device: torch.device, tokens: int, choices: Mapping[str, str] | None
+    config: TrainConfig,
+    make: Callable[[], Any],
+    device: torch.device,
+    tokens: int,
+    choices: Mapping[str, str] | None,
 ) -> Any:
     """The converted model on `device`, in training mode and in the dtype of its precision.
 
@@ -76,10 +80,17 @@ def build(
     if config.embedding_codes:
         embeddings.quantize_embeddings(model, config.embedding_codes)  # type: ignore[arg-type]
         step_end.follow_model(model)
-    if precision.computes_in == torch.bfloat16 and not device_facts(device.type, device.index).bf16_gemm:
+    if (
+        precision.computes_in == torch.bfloat16
+        and not device_facts(device.type, device.index).bf16_gemm
+    ):
         use_float32_attention(model)
         untouched = {row.name for row in describe(model) if row.recipe == "none"}
-        kept = {name: "bf16" for name, module in model.named_modules() if name in untouched and _is_wide(module)}
+        kept = {
+            name: "bf16"
+            for name, module in model.named_modules()
+            if name in untouched and _is_wide(module)
+        }
         if kept:
             convert(model, kept)
     if config.fuse:
@@ -167,7 +178,9 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
     if Path(where).is_dir():
         reading.refuse_special_files(Path(where), OF_MODELS)
     try:
-        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **model_class.options)
+        return transformers.AutoConfig.from_pretrained(
+            where, trust_remote_code=False, **model_class.options
+        )
     except Exception as error:  # transformers raises many exception types for a damaged folder
         raise _cannot_load(where, model_class, error) from error
 
@@ -232,7 +245,9 @@ def _cannot_load(where: str, model_class: ModelClass, error: Exception) -> Confi
     )
 
 
-def check_sizes(model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key: str, length: int) -> None:
+def check_sizes(
+    model: Any, tokenizer: transformers.PreTrainedTokenizerFast, key: str, length: int
+) -> None:
     """Raises ConfigError if the model has too few positions, DataError if too few embeddings.
 
     key     name of the setting that `length` comes from
@@ -275,8 +290,15 @@ class RecipeSwitch:
     @property
     def event(self) -> dict[str, Any]:
         """Fields of the `switch` event."""
-        before, after = (sorted({pair[side].name for pair in self.changes.values()}) for side in (0, 1))
-        return {"switch": self.switch, "layers": len(self.changes), "before": before, "after": after}
+        before, after = (
+            sorted({pair[side].name for pair in self.changes.values()}) for side in (0, 1)
+        )
+        return {
+            "switch": self.switch,
+            "layers": len(self.changes),
+            "before": before,
+            "after": after,
+        }
 
     def __str__(self) -> str:
         before, after = (", ".join(self.event[side]) for side in ("before", "after"))
@@ -295,13 +317,23 @@ def recipe_switches(config: TrainConfig, model: nn.Module) -> list[RecipeSwitch]
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     now = {name: layer.recipe for name, layer in layers.items() if layer.recipe is not None}
     found = []
-    for entry in sorted(switch_syntax.parse(config.switch), key=lambda each: each.after_step(config.steps)):
+    for entry in sorted(
+        switch_syntax.parse(config.switch), key=lambda each: each.after_step(config.steps)
+    ):
         try:
-            changes = widened(model, now, chosen_recipe(config, entry.recipe), entry.layers, entry.products)
+            changes = widened(
+                model, now, chosen_recipe(config, entry.recipe), entry.layers, entry.products
+            )
         except ConfigError as error:
-            raise ConfigError(f"switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused") from None
+            raise ConfigError(
+                f"switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused"
+            ) from None
         first = entry.after_step(config.steps) + 1
-        found.append(RecipeSwitch(first, entry.text, {name: (now[name], new) for name, new in changes.items()}))
+        found.append(
+            RecipeSwitch(
+                first, entry.text, {name: (now[name], new) for name, new in changes.items()}
+            )
+        )
         now |= changes
     return found
 
@@ -345,7 +377,11 @@ def with_switch(
     the new recipes, and may change nothing. Raises ConfigError if the new switch changes nothing
     itself.
     """
-    now = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
+    now = {
+        name: each.recipe
+        for name, each in model.named_modules()
+        if isinstance(each, QLinear) and each.recipe
+    }
     # Undo the switches already applied to the model: start from the first recipes
     for switch in reversed(switches):
         now |= {name: before for name, (before, _) in switch.changes.items() if name in now}
@@ -353,13 +389,19 @@ def with_switch(
     for switch in found:
         now |= {name: new for name, (_, new) in switch.changes.items()}
     changes = widened(model, now, recipe)
-    found.append(RecipeSwitch(after + 1, words, {name: (now[name], new) for name, new in changes.items()}))
+    found.append(
+        RecipeSwitch(after + 1, words, {name: (now[name], new) for name, new in changes.items()})
+    )
     now |= changes
     for switch in switches[len(found) - 1 :]:
         later = {name: _still_wider(now[name], new) for name, (_, new) in switch.changes.items()}
         changes = {name: new for name, new in later.items() if new is not now[name]}
         found.append(
-            RecipeSwitch(switch.step, switch.switch, {name: (now[name], new) for name, new in changes.items()})
+            RecipeSwitch(
+                switch.step,
+                switch.switch,
+                {name: (now[name], new) for name, new in changes.items()},
+            )
         )
         now |= changes
     return found
@@ -367,4 +409,8 @@ def with_switch(
 
 def _still_wider(now: Recipe, planned: Recipe) -> Recipe:
     """The planned recipe if each of its matmuls has at least as many bits as now, else `now`."""
-    return planned if all(bits(planned.gemms()[name]) >= bits(now.gemms()[name]) for name in GEMMS) else now
+    return (
+        planned
+        if all(bits(planned.gemms()[name]) >= bits(now.gemms()[name]) for name in GEMMS)
+        else now
+    )

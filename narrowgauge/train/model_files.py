@@ -54,16 +54,26 @@ def refuse_foreign_code(where: str, sizes: Any) -> None:
     for part in (sizes, *(getattr(sizes, key, None) for key in getattr(sizes, "sub_configs", {}))):
         for key in ("_attn_implementation", "_experts_implementation"):
             if "/" in str(getattr(part, key, None) or ""):
-                raise _refusal(where, "config.json", f"asks for the kernel {getattr(part, key)!r}, code from the Hub")
+                raise _refusal(
+                    where,
+                    "config.json",
+                    f"asks for the kernel {getattr(part, key)!r}, code from the Hub",
+                )
     weights = getattr(sizes, "transformers_weights", None)
     if weights is not None and not PLAIN.fullmatch(str(weights).removesuffix(".index.json")):
-        raise _refusal(where, "config.json", f"names the weights {weights!r}, which is no safetensors file beside it")
+        raise _refusal(
+            where,
+            "config.json",
+            f"names the weights {weights!r}, which is no safetensors file beside it",
+        )
     for name in {INDEX, *([str(weights)] if str(weights).endswith(".index.json") else [])}:
         path = file_of(where, name)
         if path is not None:
             _refuse_index(where, name, path)
     if file_of(where, "adapter_config.json") and not file_of(where, "adapter_model.safetensors"):
-        raise _refusal(where, "adapter_config.json", "belongs to an adapter without adapter_model.safetensors")
+        raise _refusal(
+            where, "adapter_config.json", "belongs to an adapter without adapter_model.safetensors"
+        )
 
 
 def _refuse_index(where: str, name: str, path: Path) -> None:
@@ -71,10 +81,14 @@ def _refuse_index(where: str, name: str, path: Path) -> None:
     try:
         files = set(index["weight_map"].values())
     except (KeyError, TypeError, AttributeError) as error:
-        raise _refusal(where, name, f"is no index of weights: {type(error).__name__}: {error}") from error
+        raise _refusal(
+            where, name, f"is no index of weights: {type(error).__name__}: {error}"
+        ) from error
     for file in sorted(map(str, files)):
         if not PLAIN.fullmatch(file):
-            raise _refusal(where, name, f"names the weights {file!r}, which is no safetensors file beside it")
+            raise _refusal(
+                where, name, f"names the weights {file!r}, which is no safetensors file beside it"
+            )
 
 
 def file_of(where: str, name: str) -> Path | None:
@@ -83,7 +97,9 @@ def file_of(where: str, name: str) -> Path | None:
         path = Path(where) / name
         return path if os.path.lexists(path) else None
     reasons = ("missing_entries", "connection_errors", "gated_repo")
-    found = cached_file(where, name, **{f"_raise_exceptions_for_{reason}": False for reason in reasons})
+    found = cached_file(
+        where, name, **{f"_raise_exceptions_for_{reason}": False for reason in reasons}
+    )
     return None if found is None else Path(found)
 
 
@@ -92,7 +108,12 @@ def _refusal(where: str, name: str, words: str) -> ConfigError:
 
 
 def export(
-    model: Any, shapes: Mapping[str, Size], weights: dict[str, Tensor], tokenizer: Any, best: Best, folder: Path
+    model: Any,
+    shapes: Mapping[str, Size],
+    weights: dict[str, Tensor],
+    tokenizer: Any,
+    best: Best,
+    folder: Path,
 ) -> None:
     """Writes model and tokenizer to `folder`, atomically even on a power cut.
 

@@ -23,7 +23,9 @@ class Observation:
     has_own_peak  the process's peak memory belongs to this run alone
     """
 
-    def __init__(self, config: TrainConfig, passes: Passes, log: MetricsLog, has_own_peak: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, passes: Passes, log: MetricsLog, has_own_peak: bool
+    ) -> None:
         self.config, self.passes, self.log, self.has_own_peak = config, passes, log, has_own_peak
         self._amax = NonfiniteAmax()
         self._monitor = passes.monitor()
@@ -56,7 +58,9 @@ class Observation:
     def fields(self) -> dict[str, int]:
         """Fields of a step's event."""
         found = {"peak_bytes": peak_bytes(self.passes.device) if self.has_own_peak else 0}
-        return found | ({"compiled_graphs": launches.compiled_graphs()} if self.config.compile else {})
+        return found | (
+            {"compiled_graphs": launches.compiled_graphs()} if self.config.compile else {}
+        )
 
     def report(self, number: int, show: Console) -> None:
         """Prints news on captured graphs and recompilation."""

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import memory
-from narrowgauge.optim import SGD, AdamW, Lion, Precision, groups, refuse_silent_failures, state_bytes
+from narrowgauge.optim import (
+    SGD,
+    AdamW,
+    Lion,
+    Precision,
+    groups,
+    refuse_silent_failures,
+    state_bytes,
+)
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.shards import is_sharded, local, local_gradient
 from narrowgauge.train.config.settings import TrainConfig
@@ -38,7 +46,9 @@ def apply_memory_options(
     if config.checkpointing != "none":
         inputs = probe()
         with precision.context(next(iter(inputs.values())).device.type):
-            report = memory.checkpoint(model, config.checkpointing, batch=inputs, loss=lambda output: output[0].sum())
+            report = memory.checkpoint(
+                model, config.checkpointing, batch=inputs, loss=lambda output: output[0].sum()
+            )
         if config.compile and report.segments:
             # Compile each block: a checkpointed segment is recomputed block by block
             memory.compile_blocks(model)
@@ -46,7 +56,9 @@ def apply_memory_options(
     return notes
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: TrainConfig, model: nn.Module, precision: Precision
+) -> torch.optim.Optimizer:
     """Builds the optimizer of a run.
 
     Weight decay applies to matrices only, not to norms and biases (one axis).
@@ -57,10 +69,17 @@ def build_optimizer(config: TrainConfig, model: nn.Module, precision: Precision)
     Raises ConfigError for combinations that would silently learn less than they should (see
     `narrowgauge.optim.checks`).
     """
-    is_plain = config.optimizer == "adamw" and config.states == "fp32" and _master(config, precision) is None
+    is_plain = (
+        config.optimizer == "adamw"
+        and config.states == "fp32"
+        and _master(config, precision) is None
+    )
     if is_plain and not config.step_in_backward and config.held_gradients == "16bit":
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
-        plain = [{"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]} for part in parts]
+        plain = [
+            {"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]}
+            for part in parts
+        ]
         # With pipeline or tensor parallelism, parameters lie on several meshes, or some on none.
         several = len({_mesh_of(each) for each in model.parameters()}) > 1
         made = LocalAdamW if several else torch.optim.AdamW
@@ -83,7 +102,9 @@ class LocalAdamW(torch.optim.AdamW):
         has_complex: bool = super()._init_group(group, *lists)
         parameters, gradients, *others = lists
         # In place: torch's step uses these list objects after this call.
-        gradients[:] = [gradient for each in parameters if (gradient := local_gradient(each)) is not None]
+        gradients[:] = [
+            gradient for each in parameters if (gradient := local_gradient(each)) is not None
+        ]
         for each in (parameters, *others):
             each[:] = map(local, each)
         return has_complex
@@ -95,7 +116,11 @@ def _mesh_of(parameter: Tensor) -> Any:
 
 def _narrow(config: TrainConfig, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
     parts = groups(model, weight_decay=config.weight_decay, embeddings=config.embedding_states)
-    shared: dict[str, Any] = {"states": config.states, "master": _master(config, precision), "seed": config.seed}
+    shared: dict[str, Any] = {
+        "states": config.states,
+        "master": _master(config, precision),
+        "seed": config.seed,
+    }
     if config.optimizer == "adamw":
         return AdamW(parts, **_adam_settings(config), **shared)
     if config.optimizer == "lion":
@@ -108,7 +133,11 @@ def _master(config: TrainConfig, precision: Precision) -> str | None:
 
 
 def _adam_settings(config: TrainConfig) -> dict[str, Any]:
-    return {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
+    return {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+    }
 
 
 def cast_in_step(config: TrainConfig, optimizer: torch.optim.Optimizer, model: nn.Module) -> str:

@@ -55,7 +55,12 @@ class Passes:
         objective: Objective, parallel: Parallel, optimizer: Any,
     ) -> None:  # fmt: skip
         self.config, self.ranks, self.device, self.precision = config, ranks, device, precision
-        self.model, self.objective, self.parallel, self.optimizer = model, objective, parallel, optimizer
+        self.model, self.objective, self.parallel, self.optimizer = (
+            model,
+            objective,
+            parallel,
+            optimizer,
+        )
         begun = stepping.begin(config, optimizer, config.micro_batches // ranks.layout.data)
         self.in_backward = begun if isinstance(begun, InBackward) else None
         self.held = begun if isinstance(begun, HeldGradients) else None
@@ -67,7 +72,9 @@ class Passes:
     def prepare(self) -> None:
         """Registers CUDA graphs and casts in the optimizer step, after a checkpoint was loaded."""
         backward = partial(self.backward, self.objective, checked=True)
-        self.graphs = launches.graphed_step(self.config, self.model, self.optimizer, self.scaler, self.device, backward)
+        self.graphs = launches.graphed_step(
+            self.config, self.model, self.optimizer, self.scaler, self.device, backward
+        )
         self.no_cast_reason = cast_in_step(self.config, self.optimizer, self.model)
 
     @property
@@ -77,7 +84,11 @@ class Passes:
 
     def monitor(self) -> launches.LaunchMonitor:
         """Reports on captured graphs, recompilations and idle time."""
-        refused = "; ".join(refuse_run(self.model, self.optimizer, self.scaler)) if self.graphs is None else ""
+        refused = (
+            "; ".join(refuse_run(self.model, self.optimizer, self.scaler))
+            if self.graphs is None
+            else ""
+        )
         return launches.LaunchMonitor(self.config, self.device, self.graphs, refused)
 
     def recipes_changed(self) -> None:
@@ -87,7 +98,9 @@ class Passes:
 
     # --- before a step
 
-    def targets(self, drawn: StepBatch, number: int, stop: StopRequest | AgreedStop) -> tuple[int, dict[str, Any]]:
+    def targets(
+        self, drawn: StepBatch, number: int, stop: StopRequest | AgreedStop
+    ) -> tuple[int, dict[str, Any]]:
         """Returns (targets of the step on all ranks, fields of its event). Ranks exchange stop requests."""
         return targets_of_ranks(drawn, number, stop, self.ranks)
 
@@ -118,7 +131,10 @@ class Passes:
         return torch.stack((*losses, norm.to(losses[0].dtype)))
 
     def step_in_backward(
-        self, micro_batches: list[Batch], targets: int, check: Callable[[float, float], None] | None = None
+        self,
+        micro_batches: list[Batch],
+        targets: int,
+        check: Callable[[float, float], None] | None = None,
     ) -> Tensor:
         """Runs a step whose parameters are updated inside its last backward pass.
 
@@ -132,7 +148,9 @@ class Passes:
         def backward() -> Tensor:
             # Reduce gradients in each micro-batch: the FP8 sum must hold this rank's shard
             self.parallel.follows(True)
-            return torch.stack([self.backward(self.objective, batch, targets) for batch in micro_batches])
+            return torch.stack(
+                [self.backward(self.objective, batch, targets) for batch in micro_batches]
+            )
 
         def between(losses: Tensor) -> None:
             if check is not None:
@@ -150,14 +168,20 @@ class Passes:
         if self.graphs is not None:
             self.graphs.update()
         else:
-            step.update(self.optimizer, self.scaler, partial(self.parallel.advance, self.model), flags)
+            step.update(
+                self.optimizer, self.scaler, partial(self.parallel.advance, self.model), flags
+            )
 
-    def backward(self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False) -> Tensor:
+    def backward(
+        self, objective: Objective, batch: Batch, targets: int | Tensor, *, checked: bool = False
+    ) -> Tensor:
         """Accumulates the gradient of one micro-batch. Returns its detached loss.
 
         checked  the labels were validated on the host already
         """
-        loss = step.loss_of(self.parallel, objective, batch, self.device, self.precision, targets, checked)
+        loss = step.loss_of(
+            self.parallel, objective, batch, self.device, self.precision, targets, checked
+        )
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.detach()
 
@@ -174,7 +198,9 @@ class Passes:
         readings  losses and norm. Copying a tensor to the host is the only synchronisation of the
                   step.
         """
-        losses, norm = read(readings) if isinstance(readings, Tensor) else (readings[:-1], readings[-1])
+        losses, norm = (
+            read(readings) if isinstance(readings, Tensor) else (readings[:-1], readings[-1])
+        )
         return agreed(losses, norm, self.ranks)
 
     def settle(self, norms: Iterable[float]) -> None:
@@ -184,7 +210,9 @@ class Passes:
 
     def take_norm_of(self, parent: Passes) -> None:
         """Copies the gradient norm of a branch's parent, by which `clip_by = "previous"` clips."""
-        if isinstance(parent.optimizer, NarrowOptimizer) and isinstance(self.optimizer, NarrowOptimizer):
+        if isinstance(parent.optimizer, NarrowOptimizer) and isinstance(
+            self.optimizer, NarrowOptimizer
+        ):
             self.optimizer.norm_before = parent.optimizer.norm_before
 
     def refuse_drift(self, place: str) -> None:
@@ -197,7 +225,9 @@ class Passes:
         """The error of a step in backward that was not finite, or None."""
         return stepping.lost(number, loss, norm)
 
-    def first_nonfinite(self, micro_batches: list[Batch], targets: int, loss: float, options: Any) -> str:
+    def first_nonfinite(
+        self, micro_batches: list[Batch], targets: int, loss: float, options: Any
+    ) -> str:
         """Names the first non-finite module, by repeating the step from the current weights under hooks."""
         self.optimizer.zero_grad()
         # The whole, uncompiled model: compiled code and the chunked head run no hooks
@@ -212,7 +242,11 @@ class Passes:
             for batch in micro_batches if pipeline is None else ():
                 self.backward(whole, batch, targets)
 
-        stages = (None, None) if pipeline is None else (partial(pipeline.forward, micro_batches), pipeline.order)
+        stages = (
+            (None, None)
+            if pipeline is None
+            else (partial(pipeline.forward, micro_batches), pipeline.order)
+        )
         again = repeat if self.in_backward is None else partial(self.in_backward.measure, repeat)
         where = where_nonfinite(self.model, again, loss, self.ranks, *stages)
         self.optimizer.zero_grad()

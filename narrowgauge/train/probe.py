@@ -82,7 +82,12 @@ class ProbeResult:
 
 
 def run_probe(
-    trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False, where: str | Path = "host"
+    trainer: Trainer,
+    steps: int,
+    change: Change = suspended,
+    *,
+    other_order: bool = False,
+    where: str | Path = "host",
 ) -> ProbeResult:
     """Runs a probe of N optimizer steps under a change of the model.
 
@@ -127,7 +132,9 @@ def rolled_back(trainer: Trainer, where: str | Path = "host") -> Iterator[None]:
             trainer.restore(before)
 
 
-def take_steps(trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False) -> ProbeResult:
+def take_steps(
+    trainer: Trainer, steps: int, change: Change = suspended, *, other_order: bool = False
+) -> ProbeResult:
     """Runs the steps of a probe without restoring the state. Call it inside `rolled_back`."""
     refuse(trainer, steps)
     began_at_s = time.monotonic()
@@ -162,7 +169,9 @@ def _step(trainer: Trainer, number: int, in_halves: bool, found: ProbeResult) ->
     drawn = trainer.feed.draw(trainer.step)
     found.drawn = number, drawn.examples
     targets, facts = passes.targets(drawn, number, trainer.stop)
-    batches = [half for batch in drawn.batches for half in _halves(batch)] if in_halves else drawn.batches
+    batches = (
+        [half for batch in drawn.batches for half in _halves(batch)] if in_halves else drawn.batches
+    )
     lr = passes.set_learning_rate(number)
     take = passes.gradient if passes.in_backward is None else passes.step_in_backward
     readings = take(batches, targets)
@@ -213,8 +222,14 @@ def _takes_halves(trainer: Trainer) -> bool:
     Under torch.compile, halves would make Dynamo mark shapes as dynamic, which changes the rounding
     of a later evaluation. With dropout, halves would draw other masks.
     """
-    may_cut = trainer.parallel.pipeline is None and trainer.passes.in_backward is None and not trainer.config.compile
-    return may_cut and not any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules())
+    may_cut = (
+        trainer.parallel.pipeline is None
+        and trainer.passes.in_backward is None
+        and not trainer.config.compile
+    )
+    return may_cut and not any(
+        isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules()
+    )
 
 
 def _halves(batch: Batch) -> list[Batch]:
@@ -226,6 +241,9 @@ def _halves(batch: Batch) -> list[Batch]:
     # The halves keep the step's count of targets, so their summed gradient is the batch's in
     # another order.
     if middle := len(labels) // 2:
-        return [{name: each[part] for name, each in batch.items()} for part in (slice(middle), slice(middle, None))]
+        return [
+            {name: each[part] for name, each in batch.items()}
+            for part in (slice(middle), slice(middle, None))
+        ]
     is_first = torch.arange(labels.numel()).view(labels.shape) < labels.numel() // 2
     return [batch | {"labels": labels.where(mask, IGNORED)} for mask in (is_first, ~is_first)]

@@ -26,7 +26,12 @@ from narrowgauge.train.trainer import Trainer
 
 # Settings for one process that reads every step. They leave the arithmetic of a step alone but not
 # its memory.
-PLAIN: dict[str, Any] = {"parallel": "", "compile": False, "cuda_graph": False, "checkpointing": "none"}
+PLAIN: dict[str, Any] = {
+    "parallel": "",
+    "compile": False,
+    "cuda_graph": False,
+    "checkpointing": "none",
+}
 
 
 def silent_log() -> FollowersLog:
@@ -35,7 +40,9 @@ def silent_log() -> FollowersLog:
 
 
 @contextmanager
-def reopened(place: CheckpointRef, config: TrainConfig, task: TrainTask, device: str = "cpu") -> Iterator[Trainer]:
+def reopened(
+    place: CheckpointRef, config: TrainConfig, task: TrainTask, device: str = "cpu"
+) -> Iterator[Trainer]:
     """Yields a Trainer of the run, restored from the checkpoint at `place`.
 
     No other process can train the run meanwhile.
@@ -77,12 +84,14 @@ def _step_of(place: CheckpointRef, folder: RunFolder) -> tuple[int | None, bool]
         kept = [manifest.read(path).step for path in manifest.newest_first(folder.best)]
         if not kept:
             raise ConfigError(
-                f"{place}: the run has kept no best weights (see --best). {existing(place.run)}", code="run.no-best"
+                f"{place}: the run has kept no best weights (see --best). {existing(place.run)}",
+                code="run.no-best",
             )
         # Two exist if a kill came before the older was removed: use the newer
         return kept[0], kept[0] in steps
     if place.step not in steps:
         raise ConfigError(
-            f"{place}: no checkpoint of step {place.step}. {existing(place.run)}", code="run.no-checkpoint"
+            f"{place}: no checkpoint of step {place.step}. {existing(place.run)}",
+            code="run.no-checkpoint",
         )
     return int(place.step), True

@@ -107,7 +107,11 @@ class RunCheckpoints:
         else:
             left_out = {"left_out": list(self.feed.left_out)} if self.feed.left_out else {}
             log.write("resume", step, path=place, skipped=skipped, **left_out)
-        logged = (event["path"] for event in events if event["event"] == "checkpoint" and event["step"] <= step)
+        logged = (
+            event["path"]
+            for event in events
+            if event["event"] == "checkpoint" and event["step"] <= step
+        )
         # A kill came after the checkpoint was renamed into place and before its event was written
         if place not in logged:
             log.write("checkpoint", step, path=place)
@@ -129,7 +133,9 @@ class RunCheckpoints:
         state.restore(self._model, optimizer, self.passes.scaler, tensors, rest, str(found.path))
         # Older checkpoints have no agreement state: start from the seed and the step
         for agreement in self.passes.parallel.agreements:
-            agreement.load_state_dict(found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step})
+            agreement.load_state_dict(
+                found.facts.get("agreement") or {"seed": self.config.seed, "step": found.step}
+            )
         with state.unusable(f"{found.path / manifest.FACTS}: position"):
             self.feed.restore(found.facts.get("position", {}))
         counters.step, counters.skipped_steps = found.step, found.facts["skipped_steps"]
@@ -138,7 +144,11 @@ class RunCheckpoints:
         """Loads the best weights alone and moves the data feed and recipe switches to their step."""
         weights = store.load(self.folder.best / f"step-{step:08}").tensors["weights"]
         own = self._model.state_dict()
-        if wrong := [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]:
+        if wrong := [
+            name
+            for name, tensor in weights.items()
+            if name not in own or own[name].shape != tensor.shape
+        ]:
             raise CheckpointError(
                 f"{self.folder.best}: the best weights are of another model: {wrong[0]!r} does not fit. Name a checkpoint by its step.",
                 code="model.best-weights",
@@ -161,16 +171,32 @@ class RunCheckpoints:
         """Settings that change the arithmetic and leave the names and shapes of tensors alone."""
         own = {
             key: getattr(self.config, key)
-            for key in ("recipe", "embedding_codes", "precision", "optimizer", "states", "master", "loss")
+            for key in (
+                "recipe",
+                "embedding_codes",
+                "precision",
+                "optimizer",
+                "states",
+                "master",
+                "loss",
+            )
         }
         kept = ",".join(self.passes.precision.keep_list(self.config.keep_float32)) or "none"
-        return own | {"keep_float32": kept, "recipes": dict(self.config.layers_recipe), "auto": self.auto}
+        return own | {
+            "keep_float32": kept,
+            "recipes": dict(self.config.layers_recipe),
+            "auto": self.auto,
+        }
 
     # --- writing
 
-    def collected(self, counters: Counters, plugins: Callback) -> tuple[store.Tensors, dict[str, Any]]:
+    def collected(
+        self, counters: Counters, plugins: Callback
+    ) -> tuple[store.Tensors, dict[str, Any]]:
         """Returns (tensors, facts) of a checkpoint of the current step."""
-        tensors, rest = (self.numbers or state).collect(self._model, self.passes.optimizer, self.passes.scaler)
+        tensors, rest = (self.numbers or state).collect(
+            self._model, self.passes.optimizer, self.passes.scaler
+        )
         facts = {
             "state": rest,
             "trained_s": counters.trained_s,
@@ -200,8 +226,12 @@ class RunCheckpoints:
         self.best.clear()
         plugins.on_saved()
         save_s = time.monotonic() - started_at_s
-        log.write("checkpoint", counters.step, path=str(path.relative_to(self.folder.path)), save_s=save_s)
+        log.write(
+            "checkpoint", counters.step, path=str(path.relative_to(self.folder.path)), save_s=save_s
+        )
 
-    def write(self, folder: Path, step: int, tensors: store.Tensors, facts: dict[str, Any], keep: int) -> Path:
+    def write(
+        self, folder: Path, step: int, tensors: store.Tensors, facts: dict[str, Any], keep: int
+    ) -> Path:
         """Writes collected tensors and facts as a checkpoint in a folder, and keeps the `keep` newest."""
         return checkpoints.save(folder, step, tensors, facts, keep, self.passes.ranks)

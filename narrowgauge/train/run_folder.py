@@ -23,7 +23,9 @@ from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, key_of, shown
 
 LOCK = reading.Kind(
-    most_bytes=reading.MIB, error=StorageError, step="Remove it if no run uses the folder, or choose another --output."
+    most_bytes=reading.MIB,
+    error=StorageError,
+    step="Remove it if no run uses the folder, or choose another --output.",
 )
 # Settings outside the group `run` that may change when a run resumes: they decide on which machine
 # and how long it trains.
@@ -124,9 +126,13 @@ class RunFolder:
 
         A failed start, which leaves only a configuration, does not count.
         """
-        if os.path.lexists(self.final) or (os.path.lexists(self.metrics) and self.metrics.lstat().st_size > 0):
+        if os.path.lexists(self.final) or (
+            os.path.lexists(self.metrics) and self.metrics.lstat().st_size > 0
+        ):
             return True
-        return self.checkpoints.is_dir() and any(STEP.fullmatch(each.name) for each in self.checkpoints.iterdir())
+        return self.checkpoints.is_dir() and any(
+            STEP.fullmatch(each.name) for each in self.checkpoints.iterdir()
+        )
 
     def write_config(self, config: TrainConfig) -> None:
         storage.replace_file(self.config, toml.dump(config))

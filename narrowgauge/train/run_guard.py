@@ -115,7 +115,9 @@ class Guard(Callback):
     def _begins_after(self, step: int) -> bool:
         """True if a check starts after this step."""
         config, settings = self.trainer.config, self.settings
-        own = [start for start in settings.begins(config.warmup_steps, config.steps) if start <= step]
+        own = [
+            start for start in settings.begins(config.warmup_steps, config.steps) if start <= step
+        ]
         if not own or (self.switched is not None and settings.then == "bf16" and not self._codes):
             return False
         start = own[-1]
@@ -157,7 +159,11 @@ class Guard(Callback):
         if wide.ended:
             return
         running = CheckProgress(
-            trainer.step, wide.steps, wide.lost, spent_s=wide.spent_s, trained_s=trainer.counters.trained_s
+            trainer.step,
+            wide.steps,
+            wide.lost,
+            spent_s=wide.spent_s,
+            trained_s=trainer.counters.trained_s,
         )
         if again and not wide.lost:
             with rolled_back(trainer, self.where):
@@ -258,11 +264,15 @@ class Guard(Callback):
         except CheckpointError as error:
             found, why = None, str(error)
         if found is None or why:
-            show.say(f"WARNING: the end of the stretch in BF16 is lost: {why}. The run keeps its own steps.")
+            show.say(
+                f"WARNING: the end of the stretch in BF16 is lost: {why}. The run keeps its own steps."
+            )
         else:
             trainer.load_checkpoint(found)
             self.stretch_steps -= len(running.wide)
-            trainer.replace_steps(running.begun, running.wide, running.trained_s, running.spent_s, "guard")
+            trainer.replace_steps(
+                running.begun, running.wide, running.trained_s, running.spent_s, "guard"
+            )
         if self.settings.recipe:
             self.switched = (trainer.step, self.settings.recipe)
             trainer.switch_recipes(self._switches(*self.switched))
@@ -287,7 +297,9 @@ class Guard(Callback):
         """
         trainer = self.trainer
         recipe = chosen_recipe(trainer.config, name)
-        return with_switch(list(trainer.switches), trainer.model, recipe, after, f"guard: {name}@{after}")
+        return with_switch(
+            list(trainer.switches), trainer.model, recipe, after, f"guard: {name}@{after}"
+        )
 
     # --- checkpoints
 
@@ -298,7 +310,11 @@ class Guard(Callback):
         """
         # Before that, gradient samples are missing, and the check restarts after resuming
         is_known = self.running is not None and self.first is None
-        running = self.running.facts(terms(self.trainer, self.settings)) if self.running and is_known else None
+        running = (
+            self.running.facts(terms(self.trainer, self.settings))
+            if self.running and is_known
+            else None
+        )
         known = {
             "checks": self.evidence.state_dict(), "running": running, "wide": self.is_wide, "verdicts": self.verdicts,
             "switched": self.switched, "stretch_steps": self.stretch_steps, "stretch_s": self.stretch_s,
@@ -347,10 +363,16 @@ class Guard(Callback):
         self._know_the_beginning()
         nbytes = fork_bytes(self.trainer.model, self.trainer.optimizer)
         self.where = place_of_copy(nbytes, self.trainer.folder.path, self.trainer.ranks)
-        place = "the host's memory" if self.where == "host" else f"{self.where}, since the host has no room"
+        place = (
+            "the host's memory"
+            if self.where == "host"
+            else f"{self.where}, since the host has no room"
+        )
         kept = ""
         if self.settings.keeps_reference:
-            storage.require_space(self.trainer.folder.path, 1.2 * nbytes, "the end of a stretch of the guard")
+            storage.require_space(
+                self.trainer.folder.path, 1.2 * nbytes, "the end of a stretch of the guard"
+            )
             kept = f", and as much in {self.kept} until the check has ended"
         config, settings = self.trainer.config, self.settings
         begins = settings.begins(config.warmup_steps, config.steps)
@@ -378,7 +400,10 @@ class Guard(Callback):
     def _recorded(self) -> dict[str, Any]:
         """Reads both conditions from run.json and the log, which rank 0 has."""
         member = lineage.read(self.trainer.folder.path)
-        return {"trivial": trivial_of(member.run).get("loss"), "first": lineage.whole_curve(member)[:ENDS]}
+        return {
+            "trivial": trivial_of(member.run).get("loss"),
+            "first": lineage.whole_curve(member)[:ENDS],
+        }
 
     def summary(self) -> str:
         done, steps = len(self.verdicts), self.trainer.step

@@ -54,8 +54,12 @@ def notes(config: TrainConfig) -> Iterator[str]:
             f"warmup_steps = {config.warmup_steps} does not end within the {config.steps} steps of the run: the learning rate "
             "rises to the last step. Lower warmup_steps, or train longer."
         )
-    own, other = (recipes.SHORTHANDS.get(name, (name,))[0] for name in (config.recipe, config.compare))
-    if own == other and not (config.layers_recipe or config.embedding_codes or config.switch or config.save):
+    own, other = (
+        recipes.SHORTHANDS.get(name, (name,))[0] for name in (config.recipe, config.compare)
+    )
+    if own == other and not (
+        config.layers_recipe or config.embedding_codes or config.switch or config.save
+    ):
         yield (
             f"compare = {config.compare!r} is the recipe of the run itself: the same numbers are computed twice. Name another, as bf16."
         )
@@ -76,7 +80,9 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     """
     config, model, device = trainer.config, trainer.model, trainer.passes.device
     resumed, parent = (
-        f"; resumed from {trainer.checkpoints.resumed_from}" if trainer.checkpoints.resumed_from else "",
+        f"; resumed from {trainer.checkpoints.resumed_from}"
+        if trainer.checkpoints.resumed_from
+        else "",
         trainer.checkpoints.carried.get("parent", {}),
     )
     if parent.get("step") == trainer.step:
@@ -98,7 +104,13 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     if words := looked_up(model):
         show.say(words)
     show.say(
-        "\n".join([f"Loss: {trainer.passes.objective.description}.", *in_float32(trainer), *trainer.setup.memory_notes])
+        "\n".join(
+            [
+                f"Loss: {trainer.passes.objective.description}.",
+                *in_float32(trainer),
+                *trainer.setup.memory_notes,
+            ]
+        )
     )
     for part in trainer.task.preview() if preview else ():
         show.say(part)
@@ -112,7 +124,9 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
         show.say(
             "This system knows the peak memory of a whole process alone, so that of this second run is not recorded."
         )
-    for words in dict.fromkeys(without_numbers(str(fusion)) for fusion in fusions(model) if fusion.reason):
+    for words in dict.fromkeys(
+        without_numbers(str(fusion)) for fusion in fusions(model) if fusion.reason
+    ):
         show.say(f"{words}.")
 
 
@@ -138,7 +152,12 @@ def unused_gpu(device: torch.device) -> str:
     """A sentence if the run is on the CPU although an NVIDIA driver is present; else ''."""
     if device.type != "cpu" or torch.cuda.is_available() or not DRIVER.exists():
         return ""
-    words = DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0].partition(":")[2].strip()
+    words = (
+        DRIVER.read_text(encoding="utf-8", errors="replace")
+        .partition("\n")[0]
+        .partition(":")[2]
+        .strip()
+    )
     build = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
     return (
         f"This runs on the CPU although there is an NVIDIA driver ({words}): torch {torch.__version__} is built {build} "
@@ -176,12 +195,18 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
     """
     config, model, folder = trainer.config, trainer.model, trainer.folder
     command = ["narrowgauge", *sys.argv[1:]]
-    started = {"started_at": datetime.now(UTC).isoformat(timespec="seconds"), "command": command, "resumed": []}
+    started = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "resumed": [],
+    }
     if trainer.step and folder.run.exists():
         first = read_run(folder.run)
         # A branch at its first step has no command yet
         resumed = [*first.get("resumed", []), command] if "command" in first else []
-        started |= {key: first[key] for key in ("started_at", "command") if key in first} | {"resumed": resumed}
+        started |= {key: first[key] for key in ("started_at", "command") if key in first} | {
+            "resumed": resumed
+        }
     known = trainer.task.facts()
     return {
         "narrowgauge": narrowgauge.__version__,
@@ -223,7 +248,11 @@ def _of_model(model: Any) -> dict[str, Any]:
         "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_hidden_layers": "layers",
         "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
     }  # fmt: skip
-    known = {name: getattr(sizes, key) for key, name in keys.items() if getattr(sizes, key, None) is not None}
+    known = {
+        name: getattr(sizes, key)
+        for key, name in keys.items()
+        if getattr(sizes, key, None) is not None
+    }
     return {"name": type(model).__name__, "vocab_size": getattr(sizes, "vocab_size", None)} | known
 
 

@@ -12,7 +12,11 @@ from narrowgauge.train.config.settings import TrainConfig
 
 
 def refuse(
-    found: Checkpoint, config: TrainConfig, settings: Mapping[str, Any], identity: Mapping[str, str], past: list[str]
+    found: Checkpoint,
+    config: TrainConfig,
+    settings: Mapping[str, Any],
+    identity: Mapping[str, str],
+    past: list[str],
 ) -> None:
     """Raises an error if a checkpoint cannot belong to the run of `config`.
 

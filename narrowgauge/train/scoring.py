@@ -32,7 +32,9 @@ def narrow_forward(model: nn.Module) -> dict[tuple[str, str], str]:
         if each.recipe is not None and each.recipe.output != Gemm() and not each.is_suspended
     }
     looked_up = {
-        (name, "rows"): str(each.format) for name, each in quantized_embeddings(model) if not each.is_suspended
+        (name, "rows"): str(each.format)
+        for name, each in quantized_embeddings(model)
+        if not each.is_suspended
     }
     return found | looked_up
 
@@ -49,7 +51,8 @@ def wide(model: nn.Module, evaluate: Callable[[], Metrics]) -> Metrics:
 def words(found: Mapping[str, Any], other: Mapping[str, Any] | None) -> str:
     """Formats the metrics for the console, with the 16-bit scores in parentheses."""
     return ", ".join(
-        f"{name.replace('_', ' ')} {value:.4f}" + ("" if other is None else f" ({other[name]:.4f} in 16 bits)")
+        f"{name.replace('_', ' ')} {value:.4f}"
+        + ("" if other is None else f" ({other[name]:.4f} in 16 bits)")
         for name, value in found.items()
         if isinstance(value, float)
     )

@@ -51,7 +51,10 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
+            for number, handler in (
+                (signal.SIGINT, self._interrupt),
+                (signal.SIGTERM, self._terminate),
+            ):
                 old = signal.getsignal(number)
                 # Leave alone a signal that is ignored, as under nohup, or that has a handler
                 # outside Python

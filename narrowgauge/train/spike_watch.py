@@ -78,7 +78,9 @@ class SpikeWatch(Callback):
 
     def on_start(self, show: Console) -> None:
         self.where = place_of_copy(
-            fork_bytes(self.trainer.model, self.trainer.optimizer), self.trainer.folder.path, self.trainer.ranks
+            fork_bytes(self.trainer.model, self.trainer.optimizer),
+            self.trainer.folder.path,
+            self.trainer.ranks,
         )
 
     def state(self) -> dict[str, Any]:
@@ -116,7 +118,9 @@ class SpikeWatch(Callback):
             # The skipped batches must not depend on when a run is stopped, so the resumed run
             # judges the spike again
             self._go_back()
-            show.say(f"step {spike.step}: a loss spike was not judged to the end. Resumed, the run judges it.")
+            show.say(
+                f"step {spike.step}: a loss spike was not judged to the end. Resumed, the run judges it."
+            )
             return True
         number = trainer.feed.number(spike.step - 1)
         is_full = len(trainer.feed.left_out) >= MOST_SKIPS
@@ -136,14 +140,19 @@ class SpikeWatch(Callback):
     def _judged(self, spike: Spike) -> Judgement:
         """Runs the batches since the newest checkpoint in BF16 and names the cause of the spike."""
         trainer = self.trainer
-        switches, left_out = [switch.step for switch in trainer.switches], list(trainer.feed.left_out)
+        switches, left_out = (
+            [switch.step for switch in trainer.switches],
+            list(trainer.feed.left_out),
+        )
         with rolled_back(trainer, self.where):
             try:
                 found = self.trainer.checkpoints.newest()
                 if found is None or found.step >= spike.step:
                     return Judgement(UNKNOWN, "there is no checkpoint before it")
                 if any(found.step < step <= spike.step for step in switches):
-                    return Judgement(UNKNOWN, "layers have got another recipe since the checkpoint before it")
+                    return Judgement(
+                        UNKNOWN, "layers have got another recipe since the checkpoint before it"
+                    )
                 trainer.load_checkpoint(found)
                 trainer.feed.leave_out(left_out)  # the batches that the run has skipped since then
             except CheckpointError as error:
@@ -180,12 +189,18 @@ class SpikeWatch(Callback):
     def summary(self) -> str:
         """Counts the spikes of the whole run from its log, including those before a resumption."""
         try:
-            told = [event["cause"] for event in read_metrics(self.trainer.log.path) if event["event"] == "spike"]
+            told = [
+                event["cause"]
+                for event in read_metrics(self.trainer.log.path)
+                if event["event"] == "spike"
+            ]
         except ConfigError as error:
             return f"Loss spikes: not counted. {error}"
         if not told:
             return "Loss spikes: none."
-        counts = ", ".join(f"{told.count(each)} of {words}" for each, words in CAUSES.items() if each in told)
+        counts = ", ".join(
+            f"{told.count(each)} of {words}" for each, words in CAUSES.items() if each in told
+        )
         return f"Loss spikes: {plural(len(told), 'spike')}, {counts}."
 
 
@@ -201,7 +216,9 @@ def _rule_of(facts: Mapping[str, Any]) -> Spikes:
 
 def _words(spike: Spike, judged: Judgement, left_out: list[int], skips: bool) -> str:
     said = f"loss spike at step {spike.step}: {spike.loss:.4f}"
-    said += f" where {spike.expected_loss:.4f} was expected" if spike.expected_loss is not None else ""
+    said += (
+        f" where {spike.expected_loss:.4f} was expected" if spike.expected_loss is not None else ""
+    )
     if judged.cause == UNKNOWN:
         return f"{said}. Not judged: {judged.why}."
     wide = "lost its loss" if judged.wide is None else f"had {judged.wide:.4f}"
@@ -212,7 +229,9 @@ def _words(spike: Spike, judged: Judgement, left_out: list[int], skips: bool) ->
     if left_out:
         return f"{said}. The run goes back to step {judged.checkpoint} and leaves out batch {left_out[0]}."
     if skips:
-        return f"{said}. {MOST_SKIPS} batches are left out already, and no more are: look at the data."
+        return (
+            f"{said}. {MOST_SKIPS} batches are left out already, and no more are: look at the data."
+        )
     return f"{said}. Look at the batch of this step, or leave it out with --on-spike skip."
 
 

@@ -40,7 +40,9 @@ def ready(
     """
     if on_gpu:
         use_attention_of_whole_rows(model, probe())
-    notes = apply_memory_options(config, model, precision, lambda: inputs_of(probe(), device, task.options))
+    notes = apply_memory_options(
+        config, model, precision, lambda: inputs_of(probe(), device, task.options)
+    )
     return notes, task.objective(model, precision.computes_in)
 
 
@@ -57,7 +59,9 @@ def loss_of(
     return loss
 
 
-def clipped(config: TrainConfig, model: nn.Module, stages: Any = None, held: HeldGradients | None = None) -> Tensor:
+def clipped(
+    config: TrainConfig, model: nn.Module, stages: Any = None, held: HeldGradients | None = None
+) -> Tensor:
     """Clips the gradients of a step in place. Returns their norm before clipping.
 
     stages  process group of the pipeline stages, which share one norm

@@ -29,7 +29,13 @@ WORDS = {
 
 def refuse(config: TrainConfig, layout: Layout) -> None:
     """Raises ConfigError if the layout sums gradients over ranks only after backward."""
-    key = "step_in_backward" if config.step_in_backward else "held_gradients" if config.held_gradients == "fp8" else ""
+    key = (
+        "step_in_backward"
+        if config.step_in_backward
+        else "held_gradients"
+        if config.held_gradients == "fp8"
+        else ""
+    )
     # FSDP2 alone reduces gradients inside backward. Hooks under DDP see gradients before they are
     # summed over ranks.
     if key and layout.world > 1 and (layout.fsdp == 1 or layout.tp * layout.pp > 1):
@@ -51,21 +57,29 @@ def begin(config: TrainConfig, optimizer: Any, passes: int) -> InBackward | Held
         return None
     clip: Any = config.clip_by or None
     return in_backward(
-        optimizer, accumulation=passes, clip=clip, clip_norm=config.clip if clip else None, knows_norm=True
+        optimizer,
+        accumulation=passes,
+        clip=clip,
+        clip_norm=config.clip if clip else None,
+        knows_norm=True,
     )
 
 
 def summary(config: TrainConfig, begun: InBackward | HeldGradients | None) -> list[str]:
     """Sentences that the run prints about step-in-backward or FP8 gradient storage."""
     if isinstance(begun, HeldGradients):
-        return [f"{begun.matrices} matrices hold their gradients in FP8 until the step, which decodes them one by one."]
+        return [
+            f"{begun.matrices} matrices hold their gradients in FP8 until the step, which decodes them one by one."
+        ]
     if begun is None:
         return []
     words = f"Each parameter steps, and its gradient is freed, as soon as that is whole: {WORDS[config.clip_by]}."
     return [words + (" Sums of micro-batches are held in FP8." if begun.accumulation > 1 else "")]
 
 
-def take(stepping: InBackward, backward: Callable[[], Tensor], between: Callable[[Tensor], None]) -> Tensor:
+def take(
+    stepping: InBackward, backward: Callable[[], Tensor], between: Callable[[Tensor], None]
+) -> Tensor:
     """Runs `backward` once, or twice with two-pass clipping. Returns the losses of the last pass.
 
     between  called with the losses of the measuring pass, before the pass that updates parameters

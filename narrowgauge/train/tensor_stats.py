@@ -35,7 +35,9 @@ class NonfiniteAmax:
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], int] = {}
 
-    def report(self, step: int, counts: dict[tuple[str, str], int], log: MetricsLog, show: Console) -> None:
+    def report(
+        self, step: int, counts: dict[tuple[str, str], int], log: MetricsLog, show: Console
+    ) -> None:
         """Logs and prints each layer whose count has grown.
 
         counts  from `narrowgauge.conversion.nonfinite_amax`, of all pipeline stages
@@ -57,7 +59,11 @@ def watched(model: nn.Module) -> Iterator[Events]:
     """
     events: Events = {}
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QLinear)}
-    names = [name for name, each in layers.items() if each.recipe is not None and each.recipe.output != Gemm()]
+    names = [
+        name
+        for name, each in layers.items()
+        if each.recipe is not None and each.recipe.output != Gemm()
+    ]
     chosen = {names[place] for place in (0, len(names) // 2, -1)} if names else set()
     try:
         for name in names:
@@ -72,8 +78,16 @@ def _note(
     events: Events, module: str, layer: QLinear, is_chosen: bool, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor
 ) -> None:  # fmt: skip
     # The first call in the step wins: that is the first micro-batch.
-    if is_chosen and (module, role) not in events and (gemm, role) in WHERE and isinstance(operand, QTensor):
-        events[module, role] = "tensor", {"module": module, "role": role, **operand_statistics(original, operand)}
+    if (
+        is_chosen
+        and (module, role) not in events
+        and (gemm, role) in WHERE
+        and isinstance(operand, QTensor)
+    ):
+        events[module, role] = (
+            "tensor",
+            {"module": module, "role": role, **operand_statistics(original, operand)},
+        )
     if (module, f"spread of {role}") in events or role not in ("x", "gy"):
         return
     if role == "x" and gemm == "output" and layer.recipe is not None:
@@ -94,7 +108,13 @@ def operand_statistics(original: Tensor, operand: QTensor) -> dict[str, Any]:
     """
     format = operand.cast.format
     scales = operand.full_scale()
-    spread = times_scale(torch.ones(operand.shape, device=operand.device), scales, operand.cast.tile)
+    spread = times_scale(
+        torch.ones(operand.shape, device=operand.device), scales, operand.cast.tile
+    )
     found = tensor_statistics(original, format.max, format.smallest, spread)
     present = spread[original != 0]
-    return {"format": format.name, "scale": float((present if present.numel() else scales).max()), **found}
+    return {
+        "format": format.name,
+        "scale": float((present if present.numel() else scales).max()),
+        **found,
+    }

@@ -70,11 +70,26 @@ class Trainer:
         """
         self.ranks = ranks = ranks or Ranks()
         self.config, self.folder, self.task, self.log = config, folder, task, log
-        self.stop: StopRequest | AgreedStop = AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
+        self.stop: StopRequest | AgreedStop = (
+            AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
+        )
         parts = assembled(config, folder, task, ranks, has_own_peak)
-        self.setup, self.counters, self.model, self.feed = parts.setup, parts.counters, parts.model, parts.feed
-        self.switches, self.parallel, self.optimizer = parts.switches, parts.parallel, parts.optimizer
-        self.passes, self.checkpoints, self.validation = parts.passes, parts.checkpoints, parts.validation
+        self.setup, self.counters, self.model, self.feed = (
+            parts.setup,
+            parts.counters,
+            parts.model,
+            parts.feed,
+        )
+        self.switches, self.parallel, self.optimizer = (
+            parts.switches,
+            parts.parallel,
+            parts.optimizer,
+        )
+        self.passes, self.checkpoints, self.validation = (
+            parts.passes,
+            parts.checkpoints,
+            parts.validation,
+        )
         self.plugins = Callbacks([make(self) for make in plugins])
         self.checkpoints.resume(self.counters, self.plugins, log)
         # After resuming: `train` restores the generators, because console output in between may draw
@@ -258,11 +273,15 @@ class Trainer:
             self.plugins.after_step(show)
             if self._is_due(config.eval_every):
                 self.validation.evaluate(counters, self.checkpoints.best, self.log, show)
-            if (stop.requested and self.step != counters.saved_step) or self._is_due(config.checkpoint_every):
+            if (stop.requested and self.step != counters.saved_step) or self._is_due(
+                config.checkpoint_every
+            ):
                 self._read(show)  # a stop request can arrive between the last read and this line
                 self._save()
         self._read(show)
-        if self.step > counters.saved_step:  # the stop request came after the loop had tested for it
+        if (
+            self.step > counters.saved_step
+        ):  # the stop request came after the loop had tested for it
             self._save()
         return stop.requested if self.step < config.steps else "finished"
 
@@ -285,14 +304,20 @@ class Trainer:
         if self.queue is not None:
             self.queue.forget()
 
-    def _log_step(self, number: int, numbers: dict[str, Any], inputs: int, spent_s: float, show: Console) -> None:
+    def _log_step(
+        self, number: int, numbers: dict[str, Any], inputs: int, spent_s: float, show: Console
+    ) -> None:
         """Logs and prints one step whose loss and gradient norm have been read."""
         self.counters.trained_s += spent_s
         speed = inputs / spent_s
-        self.log.write("step", number, **numbers, tokens_per_s=speed, elapsed_s=self.counters.trained_s)
+        self.log.write(
+            "step", number, **numbers, tokens_per_s=speed, elapsed_s=self.counters.trained_s
+        )
         # Plugins see every step exactly once and in order, whether it was read alone or with others.
         self.plugins.on_step(number, numbers["loss"], numbers["grad_norm"])
-        show.step(number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"])
+        show.step(
+            number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"]
+        )
 
     def _is_read_after(self, number: int, observation: Observation) -> bool:
         """True if the host must read all queued steps after this one.
@@ -301,8 +326,15 @@ class Trainer:
         MOST steps are queued, or a stop was requested.
         """
         config = self.config
-        intervals = [config.log_every, config.eval_every, config.checkpoint_every, config.digest_every]
-        is_due = any(map(self._is_due, [*intervals, config.tensor_every])) or self.switches.starts_at(number + 1)
+        intervals = [
+            config.log_every,
+            config.eval_every,
+            config.checkpoint_every,
+            config.digest_every,
+        ]
+        is_due = any(
+            map(self._is_due, [*intervals, config.tensor_every])
+        ) or self.switches.starts_at(number + 1)
         most = self.queue is not None and len(self.queue.steps) >= MOST
         asked = observation.must_read_after(number) or self.plugins.must_read_after(number)
         return is_due or most or asked or bool(self.stop.requested)
@@ -318,7 +350,9 @@ class Trainer:
         if self.queue is None or not self.queue.steps:
             return
         steps, readings = self.queue.steps, self.queue.read()
-        per_token_s = (time.monotonic() - self.queue.started_at_s) / sum(each.drawn.inputs for each in steps)
+        per_token_s = (time.monotonic() - self.queue.started_at_s) / sum(
+            each.drawn.inputs for each in steps
+        )
         self.queue.steps = []
         # Correct the optimizer's step counts before any of its state is saved or logged.
         self.passes.settle(norm for *_, norm in readings)
@@ -334,7 +368,9 @@ class Trainer:
                 each.before.restore()
                 self._end_nonfinite(loss, norm, each.drawn, each.numbers["tokens"])
             fields = {"loss": loss, "grad_norm": norm, **each.numbers}
-            self._log_step(each.number, fields, each.drawn.inputs, each.drawn.inputs * per_token_s, show)
+            self._log_step(
+                each.number, fields, each.drawn.inputs, each.drawn.inputs * per_token_s, show
+            )
         self.counters.step = newest
 
     def _compare_ranks(self) -> None:
@@ -386,7 +422,9 @@ class Trainer:
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": targets}
         return {**numbers, **facts}, drawn.inputs
 
-    def _launched(self, queue: StepQueue, numbers: dict[str, Any], drawn: StepBatch) -> dict[str, Any]:
+    def _launched(
+        self, queue: StepQueue, numbers: dict[str, Any], drawn: StepBatch
+    ) -> dict[str, Any]:
         """Queues a step on the device without reading its results.
 
         Returns the fields of its step event. The caller may add to this dict until the step is
@@ -417,15 +455,21 @@ class Trainer:
         # loss: nothing is left to locate it with.
         if (error := self.passes.lost_in_backward(self.step + 1, *found)) is not None:
             self.log.write("step", self.step + 1, loss=found[0], grad_norm=found[1])
-            self.log.write("nonfinite", self.step + 1, where="a step in backward, where it is not looked for")
+            self.log.write(
+                "nonfinite", self.step + 1, where="a step in backward, where it is not looked for"
+            )
             raise error
         return found
 
-    def _refuse_nonfinite(self, loss: float, grad_norm: float, drawn: StepBatch, targets: int) -> None:
+    def _refuse_nonfinite(
+        self, loss: float, grad_norm: float, drawn: StepBatch, targets: int
+    ) -> None:
         if not self.is_fine(loss, grad_norm):
             self._end_nonfinite(loss, grad_norm, drawn, targets)
 
-    def _end_nonfinite(self, loss: float, grad_norm: float, drawn: StepBatch, targets: int) -> NoReturn:
+    def _end_nonfinite(
+        self, loss: float, grad_norm: float, drawn: StepBatch, targets: int
+    ) -> NoReturn:
         """Names the first non-finite module in a NumericsError."""
         number = self.step + 1
         where = self.passes.first_nonfinite(drawn.batches, targets, loss, self.task.options)

@@ -70,7 +70,9 @@ class GuardMixin:
     add_callback: Callable[..., None]
     log: Callable[..., None]
 
-    def __init__(self, *given: Any, guard: str = "", guard_where: str | Path = "host", **named: Any) -> None:
+    def __init__(
+        self, *given: Any, guard: str = "", guard_where: str | Path = "host", **named: Any
+    ) -> None:
         super().__init__(*given, **named)
         self.guard: Guard | None = None
         self.guard_settings, self.guard_where = guard, guard_where
@@ -87,7 +89,9 @@ class GuardMixin:
         self.items: Any = None
         self.add_callback(GuardCallback(self))
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **named: Any) -> Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None, **named: Any
+    ) -> Tensor:
         """Calls the Trainer's `training_step`. With a guard, also stores its inputs and loss."""
         # Copy first: Trainer pops entries from `inputs`.
         kept = dict(inputs)

@@ -28,7 +28,9 @@ class Validation:
     share  (index, count) of this rank's part of the data
     """
 
-    def __init__(self, config: TrainConfig, task: TrainTask, passes: Passes, share: tuple[int, int]) -> None:
+    def __init__(
+        self, config: TrainConfig, task: TrainTask, passes: Passes, share: tuple[int, int]
+    ) -> None:
         self.config, self.task, self.passes, self.share = config, task, passes, share
 
     @torch.no_grad()
@@ -37,11 +39,19 @@ class Validation:
         passes, parallel, number = self.passes, self.passes.parallel, counters.step
         self._set_training(False)
         found, wide = self.scores(self.config.eval_wide)
-        log.write("eval", number, **found, **({"wide": wide} if wide else {}), elapsed_s=counters.trained_s)
+        log.write(
+            "eval",
+            number,
+            **found,
+            **({"wide": wide} if wide else {}),
+            elapsed_s=counters.trained_s,
+        )
         # The best weights are for export: recipe states stay out.
         weights, _ = state.split_scaling(passes.model.state_dict())
         is_best = best.take(number, found, weights)
-        show.say(f"step {number}: validation {scoring.words(found, wide)}{', the best so far' if is_best else ''}")
+        show.say(
+            f"step {number}: validation {scoring.words(found, wide)}{', the best so far' if is_best else ''}"
+        )
         if self.config.sample_tokens:
             with passes.precision.context(passes.device.type):
                 written = parallel(self.task.sample, parallel.pipeline or passes.model)
@@ -61,7 +71,11 @@ class Validation:
         """
         model, parallel = self.passes.model, self.passes.parallel
         shared = partial(
-            readings, score=self._score, share=self.share, ranks=self.passes.ranks, knows=parallel.knows_losses
+            readings,
+            score=self._score,
+            share=self.share,
+            ranks=self.passes.ranks,
+            knows=parallel.knows_losses,
         )
         evaluate = partial(self.task.evaluate, model, shared)
         found, both = evaluate(), both and bool(parallel.of_all(scoring.narrow_forward(model)))

@@ -13,7 +13,15 @@ import pytest
 from narrowgauge import cli
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import TABLE, TASKS, OneOf, TrainConfig, by_key, key_of, resolved
+from narrowgauge.train.config.settings import (
+    TABLE,
+    TASKS,
+    OneOf,
+    TrainConfig,
+    by_key,
+    key_of,
+    resolved,
+)
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import ROOT
 from tests.selection import quick
@@ -50,7 +58,8 @@ def known_recipe(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], [], ["--version"], ["train", "--help"], ["report", "--help"], ["trian"]]
+    "arguments",
+    [["--help"], [], ["--version"], ["train", "--help"], ["report", "--help"], ["trian"]],
 )
 def test_help_imports_neither_torch_nor_what_takes_as_long(arguments):
     program = (
@@ -59,7 +68,9 @@ def test_help_imports_neither_torch_nor_what_takes_as_long(arguments):
         "heavy = {'torch', 'numpy', 'transformers', 'safetensors', 'tokenizers', 'datasets', 'tensorboard'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -75,7 +86,8 @@ def test_the_front_imports_the_standard_library_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("fp8-block", []), ("fp8", ["fp8"]), ("int4-hq-bs", ["int4"]), ("", ["fp8", "int4"])]
+    ("name", "said"),
+    [("fp8-block", []), ("fp8", ["fp8"]), ("int4-hq-bs", ["int4"]), ("", ["fp8", "int4"])],
 )
 def test_recipes_explain_the_shorthands_of_what_they_list(name, said, capsys):
     assert cli.main(["recipes", *([name] if name else [])]) == 0
@@ -99,11 +111,14 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("verb", "near"), [("trian", "train"), ("reports", "report"), ("recipe", "recipes"), ("inf", "info")]
+    ("verb", "near"),
+    [("trian", "train"), ("reports", "report"), ("recipe", "recipes"), ("inf", "info")],
 )
 def test_an_unknown_verb_gets_the_closest(capsys, verb, near):
     assert cli.main([verb]) == 2
-    assert capsys.readouterr().err == f"narrowgauge: {verb!r} is not a command. Closest: {near!r}.\n"
+    assert (
+        capsys.readouterr().err == f"narrowgauge: {verb!r} is not a command. Closest: {near!r}.\n"
+    )
 
 
 def test_an_unknown_verb_unlike_any_is_sent_to_the_help(capsys):
@@ -133,7 +148,9 @@ def test_an_expected_error_is_a_message_and_a_code(monkeypatch, capfd, error, co
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
     ours = ModuleNotFoundError("no", name="narrowgauge.lost")
     for error in (ZeroDivisionError(), FileNotFoundError(2, "No such file", "x"), ours):
-        monkeypatch.setattr(cli, "_dispatch", lambda arguments, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(
+            cli, "_dispatch", lambda arguments, error=error: (_ for _ in ()).throw(error)
+        )
         with pytest.raises(type(error)):
             cli.main([])
 
@@ -148,7 +165,9 @@ def test_the_module_exits_with_the_code():
 def test_a_closed_pipe_is_no_traceback(arguments):
     program = f'"{sys.executable}" -m narrowgauge {" ".join(arguments)} | true; echo ${{PIPESTATUS[0]}} >&2'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", program], capture_output=True, cwd=ROOT, env=environment, check=True)
+    done = subprocess.run(
+        ["bash", "-c", program], capture_output=True, cwd=ROOT, env=environment, check=True
+    )
     assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
     assert int(done.stderr.split()[-1]) in (1, 141)  # rich, which prints a verb's help, says 1
 
@@ -157,9 +176,15 @@ def test_a_closed_pipe_is_no_traceback(arguments):
 def test_a_full_disk_behind_standard_output_is_a_storage_error():
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "narrowgauge", "--help"], stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False
+            [sys.executable, "-m", "narrowgauge", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            check=False,
         )
-    assert done.returncode == 8 and b"Traceback" not in done.stderr and b"No space left" in done.stderr
+    assert (
+        done.returncode == 8 and b"Traceback" not in done.stderr and b"No space left" in done.stderr
+    )
 
 
 def test_a_closed_standard_output_is_no_traceback():
@@ -169,7 +194,8 @@ def test_a_closed_standard_output_is_no_traceback():
 
 
 @pytest.mark.parametrize(
-    "locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}]
+    "locale",
+    [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}],
 )
 def test_output_is_ascii_where_the_encoding_is(locale):
     for arguments in (["train", "--help"], ["train", "--data", ""], ["t\u00e9st"], ["--help"]):
@@ -238,14 +264,21 @@ NEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("each", [each for each in by_key().values() if each.metadata["group"] == "task"], ids=key_of)
+@pytest.mark.parametrize(
+    "each", [each for each in by_key().values() if each.metadata["group"] == "task"], ids=key_of
+)
 def test_every_flag_of_a_task_reaches_its_setting(loop, each):
     """Each with a task in which it means something."""
     task = next((task for task in TASKS[1:] if task in each.metadata["tasks"]), "")
     known = {"packing": ("48", 48), "beams": ("4", 4), "flip": ("", True), "stratify": ("", False)}
     text, value = known.get(each.name) or other_value(each)
     settings = {**TASK, "task": task, **NEEDED.get(each.name, {}), each.name: value}
-    flags = [part for name, given in settings.items() if name != each.name for part in (train.flag(name), str(given))]
+    flags = [
+        part
+        for name, given in settings.items()
+        if name != each.name
+        for part in (train.flag(name), str(given))
+    ]
     flag = f"--no-{train.flag(key_of(each))[2:]}" if value is False else train.flag(key_of(each))
     assert cli.main(["train", *flags, flag, *([text] if text else [])]) == 0
     settings["packing"] = int(settings.get("packing", 0))
@@ -261,8 +294,17 @@ def test_every_flag_reaches_its_setting(loop):
         and each.metadata["group"] != "task"
     ]
     expected = {each.name: other_value(each)[1] for each in plain}
-    arguments = [text for each in plain for text in (train.flag(key_of(each)), other_value(each)[0])]
-    switches = ["--tensorboard", "--compile", "--recipes", "lm_head=bf16", "--recipes", "layers.*.up=fp8-row"]
+    arguments = [
+        text for each in plain for text in (train.flag(key_of(each)), other_value(each)[0])
+    ]
+    switches = [
+        "--tensorboard",
+        "--compile",
+        "--recipes",
+        "lm_head=bf16",
+        "--recipes",
+        "layers.*.up=fp8-row",
+    ]
     assert cli.main(["train", *arguments, *switches]) == 0
     table = {"lm_head": "bf16", "layers.*.up": "fp8-row"}
     assert loop == [TrainConfig(**expected, tensorboard=True, compile=True, layers_recipe=table)]
@@ -279,8 +321,14 @@ def test_every_flag_reaches_its_setting(loop):
         (["--layers", "9" * 5000], "is not a whole number"),
         (["--seed", "1e3"], "'1e3' is not a whole number"),
         (["--learning-rate", "fast"], "'fast' is not a number"),
-        (["--learning-rate", "nan"], "--learning-rate: learning_rate = nan: must be a finite number"),
-        (["--learning-rate", "1e400"], "--learning-rate: learning_rate = inf: must be a finite number"),
+        (
+            ["--learning-rate", "nan"],
+            "--learning-rate: learning_rate = nan: must be a finite number",
+        ),
+        (
+            ["--learning-rate", "1e400"],
+            "--learning-rate: learning_rate = inf: must be a finite number",
+        ),
         (["--layers", "-1"], "--layers: layers = -1: must be from 1"),
         (["--layers"], "--layers requires an argument"),
         (["--layers", "2", "--layers", "3"], "--layers specified multiple times"),
@@ -352,14 +400,24 @@ def test_resume_takes_the_configuration_of_the_run(loop, tmp_path):
     moved = tmp_path / "moved"
     (tmp_path / "run").rename(moved)
     assert cli.main(["train", "--resume", "--output", str(moved), "--steps", "20"]) == 0
-    assert (loop[0].layers, loop[0].steps, loop[0].resume, loop[0].output) == (2, 20, True, str(moved))
+    assert (loop[0].layers, loop[0].steps, loop[0].resume, loop[0].output) == (
+        2,
+        20,
+        True,
+        str(moved),
+    )
     assert loop[0].layers_recipe == stored.layers_recipe
 
 
-def test_resume_of_a_folder_without_a_run_is_refused_if_nothing_else_is_asked(loop, capsys, tmp_path):
+def test_resume_of_a_folder_without_a_run_is_refused_if_nothing_else_is_asked(
+    loop, capsys, tmp_path
+):
     """A mistyped folder. With a CONFIG or a setting it is a new run: what starts a job again after a preemption says --resume always."""
     assert cli.main(["train", "--resume", "--output", str(tmp_path / "mistyped")]) == 2
-    assert "mistyped' holds no run (no config.toml) to go on with" in capsys.readouterr().err and not loop
+    assert (
+        "mistyped' holds no run (no config.toml) to go on with" in capsys.readouterr().err
+        and not loop
+    )
     assert cli.main(["train", "--resume", "--output", str(tmp_path / "new"), "--layers", "2"]) == 0
     assert loop[0].layers == 2
 
@@ -397,7 +455,9 @@ def test_recipes_lists_all_or_explains_one(capsys):
     from narrowgauge import recipes
 
     assert cli.main(["recipes"]) == 0
-    heads = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+    heads = [
+        line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()
+    ]
     assert heads[:-1] == list(recipes.names())  # the last line is the legend
     assert cli.main(["recipes", "fp8-row"]) == 0
     shown = capsys.readouterr().out.splitlines()[:4]
@@ -413,11 +473,16 @@ def test_report_prints_the_path_of_the_page(monkeypatch, capsys):
     monkeypatch.setattr("narrowgauge.report.page.write", lambda folder: folder / "report.html")
     assert cli.main(["report", "runs/a"]) == 0
     assert cli.main(["report"]) == 0
-    assert capsys.readouterr().out == f"{Path('runs/a/report.html')}\n{Path('runs/latest/report.html')}\n"
+    assert (
+        capsys.readouterr().out
+        == f"{Path('runs/a/report.html')}\n{Path('runs/latest/report.html')}\n"
+    )
 
 
 def test_info_prints_what_the_hardware_page_says(monkeypatch, capsys):
-    monkeypatch.setattr("narrowgauge.diagnose.machine", SimpleNamespace(info=lambda: "cpu: exact"), raising=False)
+    monkeypatch.setattr(
+        "narrowgauge.diagnose.machine", SimpleNamespace(info=lambda: "cpu: exact"), raising=False
+    )
     assert cli.main(["info"]) == 0
     assert capsys.readouterr().out == "cpu: exact\n"
 
@@ -430,8 +495,16 @@ def test_other_verbs_refuse_what_they_do_not_know(capsys, verb):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["debug", "r", "--at", "5.5"], ["blame", "r", "--at", "1e1"], ["evaluate", "r", "--limit", "2.0"]]
+    "arguments",
+    [
+        ["debug", "r", "--at", "5.5"],
+        ["blame", "r", "--at", "1e1"],
+        ["evaluate", "r", "--limit", "2.0"],
+    ],
 )
 def test_no_verb_rounds_a_number(arguments, capsys):
     assert cli.main(arguments) == 2
-    assert f"Invalid value for {arguments[2]}: {arguments[3]!r} is not a whole number." in capsys.readouterr().err
+    assert (
+        f"Invalid value for {arguments[2]}: {arguments[3]!r} is not a whole number."
+        in capsys.readouterr().err
+    )

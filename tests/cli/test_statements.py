@@ -29,7 +29,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("message", "typed", "said"),
     [
-        ("limit = -1, batch_size = 8: must be", ["--limit", "-1"], "--limit -1, batch_size = 8: must be"),
+        (
+            "limit = -1, batch_size = 8: must be",
+            ["--limit", "-1"],
+            "--limit -1, batch_size = 8: must be",
+        ),
         (
             "limit = -1, batch_size = 0: must be",
             ["--limit=-1", "--batch-size=0"],
@@ -39,7 +43,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("output = '/a: b': holds a run", ["--output", "/a: b"], "--output '/a: b': holds a run"),
         ("rank 1: steps = 0: is not", ["--steps", "0"], "rank 1: --steps 0: is not"),
         ("tiny.toml:3: steps = 0: is not", ["--steps", "0"], "tiny.toml:3: steps = 0: is not"),
-        ("from = 'a': cannot have steps = 3, but", ["--from", "a"], "--from 'a': cannot have steps = 3, but"),
+        (
+            "from = 'a': cannot have steps = 3, but",
+            ["--from", "a"],
+            "--from 'a': cannot have steps = 3, but",
+        ),
         ("no setting at all. steps = 3: x", ["--steps", "3"], "no setting at all. steps = 3: x"),
     ],
 )
@@ -48,7 +56,9 @@ def test_a_setting_is_named_as_it_was_typed(message: str, typed: list[str], said
     assert cli.as_typed(message, typed) == said
 
 
-def test_a_flag_is_named_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_is_named_from_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["evaluate", str(tmp_path), "--limit", "-1"]) == 2
     assert "--limit -1, batch_size = 8: must be at least 0 and 1" in capsys.readouterr().err
 
@@ -62,7 +72,17 @@ def test_out_of_memory_always_has_words() -> None:
 def test_a_number_of_classes_that_no_head_has_is_refused_by_its_setting(
     count: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", "--task", "classification", "--model", "m", "--data", "a.csv", "--classes", count]
+    arguments = [
+        "train",
+        "--task",
+        "classification",
+        "--model",
+        "m",
+        "--data",
+        "a.csv",
+        "--classes",
+        count,
+    ]
     assert cli.main(arguments) == 2
     assert "at most 1,000,000 classes" in capsys.readouterr().err
 
@@ -78,18 +98,24 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(module: str, inst
 
 
 def test_triton_is_not_said_to_come_with_the_command_line() -> None:
-    assert errors.missing_package(ModuleNotFoundError("", name="triton")).endswith("Run: pip install triton.")
+    assert errors.missing_package(ModuleNotFoundError("", name="triton")).endswith(
+        "Run: pip install triton."
+    )
 
 
 def test_a_json_file_with_a_list_of_objects_is_a_table(tmp_path: Path) -> None:
     """Not SQuAD's: its columns are those of the objects."""
     path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"text": "a", "label": 1}, {"text": "b", "label": 0, "more": None}]))
+    path.write_text(
+        json.dumps([{"text": "a", "label": 1}, {"text": "b", "label": 0, "more": None}])
+    )
     assert [row.values for row in records(path, ["label", "text"])] == [
         {"label": 1, "text": "a"},
         {"label": 0, "text": "b"},
     ]
-    with raises(DataError, "table.no-column", "'txt'", "Closest: 'text'.", "'text', 'label'", "a.json"):
+    with raises(
+        DataError, "table.no-column", "'txt'", "Closest: 'text'.", "'text', 'label'", "a.json"
+    ):
         list(records(path, ["txt"]))
     path.write_text('[{"text": "a"}, 3]')
     with raises(DataError, "squad.no-object", "a number", "a.json", "[1]"):
@@ -113,7 +139,9 @@ def test_probes_of_killed_processes_go(tmp_path: Path) -> None:
 
 def test_superseded_best_weights_go_when_a_killed_run_goes_on(tmp_path: Path, text: Path) -> None:
     """Killed after the checkpoint that names step 4 as the best was saved, and before the best weights of an earlier step were removed."""
-    config = tiny.settings(text, tmp_path / "run", best="loss", eval_every=2, checkpoint_every=4, steps=4)
+    config = tiny.settings(
+        text, tmp_path / "run", best="loss", eval_every=2, checkpoint_every=4, steps=4
+    )
     assert loop.run(config) == 0
     [kept] = os.listdir(tmp_path / "run" / "best")
     weights = {"weights": store.load(tmp_path / "run" / "best" / kept).tensors["weights"]}

@@ -46,7 +46,10 @@ def timed(**seconds):
     ("seconds", "wanted"),
     [
         ({"bf16": 1.0, "fp8-block": 0.9, "fp8-row": 0.8, "fp8-current": 0.5}, "fp8-current"),
-        ({"bf16": 1.0, "fp8-block": 0.9, "fp8-row": 0.509, "fp8-current": 0.5}, "fp8-row"),  # within 2 %
+        (
+            {"bf16": 1.0, "fp8-block": 0.9, "fp8-row": 0.509, "fp8-current": 0.5},
+            "fp8-row",
+        ),  # within 2 %
         ({"bf16": 1.0, "fp8-block": 0.509, "fp8-row": 0.5, "fp8-current": 0.505}, "fp8-block"),
         ({"bf16": 1.0, "fp8-block": 0.511, "fp8-row": 0.52, "fp8-current": 0.5}, "fp8-current"),
         ({"bf16": 1.01, "fp8-current": 1.0}, "bf16"),
@@ -60,7 +63,9 @@ def test_the_more_accurate_of_equally_fast_ones(seconds, wanted):
 def test_accuracy_is_in_the_order_of_the_candidates():
     """What of x becomes zero, where magnitudes differ between rows and between blocks: less, the smaller the tile (exact order)."""
     x = torch.randn(64, 1024)
-    x *= torch.exp2(-torch.arange(64.0) % 16)[:, None] * torch.exp2(-2 * torch.arange(8.0)).repeat_interleave(128)
+    x *= torch.exp2(-torch.arange(64.0) % 16)[:, None] * torch.exp2(
+        -2 * torch.arange(8.0)
+    ).repeat_interleave(128)
     casts = [recipes.get(name).output.lhs for name in CANDIDATES[1:]]
     lost = [int((ng.dequantize(ng.quantize(x, cast)) == 0).sum()) for cast in casts]
     assert lost[0] < lost[1] < lost[2], lost
@@ -89,7 +94,11 @@ def test_a_measurement_is_made_once_and_kept(on_hopper, tmp_path):
         "auto, measured at 8,192 tokens: fp8-current 1 ms, fp8-row 1.4 ms, fp8-block 1.5 ms, bf16 2 ms"
     )
     again = decide(WORKLOAD, CPU, tmp_path / "auto.json", measured)
-    assert (again.recipe, again.how, again.seconds) == ("fp8-current", "measured before", first.seconds)
+    assert (again.recipe, again.how, again.seconds) == (
+        "fp8-current",
+        "measured before",
+        first.seconds,
+    )
     decide(replace(WORKLOAD, tokens=512), CPU, cache, measured)
     assert [workload.tokens for workload, _ in measured.calls] == [8192, 512]
 
@@ -106,14 +115,18 @@ def test_a_damaged_cache_is_ignored_with_a_warning_and_replaced(on_hopper, tmp_p
     path = tmp_path / "auto.json"
     path.write_text(content, encoding="utf-8")
     measured = timed(bf16=2.0, fp8_block=1.0, fp8_row=1.5, fp8_current=1.5)
-    with pytest.warns(UserWarning, match=r"auto\.json: is damaged .* measures anew and replaces it"):
+    with pytest.warns(
+        UserWarning, match=r"auto\.json: is damaged .* measures anew and replaces it"
+    ):
         assert decide(WORKLOAD, CPU, path, measured).recipe == "fp8-block"
     assert decide(WORKLOAD, CPU, path, measured).how == "measured before"
 
 
 def test_a_cache_that_cannot_be_written_is_said(on_hopper, tmp_path):
     measured = timed(bf16=1.0, fp8_block=1.0, fp8_row=1.0, fp8_current=1.0)
-    with pytest.warns(UserWarning, match="measurements of recipe 'auto' are not kept: No such file"):
+    with pytest.warns(
+        UserWarning, match="measurements of recipe 'auto' are not kept: No such file"
+    ):
         assert decide(WORKLOAD, CPU, tmp_path / "missing" / "auto.json", measured).recipe == "bf16"
 
 
@@ -134,15 +147,20 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
 
 def test_a_candidate_that_fails_is_named_and_not_kept(on_hopper, tmp_path):
     def measured(workload, names, device):
-        return {"bf16": 1.0, "fp8-row": 0.5}, {"fp8-block": "failed when it was measured: RuntimeError: ptxas"}
+        return {"bf16": 1.0, "fp8-row": 0.5}, {
+            "fp8-block": "failed when it was measured: RuntimeError: ptxas"
+        }
 
     decision = decide(WORKLOAD, CPU, tmp_path / "auto.json", measured)
-    assert decision.recipe == "fp8-row" and "not fp8-block: failed when it was measured" in str(decision)
+    assert decision.recipe == "fp8-row" and "not fp8-block: failed when it was measured" in str(
+        decision
+    )
     assert not (tmp_path / "auto.json").exists(), "another time it may work"
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("NVIDIA H200", "predicted"), ("Fantasy GPU", "no memory to measure with, and")]
+    ("name", "how"),
+    [("NVIDIA H200", "predicted"), ("Fantasy GPU", "no memory to measure with, and")],
 )
 def test_without_memory_to_measure_it_predicts(on_hopper, tmp_path, monkeypatch, name, how):
     def measured(*_):
@@ -174,9 +192,13 @@ def test_a_prediction_is_the_sum_of_what_is_counted():
     h200 = card("h200")
     works = counted(workload, "bf16", h200)
     assert [each.flops for each in works if each.kind == "products"] == [2 * m * n * k] * 3
-    assert predicted(workload, ["bf16"], h200)["bf16"] == sum(rates.seconds(each, h200) for each in works)
+    assert predicted(workload, ["bf16"], h200)["bf16"] == sum(
+        rates.seconds(each, h200) for each in works
+    )
     narrow = counted(workload, "fp8-current", h200)
-    assert sum(each.nbytes for each in narrow if each.kind == "casts") >= 4 * (m * k + m * n + n * k)
+    assert sum(each.nbytes for each in narrow if each.kind == "casts") >= 4 * (
+        m * k + m * n + n * k
+    )
     state = torch.get_rng_state()
     predicted(workload, ["fp8-current"], h200)
     assert torch.equal(torch.get_rng_state(), state)
@@ -190,7 +212,9 @@ def test_candidates_take_turns_and_give_the_median():
 
     def clock(run, count):
         order.append(run)
-        return count * {"a": 1.0, "b": 2.0}[run] * (100.0 if len(order) == 3 else 1.0)  # one reading is disturbed
+        return (
+            count * {"a": 1.0, "b": 2.0}[run] * (100.0 if len(order) == 3 else 1.0)
+        )  # one reading is disturbed
 
     found = measure.interleaved({"a": "a", "b": "b"}, clock, rounds=5, slice_s=0.0)
     assert found == {"a": 1.0, "b": 2.0}
@@ -200,10 +224,16 @@ def test_candidates_take_turns_and_give_the_median():
 def test_every_candidate_runs_forward_and_backward(monkeypatch):
     """On the CPU, emulated: gradients arrive and are dropped, random state stays."""
     monkeypatch.setattr(measure, "SLICE_S", 0.0)
-    workload = measure.LinearWorkload(tokens=33, inputs=48, outputs=64, dtype=torch.float32, biased=True)
+    workload = measure.LinearWorkload(
+        tokens=33, inputs=48, outputs=64, dtype=torch.float32, biased=True
+    )
     state = torch.get_rng_state()
     found, failed = measure.measured(workload, CANDIDATES, CPU)
-    assert found.keys() == set(CANDIDATES) and all(seconds > 0 for seconds in found.values()) and not failed
+    assert (
+        found.keys() == set(CANDIDATES)
+        and all(seconds > 0 for seconds in found.values())
+        and not failed
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -214,7 +244,9 @@ def test_the_weight_is_quantized_in_every_step(monkeypatch):
     calls = []
     real = plan.OperandPlan.quantize
     monkeypatch.setattr(
-        plan.OperandPlan, "quantize", lambda self, x, *a: calls.append(tuple(x.shape)) or real(self, x, *a)
+        plan.OperandPlan,
+        "quantize",
+        lambda self, x, *a: calls.append(tuple(x.shape)) or real(self, x, *a),
     )
     workload = measure.LinearWorkload(tokens=32, inputs=48, outputs=64, dtype=torch.bfloat16)
     sets = [measure.inputs(workload, CPU)]
@@ -238,7 +270,9 @@ def test_a_candidate_that_raises_is_left_out_and_bf16_is_not(monkeypatch):
     broken = "fp8-row"
     found, failed = measure.measured(workload, ["bf16", "fp8-row"], CPU)
     assert list(found) == ["bf16"]
-    assert failed == {"fp8-row": "failed when it was measured: RuntimeError: no kernel image is available"}
+    assert failed == {
+        "fp8-row": "failed when it was measured: RuntimeError: no kernel image is available"
+    }
     broken = "bf16"
     with pytest.raises(RuntimeError, match="no kernel image"):
         measure.measured(workload, ["bf16"], CPU)
@@ -257,18 +291,24 @@ def test_convert_decides_once_per_shape_and_describe_tells(monkeypatch):
     def fake(workload, device):
         asked.append(workload)
         name = "fp8-row" if workload.outputs == 64 else "fp8-block"
-        return Decision(recipe=name, tokens=workload.tokens, how="measured", seconds={"bf16": 2.0, name: 1.0})
+        return Decision(
+            recipe=name, tokens=workload.tokens, how="measured", seconds={"bf16": 2.0, name: 1.0}
+        )
 
     monkeypatch.setattr(auto, "decide", fake)
     model = ng.convert(small_model(), {"*": "auto", "1": "fp8-current"}, tokens=4096)
-    assert [layer.recipe.name for layer in model] == ["fp8-row", "fp8-current", "fp8-row"] and len(asked) == 1
+    assert [layer.recipe.name for layer in model] == ["fp8-row", "fp8-current", "fp8-row"] and len(
+        asked
+    ) == 1
     assert asked[0].tokens == 4096 and (asked[0].inputs, asked[0].outputs) == (32, 64)
     assert auto.chosen(model) == {"0": "fp8-row", "2": "fp8-row"}
     note = ng.describe(model)[0].note
     assert note == "auto, measured at 4,096 tokens: fp8-row 1 s, bf16 2 s"
     assert auto.summary(model) == [f"32 -> 64 (2 layers): fp8-row ({note})"]
     model[0].recipe = "int8"
-    assert auto.chosen(model) == {"2": "fp8-row"}, "a recipe that was set by hand is no choice of auto"
+    assert auto.chosen(model) == {"2": "fp8-row"}, (
+        "a recipe that was set by hand is no choice of auto"
+    )
     model(torch.randn(4, 32)).sum().backward()
 
 
@@ -281,7 +321,9 @@ def test_convert_on_a_cpu_gives_bf16_and_says_why():
 
 def test_choices_are_followed_without_measuring(monkeypatch):
     monkeypatch.setattr(auto, "decide", lambda *_: pytest.fail("measured"))
-    model = ng.convert(small_model(), "auto", tokens=64, choices={"0": "fp8-row", "1": "bf16", "2": "fp8-block"})
+    model = ng.convert(
+        small_model(), "auto", tokens=64, choices={"0": "fp8-row", "1": "bf16", "2": "fp8-block"}
+    )
     assert [layer.recipe.name for layer in model] == ["fp8-row", "bf16", "fp8-block"]
     assert auto.chosen(model) == {"0": "fp8-row", "1": "bf16", "2": "fp8-block"}
     assert ng.describe(model)[0].note == "auto, as decided before"
@@ -331,4 +373,7 @@ def test_on_this_gpu(tmp_path):
     workload = measure.LinearWorkload(tokens=2048, inputs=1024, outputs=1024, dtype=torch.bfloat16)
     device = torch.device("cuda", 0)
     decision = decide(workload, device, tmp_path / "auto.json")
-    assert decision.seconds == {} or decision.seconds[decision.recipe] <= decision.seconds["bf16"] * 1.02
+    assert (
+        decision.seconds == {}
+        or decision.seconds[decision.recipe] <= decision.seconds["bf16"] * 1.02
+    )

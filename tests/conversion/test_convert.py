@@ -26,7 +26,9 @@ def test_one_line_takes_every_linear_but_heads_and_routers() -> None:
 
 
 def test_later_patterns_win_and_letters_name_kept_layers() -> None:
-    model = ng.convert(Model(), {"*": "fp8-row", "layers.0.*": "mxfp8", "down_proj": None, "lm_head": "bf16"})
+    model = ng.convert(
+        Model(), {"*": "fp8-row", "layers.0.*": "mxfp8", "down_proj": None, "lm_head": "bf16"}
+    )
     names = recipe_names(model)
     assert names["layers.0.up_proj"] == "mxfp8"
     assert names["layers.1.up_proj"] == "fp8-row"
@@ -79,7 +81,13 @@ def test_model_whose_linears_are_all_kept_is_an_error_that_says_why() -> None:
 def test_head_is_found_by_what_the_model_says_not_by_its_name() -> None:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    sizes = BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     rows = {row.name: row for row in ng.describe(ng.convert(BertForMaskedLM(sizes), "fp8-current"))}
     assert rows["cls.predictions.decoder"].recipe == "none"
     assert rows["cls.predictions.decoder"].note == "output head"

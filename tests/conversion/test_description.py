@@ -31,7 +31,9 @@ def test_frozen_and_subclassed_layers_are_told() -> None:
             return super().forward(x)
 
     attention = nn.MultiheadAttention(32, 2)
-    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32), nn.Linear(32, 8), nn.Linear(32, 40), attention.out_proj)
+    model = nn.Sequential(
+        nn.Linear(32, 32), Own(32, 32), nn.Linear(32, 8), nn.Linear(32, 40), attention.out_proj
+    )
     model[0].weight.requires_grad_(False)
     rows = ng.describe(ng.convert(model, "fp8-current"))
     assert [row.recipe for row in rows] == ["fp8-current", "none", "none", "fp8-current", "none"]
@@ -39,18 +41,27 @@ def test_frozen_and_subclassed_layers_are_told() -> None:
     assert "Own has a forward of its own" in rows[1].note
     assert "fewer than 16" in rows[2].note
     assert "multiples of 16" in rows[3].note
-    assert "NonDynamicallyQuantizableLinear is a class of its own: its weight may be read without" in rows[4].note
+    assert (
+        "NonDynamicallyQuantizableLinear is a class of its own: its weight may be read without"
+        in rows[4].note
+    )
 
 
 def test_it_is_said_which_16_bits_a_product_takes() -> None:
     """Of a float16 model the recipe bf16 multiplies in float16."""
     types: list[bool] = []
-    for recipe, dtype in itertools.product(("bf16", "fp8-current"), (torch.float16, torch.bfloat16)):
+    for recipe, dtype in itertools.product(
+        ("bf16", "fp8-current"), (torch.float16, torch.bfloat16)
+    ):
         model = ng.convert(nn.Sequential(nn.Linear(32, 32, dtype=dtype)), recipe)
         [row] = ng.describe(model)
-        assert ("16-bit operands are float16" in row.note) == (recipe == "bf16" and dtype == torch.float16)
+        assert ("16-bit operands are float16" in row.note) == (
+            recipe == "bf16" and dtype == torch.float16
+        )
         if recipe == "bf16":
-            model[0].observer = lambda gemm, role, original, operand, dtype=dtype: types.append(operand.dtype == dtype)
+            model[0].observer = lambda gemm, role, original, operand, dtype=dtype: types.append(
+                operand.dtype == dtype
+            )
             model(torch.randn(4, 32, dtype=dtype)).sum().backward()
     assert len(types) == 8 and all(types)
 
@@ -58,7 +69,9 @@ def test_it_is_said_which_16_bits_a_product_takes() -> None:
 def unconverted(model: nn.Module, reason: str) -> dict[str, str]:
     """Name -> shape of the rows without a recipe whose note holds `reason`."""
     rows = [row for row in ng.describe(model) if reason in row.note]
-    assert {row.recipe for row in rows} <= {"none"} and {row.output for row in rows} <= {"no nn.Linear"}
+    assert {row.recipe for row in rows} <= {"none"} and {row.output for row in rows} <= {
+        "no nn.Linear"
+    }
     return {row.name: row.shape for row in rows}
 
 
@@ -72,7 +85,9 @@ def test_attention_of_torch_keeps_its_own_projection() -> None:
         "0.in_proj_weight": "32 -> 96",
         "2.q_proj_weight": "32 -> 32", "2.k_proj_weight": "16 -> 32", "2.v_proj_weight": "48 -> 32",
     }  # fmt: skip
-    assert unconverted(attention, "nn.MultiheadAttention") == {"in_proj_weight": "32 -> 96"}, "as the model itself"
+    assert unconverted(attention, "nn.MultiheadAttention") == {"in_proj_weight": "32 -> 96"}, (
+        "as the model itself"
+    )
 
 
 def test_transposed_layers_of_transformers_are_told() -> None:
@@ -80,10 +95,21 @@ def test_transposed_layers_of_transformers_are_told() -> None:
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64))
     assert [row.name for row in ng.describe(model)][-1] == "lm_head", "in the order of the model"
-    block = {"attn.c_attn": "32 -> 96", "attn.c_proj": "32 -> 32", "mlp.c_fc": "32 -> 128", "mlp.c_proj": "128 -> 32"}
-    expected = {f"transformer.h.{index}.{name}": shape for index in range(2) for name, shape in block.items()}
+    block = {
+        "attn.c_attn": "32 -> 96",
+        "attn.c_proj": "32 -> 32",
+        "mlp.c_fc": "32 -> 128",
+        "mlp.c_proj": "128 -> 32",
+    }
+    expected = {
+        f"transformer.h.{index}.{name}": shape
+        for index in range(2)
+        for name, shape in block.items()
+    }
     assert unconverted(model, "Conv1D is no nn.Linear") == expected
-    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96  none  (transformers'" in str(ng.describe(model))
+    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96  none  (transformers'" in str(
+        ng.describe(model)
+    )
 
 
 def test_experts_in_one_parameter_are_told() -> None:
@@ -137,7 +163,10 @@ def test_layers_that_differ_in_a_reading_alone_share_a_line() -> None:
     for index, value in enumerate((0.5, 0.25, 1.5)):
         model.layers[index].up_proj.sampling.variance.copy_(torch.tensor([0.0, value]))
     text = str(ng.describe(model))
-    assert "layers.*.up_proj (3 layers)" in text and "sampling adds 0.25 to 1.5 relative variance" in text
+    assert (
+        "layers.*.up_proj (3 layers)" in text
+        and "sampling adds 0.25 to 1.5 relative variance" in text
+    )
     model.layers[1].up_proj.sampling.decide([0.0, 0.0])  # one does something else: not alike
     assert "layers.*.up_proj (2 layers)" in str(ng.describe(model))
 
@@ -152,7 +181,9 @@ def test_spans_of_readings_are_numbers_not_words() -> None:
 
 def test_a_run_keeps_the_columns_in_words() -> None:
     """And what programs read of a row is no word among them."""
-    row = next(row for row in ng.describe(ng.convert(Model(), "fp8-current")) if row.recipe != "none")
+    row = next(
+        row for row in ng.describe(ng.convert(Model(), "fp8-current")) if row.recipe != "none"
+    )
     assert list(row.columns()) == [
         "name",
         "shape",
@@ -167,7 +198,9 @@ def test_a_run_keeps_the_columns_in_words() -> None:
     assert set(map(type, row.columns().values())) == {str} and row.emulated
 
 
-def test_a_gpu_that_emulates_is_told_when_a_model_is_converted(device_is: Callable[..., None]) -> None:
+def test_a_gpu_that_emulates_is_told_when_a_model_is_converted(
+    device_is: Callable[..., None],
+) -> None:
     """Once for each reason, with the number of layers; not on a CPU, nor where the products are native."""
     device_is(Device("cuda", (8, 0), cuda=(12, 9)))
     with FakeTensorMode():
@@ -175,7 +208,8 @@ def test_a_gpu_that_emulates_is_told_when_a_model_is_converted(device_is: Callab
         for layer in model:
             layer.weight = nn.Parameter(torch.empty(32, 32, device="cuda"))
         with pytest.warns(
-            UserWarning, match="recipe fp8-row are emulated .* FP8 needs 8.9; in '0' and 2 more layers"
+            UserWarning,
+            match="recipe fp8-row are emulated .* FP8 needs 8.9; in '0' and 2 more layers",
         ) as told:
             ng.convert(model, "fp8-row")
         assert len(told) == 3, "one for each product"

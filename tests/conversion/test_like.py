@@ -197,7 +197,11 @@ def test_noise_in_forward_is_told() -> None:
     assert cast is not None
     from dataclasses import replace
 
-    noisy = nearest.with_gemm(output=replace(nearest.output, lhs=replace(cast, rounding="stochastic")))
+    noisy = nearest.with_gemm(
+        output=replace(nearest.output, lhs=replace(cast, rounding="stochastic"))
+    )
     ng.convert(policy, noisy)
-    with pytest.warns(UserWarning, match=r"draws random numbers in forward, and each model draws its own"):
+    with pytest.warns(
+        UserWarning, match=r"draws random numbers in forward, and each model draws its own"
+    ):
         ng.convert_like(policy, reference)

@@ -25,9 +25,14 @@ def layer(name: str, *patterns: object) -> ng.QLinear:
 
 
 def test_one_product_has_another_recipe_and_the_others_stay():
-    recipe = layer("layers.1.down_proj", {"*": "fp8-current", "layers.1.down_proj": "bf16:grad_weight"}).recipe
+    recipe = layer(
+        "layers.1.down_proj", {"*": "fp8-current", "layers.1.down_proj": "bf16:grad_weight"}
+    ).recipe
     assert recipe.grad_weight == Gemm()
-    assert recipe.output == recipes.FP8_CURRENT.output and recipe.grad_input == recipes.FP8_CURRENT.grad_input
+    assert (
+        recipe.output == recipes.FP8_CURRENT.output
+        and recipe.grad_input == recipes.FP8_CURRENT.grad_input
+    )
     assert recipe.name == "fp8-current+bf16:grad_weight"
 
 
@@ -64,7 +69,11 @@ def test_a_part_alone_goes_to_what_the_layer_has():
     model = ng.convert(Model(), "fp8-current")
     ng.convert(model, {"layers.1.down_proj": "bf16:output+grad_weight"})
     assert model.layers[1].down_proj.recipe.gemms()["grad_input"] == recipes.FP8_CURRENT.grad_input
-    assert model.layers[1].down_proj.recipe.output == model.layers[1].down_proj.recipe.grad_weight == Gemm()
+    assert (
+        model.layers[1].down_proj.recipe.output
+        == model.layers[1].down_proj.recipe.grad_weight
+        == Gemm()
+    )
     assert model.layers[0].down_proj.recipe is recipes.FP8_CURRENT
 
 
@@ -72,9 +81,15 @@ def test_a_part_alone_goes_to_what_the_layer_has():
     ("patterns", "words"),
     [
         ({"layers.1.down_proj": "bf16:grad_weight"}, coded("products.no-base")),
-        ({"*": "fp8-current", "layers.0.*": "bf16:gradweight"}, coded("products.unknown", "'grad_weight'")),
+        (
+            {"*": "fp8-current", "layers.0.*": "bf16:gradweight"},
+            coded("products.unknown", "'grad_weight'"),
+        ),
         ({"*": "fp8-current", "layers.0.*": "bf61:output"}, coded("recipes.unknown", "'bf61'")),
-        ({"*": "int4-hq-bs", "layers.0.*": "int8:grad_weight"}, coded("products.mixed", "grad_weight", "'int8'")),
+        (
+            {"*": "int4-hq-bs", "layers.0.*": "int8:grad_weight"},
+            coded("products.mixed", "grad_weight", "'int8'"),
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(patterns, words):
@@ -86,7 +101,9 @@ def test_a_model_with_such_recipes_trains():
     model = ng.convert(Model(), {"*": "fp8-delayed", "layers.0-1.*": "bf16:grad_weight"})
     model(IDS).square().mean().backward()
     ng.advance(model)
-    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.layers.parameters())
+    assert all(
+        each.grad is not None and each.grad.isfinite().all() for each in model.layers.parameters()
+    )
 
 
 def test_settings_and_convert_know_the_same_products():

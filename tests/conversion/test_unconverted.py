@@ -38,7 +38,9 @@ def test_a_weight_that_its_owner_multiplies_by_is_told_of():
     ):
         ng.convert(model, "fp8-current")
     notes = {row.name: row.note for row in ng.describe(model)}
-    assert all(("without calling it" in notes[name]) == ("qkv" in name or "tied" in name) for name in notes)
+    assert all(
+        ("without calling it" in notes[name]) == ("qkv" in name or "tied" in name) for name in notes
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ng.convert(model, {"*.qkv": None, "*.tied": None})
@@ -56,11 +58,15 @@ def test_an_encoder_with_a_padding_mask_hands_no_nested_tensor_to_its_linears():
         plain = encoder(x, src_key_padding_mask=padding)
         ng.convert(encoder, "int8")
         found = encoder(x, src_key_padding_mask=padding)
-        assert (found - plain)[~padding].norm() < 0.01 * plain[~padding].norm()  # int8 is off by 0.003
+        assert (found - plain)[~padding].norm() < 0.01 * plain[
+            ~padding
+        ].norm()  # int8 is off by 0.003
         ng.convert(encoder, None)
         assert_same(encoder(x, src_key_padding_mask=padding), plain)
         with raises(ShapeError, "linear.dtype", "x"):
-            ng.QLinear(32, 32, recipe="int8")(torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(2, 32)]))
+            ng.QLinear(32, 32, recipe="int8")(
+                torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(2, 32)])
+            )
 
 
 def relu(x):
@@ -69,7 +75,9 @@ def relu(x):
 
 def test_an_own_function_called_relu_is_not_taken_for_torchs():
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, activation=relu, batch_first=True).eval()
+    layer = nn.TransformerEncoderLayer(
+        32, 2, 64, dropout=0.0, activation=relu, batch_first=True
+    ).eval()
     model, x = nn.ModuleList([layer, nn.Linear(32, 32)]), torch.randn(2, 5, 32)
     with torch.no_grad():
         plain = layer(x)
@@ -90,12 +98,16 @@ def test_a_layer_whose_user_refused_the_fused_encoder_keeps_refusing_it():
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()])
 def test_the_fused_encoder_does_not_pass_the_recipe_by(activation):
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, activation=activation, batch_first=True)
+    layer = nn.TransformerEncoderLayer(
+        32, 2, 64, dropout=0.0, activation=activation, batch_first=True
+    )
     encoder, before = nn.TransformerEncoder(layer, 1), layer.activation_relu_or_gelu
     ng.convert(encoder, "fp8-current")
     x = torch.randn(2, 5, 32)
     encoder.eval()
-    hook = encoder.layers[0].linear1.register_forward_hook(lambda *_: None)  # for which torch leaves the fused kernel
+    hook = encoder.layers[0].linear1.register_forward_hook(
+        lambda *_: None
+    )  # for which torch leaves the fused kernel
     with torch.no_grad():
         expected = encoder(x)
     hook.remove()
@@ -139,9 +151,12 @@ class Modes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("slices", "exact", "read"), [(1, False, False), (4, False, False), (1, True, False), (4, True, True)]
+    ("slices", "exact", "read"),
+    [(1, False, False), (4, False, False), (1, True, False), (4, True, True)],
 )
-def test_a_branch_that_settings_switch_off_reads_nothing(slices: int, exact: bool, read: bool) -> None:
+def test_a_branch_that_settings_switch_off_reads_nothing(
+    slices: int, exact: bool, read: bool
+) -> None:
     model = nn.Sequential(Sliced(slices, exact))
     assert read_weights(model[0]) == (frozenset({"down"}) if read else frozenset())
     with warnings.catch_warnings(record=True) as told:
@@ -151,7 +166,11 @@ def test_a_branch_that_settings_switch_off_reads_nothing(slices: int, exact: boo
 
 
 def test_branches_on_the_mode_or_the_input_count() -> None:
-    assert read_weights(Modes()) == {"one", "other", "third"}  # behind a return, which is not followed
+    assert read_weights(Modes()) == {
+        "one",
+        "other",
+        "third",
+    }  # behind a return, which is not followed
 
 
 def test_describe_names_the_pattern_that_left_a_layer_as_it_is() -> None:
@@ -160,7 +179,9 @@ def test_describe_names_the_pattern_that_left_a_layer_as_it_is() -> None:
     notes = {row.name: row.note for row in ng.describe(model)}
     assert notes["1"] == "pattern '1' leaves it as it is"
     ng.convert(model, {"2": None})
-    assert {row.name: row.note for row in ng.describe(model)}["2"] == "pattern '2' leaves it as it is"
+    assert {row.name: row.note for row in ng.describe(model)}[
+        "2"
+    ] == "pattern '2' leaves it as it is"
     ng.convert(model, None)
     assert {row.note for row in ng.describe(model)} == {"no pattern named it"}
 

@@ -70,7 +70,9 @@ def test_blocks_are_the_outermost_numbered_list():
 
 
 def test_each_stack_counts_for_itself():
-    both = nn.ModuleDict({"encoder": Model(4), "decoder": nn.Sequential(*(Layer() for _ in range(8)))})
+    both = nn.ModuleDict(
+        {"encoder": Model(4), "decoder": nn.Sequential(*(Layer() for _ in range(8)))}
+    )
     counts = {block.stack: block.count for block in blocks(both).values()}
     assert counts == {"encoder.body.layers": 4, "decoder": 8}
 
@@ -83,7 +85,10 @@ def test_describe_says_which_block_and_why():
     assert row.note == (
         "block 6 of 7 in body.layers: nvfp4 keeps the last 15% of the blocks in bf16 (of 40 and more, 2 of them first)"
     )
-    assert "emulated exactly in" in rows["between.0"].backend and "has no FP4 units" in rows["between.0"].backend
+    assert (
+        "emulated exactly in" in rows["between.0"].backend
+        and "has no FP4 units" in rows["between.0"].backend
+    )
 
 
 def named(model):
@@ -147,7 +152,11 @@ def test_a_switch_widens_and_never_narrows():
     model = ng.convert(Model(), "nvfp4")
     changed = ng.switch(model, "fp8-row")
     names = recipe_names(model)
-    assert names["lm_head"] == "none" and names["body.layers.6.up"] == "bf16" and names["body.layers.0.up"] == "fp8-row"
+    assert (
+        names["lm_head"] == "none"
+        and names["body.layers.6.up"] == "bf16"
+        and names["body.layers.0.up"] == "fp8-row"
+    )
     assert set(changed) == {name for name, recipe in names.items() if recipe == "fp8-row"}
     with raises(ConfigError, "switch.no-change", "'nvfp4'", "output, grad_input, grad_weight"):
         ng.switch(model, "nvfp4")
@@ -157,7 +166,11 @@ def test_products_and_layers_are_switched_by_themselves():
     model = ng.convert(Model(), "mxfp4")
     ng.switch(model, "bf16", layers="layers.0.*", products=("output",))
     first, other = model.body["layers"][0].up.recipe, model.body["layers"][1].up.recipe
-    assert first.output == ng.Gemm() and first.grad_input == other.grad_input and first.grad_weight == other.grad_weight
+    assert (
+        first.output == ng.Gemm()
+        and first.grad_input == other.grad_input
+        and first.grad_weight == other.grad_weight
+    )
     assert first.name == "mxfp4+bf16:output" and other is ng.recipes.MXFP4
     assert model.body["layers"][0].experts[0][0].recipe is first
     ng.switch(model, "bf16", layers="layers.0.*", products=("grad_input", "grad_weight"))

@@ -6,7 +6,21 @@ import pytest
 
 from narrowgauge.data import train_bpe
 
-WORDS = ["scale", "tile", "amax", "codes", "the", "of", "and", "a", "rounds", "stores", "narrow", "wide", "exact"]
+WORDS = [
+    "scale",
+    "tile",
+    "amax",
+    "codes",
+    "the",
+    "of",
+    "and",
+    "a",
+    "rounds",
+    "stores",
+    "narrow",
+    "wide",
+    "exact",
+]
 
 
 def prose(seed: int, lines: int) -> str:

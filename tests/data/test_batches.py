@@ -34,7 +34,9 @@ def test_labels_are_the_next_token():
     assert valid_targets(batch) == 32
 
 
-SIZES = st.tuples(st.integers(2, 200), st.integers(1, 12), st.integers(1, 9)).filter(lambda size: size[0] > size[1])
+SIZES = st.tuples(st.integers(2, 200), st.integers(1, 12), st.integers(1, 9)).filter(
+    lambda size: size[0] > size[1]
+)
 
 
 @given(SIZES, st.integers(-5, 2**40))
@@ -59,9 +61,9 @@ def test_micro_batches_are_the_rows_of_the_batch_in_order(size, step, seed):
         parts = [batches.batch(step, micro, count) for micro in range(count)]
         for name in ("input_ids", "labels"):
             assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
-    assert [window * length for window in batches.windows_of(step)] == whole["input_ids"][:, 0].tolist(), (
-        "they count up"
-    )
+    assert [window * length for window in batches.windows_of(step)] == whole["input_ids"][
+        :, 0
+    ].tolist(), "they count up"
 
 
 def test_the_order_of_asking_does_not_matter():
@@ -83,7 +85,9 @@ def test_global_generators_are_neither_read_nor_moved():
     assert random.getstate() == states[2]
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     epoch_order.cache_clear()
-    assert torch.equal(CausalBatches(counting(500), 5, 4, seed=9).batch(40)["input_ids"], a["input_ids"])
+    assert torch.equal(
+        CausalBatches(counting(500), 5, 4, seed=9).batch(40)["input_ids"], a["input_ids"]
+    )
 
 
 def test_the_order_is_pinned():
@@ -116,7 +120,9 @@ def test_the_generator_is_splitmix64(monkeypatch):
 
     monkeypatch.setattr("narrowgauge.data.batches.hashlib.sha256", lambda _: Digest)
     outputs = splitmix64(1234567, 1000)
-    assert epoch_order.__wrapped__(1000, 0, 0).tolist() == sorted(range(1000), key=outputs.__getitem__)
+    assert epoch_order.__wrapped__(1000, 0, 0).tolist() == sorted(
+        range(1000), key=outputs.__getitem__
+    )
 
 
 def test_every_order_is_equally_likely():
@@ -131,7 +137,10 @@ def test_every_order_is_equally_likely():
 
 def test_neighbouring_seeds_and_epochs_are_unrelated():
     """Spearman correlation of 10,000 windows has a standard deviation of 1/100; |z| < 5, fixed seeds."""
-    ranks = [np.argsort(epoch_order(10_000, seed, epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    ranks = [
+        np.argsort(epoch_order(10_000, seed, epoch))
+        for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
     ranks.append(np.arange(10_000))
     for i, a in enumerate(ranks):
         for b in ranks[:i]:
@@ -141,7 +150,9 @@ def test_neighbouring_seeds_and_epochs_are_unrelated():
 @given(SIZES, st.integers(1, 250) | st.none())
 def test_evaluation_reads_each_label_once_and_in_order(size, max_tokens):
     tokens, length, batch_size = size
-    batches = list(CausalBatches(counting(tokens), length, batch_size, seed=0).evaluation(max_tokens))
+    batches = list(
+        CausalBatches(counting(tokens), length, batch_size, seed=0).evaluation(max_tokens)
+    )
     expected = min(tokens - 1, max_tokens or tokens)
     labels = torch.cat([batch["labels"].flatten() for batch in batches])
     inputs = torch.cat([batch["input_ids"].flatten() for batch in batches])
@@ -157,11 +168,15 @@ def test_the_loss_of_padded_evaluation_is_the_loss_of_the_stream():
     """Mean over valid targets, batch by batch, against one cross-entropy over the whole stream, in float64."""
     rng = np.random.default_rng(0)
     stream = TokenStream("validation", rng.integers(0, 11, 100).astype(np.uint16))
-    table = torch.from_numpy(rng.standard_normal((11, 11)))  # logits of a model that looks at one token
+    table = torch.from_numpy(
+        rng.standard_normal((11, 11))
+    )  # logits of a model that looks at one token
     total, count = 0.0, 0
     for batch in CausalBatches(stream, 8, 3, seed=0).evaluation():
         logits = table[batch["input_ids"]].flatten(0, 1)
-        total += torch.nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum").item()
+        total += torch.nn.functional.cross_entropy(
+            logits, batch["labels"].flatten(), reduction="sum"
+        ).item()
         count += valid_targets(batch)
     ids = torch.from_numpy(stream.tokens.astype(np.int64))
     whole = torch.nn.functional.cross_entropy(table[ids[:-1]], ids[1:]).item()
@@ -186,7 +201,10 @@ def test_a_stream_shorter_than_a_sequence_and_its_label_is_refused(tokens):
             lambda: CausalBatches(counting(9), 0, 1, 0),
             coded("batch.not-positive", "sequence_length", "sequence_length: 0"),
         ),
-        (lambda: CausalBatches(counting(9), 1, 0, 0), coded("batch.not-positive", "batch_size", "batch_size: 0")),
+        (
+            lambda: CausalBatches(counting(9), 1, 0, 0),
+            coded("batch.not-positive", "batch_size", "batch_size: 0"),
+        ),
         (
             lambda: CausalBatches(counting(9), 1, 6, 0).batch(0, 0, 4),
             coded("batch.micro-batches", "batch_size 6", "of 4", "6 is"),
@@ -195,7 +213,10 @@ def test_a_stream_shorter_than_a_sequence_and_its_label_is_refused(tokens):
             lambda: CausalBatches(counting(9), 1, 6, 0).batch(0, 2, 2),
             coded("batch.index", "micro-batch 2", "of 2", "2 of"),
         ),
-        (lambda: CausalBatches(counting(9), 1, 6, 0).batch(-1), coded("batch.index", "-1", "step -1")),
+        (
+            lambda: CausalBatches(counting(9), 1, 6, 0).batch(-1),
+            coded("batch.index", "-1", "step -1"),
+        ),
         (
             lambda: next(CausalBatches(counting(9), 1, 6, 0).evaluation(0)),
             coded("evaluation.max-tokens", "max_tokens: 0"),

@@ -87,7 +87,11 @@ def test_a_truncated_or_extended_file_is_damage(tmp_path, change):
     for path in sorted((tmp_path / NAME).iterdir()):
         good = path.read_bytes()
         path.write_bytes(change(good))
-        fault = rf"{path.name} has {len(change(good))} bytes, not {len(good)}" if path.suffix == ".bin" else "checksum"
+        fault = (
+            rf"{path.name} has {len(change(good))} bytes, not {len(good)}"
+            if path.suffix == ".bin"
+            else "checksum"
+        )
         with pytest.raises(Damaged, match=fault):
             open_entry(tmp_path / NAME)
         path.write_bytes(good)
@@ -119,7 +123,9 @@ def test_an_entry_under_another_key_is_damage(tmp_path):
 
 @pytest.mark.parametrize("call", ["rename", "fsync", "mkdir"])
 @pytest.mark.parametrize("before", ["nothing", "damage"])
-def test_a_write_that_stops_anywhere_leaves_no_entry_and_nothing_temporary(tmp_path, monkeypatch, call, before):
+def test_a_write_that_stops_anywhere_leaves_no_entry_and_nothing_temporary(
+    tmp_path, monkeypatch, call, before
+):
     """The first such call fails, then the second, until none is left to fail."""
     real, failures, finished = getattr(os, call), 0, False
     while not finished:
@@ -223,7 +229,9 @@ def test_a_draft_is_locked_until_it_has_its_place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tokens", "examples", "images"])
-def test_the_draft_of_a_killed_process_is_swept_away_and_that_of_a_living_one_is_not(tmp_path, name):
+def test_the_draft_of_a_killed_process_is_swept_away_and_that_of_a_living_one_is_not(
+    tmp_path, name
+):
     """A kill gives back the lock and leaves the folder. All but the fresh one are older than a minute."""
     killed, living, fresh = (temporary(tmp_path / f"{name}-{'0' * 32}") for _ in range(3))
     foreign = tmp_path / ".notes.tmp"
@@ -246,7 +254,10 @@ def test_the_key_depends_on_every_fact():
 
 @pytest.mark.parametrize(
     ("code", "step"),
-    [(errno.ENOSPC, coded("storage.refused", "Free some space")), (errno.EROFS, coded("storage.refused"))],
+    [
+        (errno.ENOSPC, coded("storage.refused", "Free some space")),
+        (errno.EROFS, coded("storage.refused")),
+    ],
 )
 def test_what_the_file_system_refuses_is_a_storage_error(tmp_path, code, step):
     with raises(StorageError, step), storage(tmp_path):

@@ -18,7 +18,9 @@ def example(*ids, **more):
 
 
 def test_a_padded_batch():
-    batch = Collator(pad_id=9, multiple=4, tokens_multiple=8, position_ids=True)([example(1, 9), example(9, 2, 3)])
+    batch = Collator(pad_id=9, multiple=4, tokens_multiple=8, position_ids=True)(
+        [example(1, 9), example(9, 2, 3)]
+    )
     assert batch["input_ids"].tolist() == [[1, 9, 9, 9], [9, 2, 3, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[1, 9, IGNORED, IGNORED], [9, 2, 3, IGNORED]]
@@ -56,7 +58,9 @@ def test_a_packed_batch():
     assert batch["labels"][0, :6].tolist() == [IGNORED, 2, 3, IGNORED, 5, IGNORED]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 0, 1, *range(11)]
     assert batch["attention_mask"].shape == (2, 1, 16, 16)
-    flat = Collator(pad_id=0, widths=(16,), attention="varlen")([[example(1, 2, 3), example(4, 5)], [example(6)]])
+    flat = Collator(pad_id=0, widths=(16,), attention="varlen")(
+        [[example(1, 2, 3), example(4, 5)], [example(6)]]
+    )
     assert flat["input_ids"].shape == (1, 32)
     assert flat["cu_seq_lens_q"].tolist() == [0, 3, 5, 16, 17, 32]
     assert flat["max_length_k"] == 15
@@ -89,12 +93,16 @@ def test_in_a_loader_the_shapes_are_those_of_the_plan(packed):
     class Data:
         def __getitem__(self, index):
             return (
-                [self[one] for one in index] if packed and isinstance(index, tuple) else example(*range(lengths[index]))
+                [self[one] for one in index]
+                if packed and isinstance(index, tuple)
+                else example(*range(lengths[index]))
             )
 
     batching = Batching(token_budget=512, row_length=128 if packed else None)
     sampler = LengthBatchSampler(lengths, batching)
-    loader = DataLoader(Data(), batch_sampler=sampler, collate_fn=Collator(pad_id=0, widths=sampler.widths))
+    loader = DataLoader(
+        Data(), batch_sampler=sampler, collate_fn=Collator(pad_id=0, widths=sampler.widths)
+    )
     shapes = [batch["input_ids"].shape for batch in loader]
     assert sum(shape.numel() for shape in shapes) == sampler.plan.padding.planned.positions
     assert all(shape.numel() % 16 == 0 and shape.numel() <= 512 for shape in shapes)

@@ -23,11 +23,19 @@ def decoded(tokenizer, stream):
     return texts.removesuffix(tokenizer.eos_token).split(tokenizer.eos_token)
 
 
-def test_split_by_document_keeps_every_document_whole_on_its_side(folder, texts, tokenizer, tmp_path):
+def test_split_by_document_keeps_every_document_whole_on_its_side(
+    folder, texts, tokenizer, tmp_path
+):
     made = prepare(folder, tokenizer, cache=tmp_path / "cache", validation_fraction=0.3, seed=5)
-    held_out = [validates(hashlib.sha256(text.encode()).digest(), fraction=0.3, seed=5) for text in texts]
-    assert decoded(tokenizer, made.validation) == [t for t, held in zip(texts, held_out, strict=True) if held]
-    assert decoded(tokenizer, made.train) == [t for t, held in zip(texts, held_out, strict=True) if not held]
+    held_out = [
+        validates(hashlib.sha256(text.encode()).digest(), fraction=0.3, seed=5) for text in texts
+    ]
+    assert decoded(tokenizer, made.validation) == [
+        t for t, held in zip(texts, held_out, strict=True) if held
+    ]
+    assert decoded(tokenizer, made.train) == [
+        t for t, held in zip(texts, held_out, strict=True) if not held
+    ]
 
 
 def test_summary(folder, tokenizer, tmp_path):
@@ -35,7 +43,9 @@ def test_summary(folder, tokenizer, tmp_path):
     summary = made.summary
     counts = Counter(made.train.tokens.tolist())
     entropy = -sum(n / len(made.train) * math.log(n / len(made.train)) for n in counts.values())
-    assert summary.pop("unigram_entropy") == pytest.approx(entropy, rel=1e-12)  # the order of a sum of 300 terms
+    assert summary.pop("unigram_entropy") == pytest.approx(
+        entropy, rel=1e-12
+    )  # the order of a sum of 300 terms
     assert summary.pop("train_documents") + summary.pop("validation_documents") == 40
     assert len(summary.pop("content_hash")) == len(summary.pop("tokenizer_fingerprint")) == 64
     assert summary.pop("tokenizer").startswith("bpe-300-")
@@ -59,7 +69,9 @@ def test_the_summary_is_plain_json(folder, tokenizer, tmp_path):
 def test_more_documents_move_none_of_the_others(folder, tokenizer, tmp_path):
     before = prepare(folder, tokenizer, cache=tmp_path / "cache", validation_fraction=0.3)
     for number in range(30):
-        (folder / f"{number:02}-more.txt").write_text(f"One more, number {number}.\n", encoding="utf-8")
+        (folder / f"{number:02}-more.txt").write_text(
+            f"One more, number {number}.\n", encoding="utf-8"
+        )
     after = prepare(folder, tokenizer, cache=tmp_path / "cache", validation_fraction=0.3)
     for side in ("train", "validation"):
         old, new = (decoded(tokenizer, getattr(made, side)) for made in (before, after))
@@ -73,9 +85,15 @@ def test_one_file_is_split_at_its_tail(tmp_path, texts, tokenizer):
     [train], [validation] = decoded(tokenizer, made.train), decoded(tokenizer, made.validation)
     assert train + validation == "".join(texts)
     assert train.endswith("\n")
-    assert len(validation) == pytest.approx(0.1 * len("".join(texts)), abs=100)  # half of the longest line, 8 words
+    assert len(validation) == pytest.approx(
+        0.1 * len("".join(texts)), abs=100
+    )  # half of the longest line, 8 words
     assert made.summary["split"].startswith("by tail: the last 0.1 of each document")
-    assert (made.summary["documents"], made.summary["train_documents"], made.summary["validation_documents"]) == (
+    assert (
+        made.summary["documents"],
+        made.summary["train_documents"],
+        made.summary["validation_documents"],
+    ) == (
         1,
         1,
         1,
@@ -94,7 +112,10 @@ def test_identical_documents_are_split_at_their_tails(tmp_path, tokenizer):
 @pytest.mark.parametrize("source", ["many", "one"])
 def test_fraction_zero_holds_nothing_out(source, folder, tokenizer, tmp_path):
     made = prepare(
-        folder if source == "many" else folder / "00.txt", tokenizer, cache=tmp_path / "c", validation_fraction=0
+        folder if source == "many" else folder / "00.txt",
+        tokenizer,
+        cache=tmp_path / "c",
+        validation_fraction=0,
     )
     assert len(made.validation) == 0
     assert made.summary["split"].startswith("none")
@@ -162,7 +183,9 @@ def test_a_tokenizer_that_truncates_does_not_truncate_the_corpus(folder, tokeniz
     twin = copy.deepcopy(tokenizer)
     twin.backend_tokenizer.enable_truncation(4)
     twin.backend_tokenizer.enable_padding(length=8)
-    plain, cut = (prepare(folder, t, cache=tmp_path / name) for t, name in ((tokenizer, "a"), (twin, "b")))
+    plain, cut = (
+        prepare(folder, t, cache=tmp_path / name) for t, name in ((tokenizer, "a"), (twin, "b"))
+    )
     assert cut.train.tokens.tolist() == plain.train.tokens.tolist()
 
 
@@ -179,7 +202,9 @@ def test_unknown_tokens_are_counted(tmp_path):
 
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1, "known": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[END]")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", eos_token="[END]"
+    )
     path = tmp_path / "a.txt"
     path.write_text("known known\n" * 10 + "strange\n" * 3 + "known known\n" * 3, encoding="utf-8")
     made = prepare(path, tokenizer, cache=tmp_path / "cache")
@@ -247,7 +272,9 @@ def test_errors_in_the_data_come_before_any_file_is_written(tmp_path, tokenizer)
 
 def test_column_and_separator_reach_the_reader(tmp_path, texts, tokenizer):
     table, plain = tmp_path / "a.jsonl", tmp_path / "a.txt"
-    table.write_text("".join(json.dumps({"title": "x", "body": text}) + "\n" for text in texts), encoding="utf-8")
+    table.write_text(
+        "".join(json.dumps({"title": "x", "body": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     plain.write_text("<|end|>".join(texts), encoding="utf-8")
     a = prepare(table, tokenizer, cache=tmp_path / "cache", column="body")
     b = prepare(plain, tokenizer, cache=tmp_path / "cache", separator="<|end|>")

@@ -30,7 +30,9 @@ MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
 )
-FORGETFUL = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
+FORGETFUL = PLAIN.replace(
+    "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+)
 CHAT = [
     {"role": "user", "content": "What is a tile?"},
     {"role": "assistant", "content": "A block of größe 4."},
@@ -94,10 +96,16 @@ def learnt(tokenizer, item):
 
 
 def test_a_completion_alone_is_learnt(write, llama_like, tmp_path):
-    rows = [{"prompt": "the scale of", "completion": " a tile"}, {"prompt": "", "completion": "amax"}]
+    rows = [
+        {"prompt": "the scale of", "completion": " a tile"},
+        {"prompt": "", "completion": "amax"},
+    ]
     found = prepare_examples(write(rows), Completion(), llama_like, cache=tmp_path)
     assert [learnt(llama_like, item) for item in found] == [" a tile</s>", "amax</s>"]
-    assert [llama_like.decode(item["input_ids"]) for item in found] == ["<s>the scale of a tile</s>", "<s>amax</s>"]
+    assert [llama_like.decode(item["input_ids"]) for item in found] == [
+        "<s>the scale of a tile</s>",
+        "<s>amax</s>",
+    ]
     assert found.lengths.tolist() == [len(item["input_ids"]) for item in found]
     assert found.summary["targets"] == sum((item["labels"] != IGNORED).sum() for item in found)
     assert found.notes == []
@@ -105,7 +113,12 @@ def test_a_completion_alone_is_learnt(write, llama_like, tmp_path):
 
 def test_a_token_across_the_border_counts_as_prompt_and_is_told(write, llama_like, tmp_path):
     """ " tile" is one token; a prompt that ends in its space ends otherwise at inference."""
-    path = write([{"prompt": "the scale of a ", "completion": "tile"}, {"prompt": "the", "completion": " tile"}])
+    path = write(
+        [
+            {"prompt": "the scale of a ", "completion": "tile"},
+            {"prompt": "the", "completion": " tile"},
+        ]
+    )
     found = prepare_examples(path, Completion(), llama_like, cache=tmp_path)
     assert learnt(llama_like, found[1]) == " tile</s>"
     [note] = found.notes
@@ -159,16 +172,22 @@ def test_the_answers_of_a_chat_are_learnt(write, chat_tokenizer, tmp_path, templ
     whole = chat_tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert chat_tokenizer.decode(found[0]["input_ids"]) == whole
     assert found.notes == []
-    last = prepare_examples(write([{"messages": CHAT}]), Chat(train_on="last"), chat_tokenizer, cache=tmp_path)
+    last = prepare_examples(
+        write([{"messages": CHAT}]), Chat(train_on="last"), chat_tokenizer, cache=tmp_path
+    )
     assert learnt(chat_tokenizer, last[0]) == answers[1]
 
 
 def test_the_mask_of_a_marked_template_is_that_of_transformers(write, chat_tokenizer, tmp_path):
     chat_tokenizer.chat_template = MARKED
     found = prepare_examples(write([{"messages": CHAT}]), Chat(), chat_tokenizer, cache=tmp_path)
-    theirs = chat_tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    theirs = chat_tokenizer.apply_chat_template(
+        CHAT, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert found[0]["input_ids"].tolist() == theirs["input_ids"]
-    assert (found[0]["labels"] != IGNORED).tolist() == [bool(each) for each in theirs["assistant_masks"]]
+    assert (found[0]["labels"] != IGNORED).tolist() == [
+        bool(each) for each in theirs["assistant_masks"]
+    ]
 
 
 def test_a_template_that_changes_earlier_answers_is_refused(write, chat_tokenizer, tmp_path):
@@ -199,7 +218,9 @@ def test_a_template_without_an_end_is_told(write, chat_tokenizer, tmp_path, end)
 
 
 def test_a_template_whose_prompt_ends_in_a_space_is_told(write, chat_tokenizer, tmp_path):
-    chat_tokenizer.chat_template = PLAIN.replace("{{ m.role }}\n", "{{ m.role }} ").replace("assistant\n", "assistant ")
+    chat_tokenizer.chat_template = PLAIN.replace("{{ m.role }}\n", "{{ m.role }} ").replace(
+        "assistant\n", "assistant "
+    )
     chat = [CHAT[0], {"role": "assistant", "content": "tile"}]
     found = prepare_examples(write([{"messages": chat}]), Chat(), chat_tokenizer, cache=tmp_path)
     [note] = found.notes
@@ -216,7 +237,9 @@ def test_a_template_whose_prompt_ends_in_a_space_is_told(write, chat_tokenizer, 
         (CHAT[:1], "no message has the role 'assistant'"),
     ],
 )
-def test_what_is_no_chat_is_refused_with_its_line(write, chat_tokenizer, tmp_path, messages, message):
+def test_what_is_no_chat_is_refused_with_its_line(
+    write, chat_tokenizer, tmp_path, messages, message
+):
     path = write([{"messages": CHAT}, {"messages": messages}])
     with pytest.raises(DataError, match=f"rows.jsonl:2: {message}"):
         prepare_examples(path, Chat(), chat_tokenizer, cache=tmp_path)
@@ -242,12 +265,18 @@ def test_classes_by_name_and_by_number(write, llama_like, tmp_path):
     assert found[0]["input_ids"].tolist() == llama_like("a tile")["input_ids"]
     headless = write("x\t1\t\tThe sailors\nx\t0\t*\tAs you eat\n", "cola.tsv")
     found = prepare_examples(
-        headless, Classification(classes=2), llama_like, cache=tmp_path, header=["source", "label", "mark", "text"]
+        headless,
+        Classification(classes=2),
+        llama_like,
+        cache=tmp_path,
+        header=["source", "label", "mark", "text"],
     )
     assert [item["labels"] for item in found] == [1, 0]
 
 
-@pytest.mark.parametrize("label", ["2", "-1", "1.5", "good", "--1", pytest.param("9" * 5000, id="long")])
+@pytest.mark.parametrize(
+    "label", ["2", "-1", "1.5", "good", "--1", pytest.param("9" * 5000, id="long")]
+)
 def test_a_label_outside_the_classes_is_refused_with_its_line(write, llama_like, tmp_path, label):
     path = write(f"label,text\n1,a\n{label},b\n", "rows.csv")
     with raises(DataError, "classification.number", label):
@@ -269,10 +298,14 @@ def test_a_pair_is_joined_and_cut_by_the_tokenizer(write, llama_like, tmp_path):
     llama_like.model_input_names = ["input_ids", "token_type_ids"]
     with_types = prepare_examples(path, task, llama_like, cache=tmp_path)
     llama_like.model_input_names = ["input_ids", "attention_mask"]
-    expected = llama_like("the scale of a tile", "amax", return_token_type_ids=True)["token_type_ids"]
+    expected = llama_like("the scale of a tile", "amax", return_token_type_ids=True)[
+        "token_type_ids"
+    ]
     assert with_types[0]["token_type_ids"].tolist() == expected
     assert set(expected) == {0, 1}
-    cut = prepare_examples(path, task, llama_like, cache=tmp_path, limits=Limits(max_length=6, too_long="truncate"))
+    cut = prepare_examples(
+        path, task, llama_like, cache=tmp_path, limits=Limits(max_length=6, too_long="truncate")
+    )
     assert (
         cut[0]["input_ids"].tolist()
         == llama_like("the scale of a tile", "amax", truncation=True, max_length=6)["input_ids"]
@@ -292,8 +325,16 @@ def test_seq2seq_has_two_sides(write, llama_like, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "prompt,completion\na,b\nc\n", coded("table.fields", "1 fields", "has 2", "csv:3")),
-        ("a.csv", "promt,completion\na,b\n", coded("table.no-column", "'prompt'", "csv:1", "'promt'")),
+        (
+            "a.csv",
+            "prompt,completion\na,b\nc\n",
+            coded("table.fields", "1 fields", "has 2", "csv:3"),
+        ),
+        (
+            "a.csv",
+            "promt,completion\na,b\n",
+            coded("table.no-column", "'prompt'", "csv:1", "'promt'"),
+        ),
         ("a.tsv", "prompt\tcompletion\na\tb\tc\n", coded("table.fields", "3 fields", "tsv:2")),
         (
             "a.jsonl",
@@ -310,7 +351,9 @@ def test_seq2seq_has_two_sides(write, llama_like, tmp_path):
         ("a.csv", "prompt,completion\n", coded("examples.none-left", "of 0")),
     ],
 )
-def test_malformed_rows_are_refused_with_file_and_line(write, llama_like, tmp_path, name, text, message):
+def test_malformed_rows_are_refused_with_file_and_line(
+    write, llama_like, tmp_path, name, text, message
+):
     with raises(DataError, message):
         prepare_examples(write(text, name), Completion(), llama_like, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*"))
@@ -318,7 +361,11 @@ def test_malformed_rows_are_refused_with_file_and_line(write, llama_like, tmp_pa
 
 def test_the_same_rows_from_every_format(write, tmp_path):
     rows = [{"text": "größe", "label": "1"}, {"text": "a\nb", "label": "0"}]
-    paths = [write(rows), write('text,label\ngröße,1\n"a\nb",0\n', "rows.csv"), tmp_path / "rows.parquet"]
+    paths = [
+        write(rows),
+        write('text,label\ngröße,1\n"a\nb",0\n', "rows.csv"),
+        tmp_path / "rows.parquet",
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), paths[2])
     for path, lines in zip(paths, ([1, 2], [2, 3], [1, 2]), strict=True):
         found = list(records(path, ["label", "text"]))
@@ -352,7 +399,9 @@ def test_data_tokenizer_options_and_template_each_change_the_key(write, chat_tok
     rows = [{"messages": CHAT, "prompt": "a", "completion": "b"}]
 
     def key(rows=rows, task=None, tokenizer=chat_tokenizer, limits=None):
-        return module._Job(write(rows), task or Chat(), Encoder(tokenizer), limits or Limits(), None).key
+        return module._Job(
+            write(rows), task or Chat(), Encoder(tokenizer), limits or Limits(), None
+        ).key
 
     keys = [
         key(),
@@ -363,7 +412,9 @@ def test_data_tokenizer_options_and_template_each_change_the_key(write, chat_tok
     ]
     chat_tokenizer.chat_template = MARKED
     keys.append(key())
-    chat_tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    chat_tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A", special_tokens=[]
+    )
     keys.append(key())
     assert len(set(keys)) == len(keys)
 
@@ -399,14 +450,20 @@ def test_an_entry_that_others_made_meanwhile_is_used(write, llama_like, tmp_path
         return fill(job, append)
 
     monkeypatch.setattr(module._Job, "fill", beside)
-    assert prepare_examples(mine, Completion(), llama_like, cache=tmp_path).summary["source"] == str(mine)
+    assert prepare_examples(mine, Completion(), llama_like, cache=tmp_path).summary[
+        "source"
+    ] == str(mine)
     monkeypatch.setattr(module._Job, "fill", None)
-    assert prepare_examples(theirs, Completion(), llama_like, cache=tmp_path).summary["source"] == str(theirs)
+    assert prepare_examples(theirs, Completion(), llama_like, cache=tmp_path).summary[
+        "source"
+    ] == str(theirs)
 
 
 def test_selected_rows_are_those_examples_in_that_order(write, llama_like, tmp_path):
     """Also selected from a selection, and in another process."""
-    path = write([{"source": "the scale " * size, "target": "amax " * (9 - size)} for size in range(1, 9)])
+    path = write(
+        [{"source": "the scale " * size, "target": "amax " * (9 - size)} for size in range(1, 9)]
+    )
     found = prepare_examples(path, Seq2Seq(), llama_like, cache=tmp_path)
     part = pickle.loads(pickle.dumps(found.select(np.array([7, 1, 4])).select(np.array([2, 0]))))
     assert len(part) == 2 and part.lengths.tolist() == found.lengths[[4, 7]].tolist()
@@ -441,7 +498,11 @@ def test_a_slow_tokenizer_is_refused_for_many_rows_unless_asked_for(write, tmp_p
     monkeypatch.setattr("narrowgauge.data.encoder.SLOW_ROWS", 3)
     task = Classification(classes=2)
     few = write([{"text": "abc", "label": 1}] * 3, "few.jsonl")
-    assert prepare_examples(few, task, Slow(), cache=tmp_path)[2]["input_ids"].tolist() == [97, 98, 99]
+    assert prepare_examples(few, task, Slow(), cache=tmp_path)[2]["input_ids"].tolist() == [
+        97,
+        98,
+        99,
+    ]
     many = write([{"text": "abc", "label": 1}] * 4, "many.jsonl")
     with raises(ConfigError, "tokenizer.slow", "allow_slow=True", "Slow", "than 3", "3 texts"):
         prepare_examples(many, task, Slow(), cache=tmp_path)
@@ -455,7 +516,9 @@ def test_truncation_and_padding_of_the_files_do_not_count(llama_like):
     backend = Tokenizer.from_str(llama_like.backend_tokenizer.to_str())
     backend.enable_truncation(2)
     backend.enable_padding(length=20)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
     ids = Encoder(tokenizer).ids(["the scale of a tile"])[0]["input_ids"]
     assert ids.tolist() == llama_like("the scale of a tile")["input_ids"]
 
@@ -470,7 +533,9 @@ def test_impossible_limits_are_refused(options):
 
 
 def test_the_sample_shows_what_is_learnt(write, chat_tokenizer, tmp_path):
-    item = prepare_examples(write([{"messages": CHAT[:2]}]), Chat(), chat_tokenizer, cache=tmp_path)[0]
+    item = prepare_examples(
+        write([{"messages": CHAT[:2]}]), Chat(), chat_tokenizer, cache=tmp_path
+    )[0]
     text = coloured_sample(chat_tokenizer, item["input_ids"], item["labels"])
     plain = text.plain.replace("|", "")
     assert plain.count("⟦") == plain.count("⟧") == 1

@@ -20,7 +20,10 @@ def ids(size):
 
 
 def test_choices_become_rows_of_one_width_and_the_label_a_row():
-    examples = [{"input_ids": [ids(3), ids(5)], "labels": 1}, {"input_ids": [ids(2), ids(2), ids(4)], "labels": 2}]
+    examples = [
+        {"input_ids": [ids(3), ids(5)], "labels": 1},
+        {"input_ids": [ids(2), ids(2), ids(4)], "labels": 2},
+    ]
     batch = Collator(pad_id=0, multiple=8, tokens_multiple=8)(examples)
     assert batch["input_ids"].shape == (5, 1, 8) == batch["attention_mask"].shape
     assert batch["attention_mask"].sum(-1).flatten().tolist() == [3, 5, 2, 2, 4]
@@ -36,7 +39,9 @@ def test_the_loss_of_choices_is_that_of_each_question():
     def model(**inputs):
         return {"logits": logits}
 
-    loss = step_loss(model, {"input_ids": torch.ones(5, 1, 8), "labels": labels}, "multiple-choice", 2)
+    loss = step_loss(
+        model, {"input_ids": torch.ones(5, 1, 8), "labels": labels}, "multiple-choice", 2
+    )
     flat = logits[:, 0]
     apart = -(flat[:2].log_softmax(0)[1] + flat[2:].log_softmax(0)[2]) / 2
     assert loss.item() == pytest.approx(apart.item(), rel=1e-6)
@@ -62,18 +67,27 @@ def test_padding_has_no_share_in_the_loss_of_answers():
         wide = {"start_logits": pad(starts, width), "end_logits": pad(ends, width)}
         mask = (torch.arange(width) < 4).long().expand(2, width)
         batch = {"attention_mask": mask, "labels": torch.tensor([[1, 2], [0, 0]])}
-        return step_loss(lambda **inputs: SimpleNamespace(**wide), batch, "question-answering", 4).item()
+        return step_loss(
+            lambda **inputs: SimpleNamespace(**wide), batch, "question-answering", 4
+        ).item()
 
     def pad(scores, width):
         return torch.nn.functional.pad(scores, (0, width - 4), value=7.0)
 
-    apart = -(starts.log_softmax(-1)[[0, 1], [1, 0]].sum() + ends.log_softmax(-1)[[0, 1], [2, 0]].sum()) / 4
-    assert loss(4) == pytest.approx(apart.item(), rel=1e-6) and loss(16) == pytest.approx(loss(4), rel=1e-6)
+    apart = (
+        -(starts.log_softmax(-1)[[0, 1], [1, 0]].sum() + ends.log_softmax(-1)[[0, 1], [2, 0]].sum())
+        / 4
+    )
+    assert loss(4) == pytest.approx(apart.item(), rel=1e-6) and loss(16) == pytest.approx(
+        loss(4), rel=1e-6
+    )
     assert span_scores(SimpleNamespace(start_logits=starts, end_logits=ends)).shape == (2, 2, 4)
 
 
 def test_positions_of_answers_are_labels_of_their_own_even_if_a_window_has_two_tokens():
-    batch = Collator(pad_id=0)([{"input_ids": ids(2), "labels": (0, 1)}, {"input_ids": ids(2), "labels": (1, 1)}])
+    batch = Collator(pad_id=0)(
+        [{"input_ids": ids(2), "labels": (0, 1)}, {"input_ids": ids(2), "labels": (1, 1)}]
+    )
     assert batch["labels"].tolist() == [[0, 1], [1, 1]]
 
 
@@ -82,6 +96,8 @@ def test_labels_that_are_not_shifted_keep_the_first_of_a_packed_document():
     options = {"pad_id": 0, "multiple": 8, "tokens_multiple": 8}
     kept = Collator(**options, causal=False, shifted=False)(rows)["labels"]
     assert kept.tolist() == [[1, 2, 3, 1, 2, IGNORED, IGNORED, IGNORED]]
-    assert Collator(**options)(rows)["labels"].tolist() == [[IGNORED, 2, 3, IGNORED, 2, IGNORED, IGNORED, IGNORED]]
+    assert Collator(**options)(rows)["labels"].tolist() == [
+        [IGNORED, 2, 3, IGNORED, 2, IGNORED, IGNORED, IGNORED]
+    ]
     with raises(ConfigError, "collator.labels"):
         Collator(**options)([[{"input_ids": ids(3), "labels": np.array([0, 1])}]])

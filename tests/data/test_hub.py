@@ -35,7 +35,11 @@ def dataset(monkeypatch):
 
     def install(**columns):
         made = datasets.Dataset.from_dict(columns)
-        monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: (calls.append((args, kwargs)), made)[1])
+        monkeypatch.setattr(
+            datasets,
+            "load_dataset",
+            lambda *args, **kwargs: (calls.append((args, kwargs)), made)[1],
+        )
         return calls
 
     return install

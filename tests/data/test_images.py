@@ -23,7 +23,9 @@ CLASSES = Classification(classes=("cat", "dog"))
 
 def noise(seed: int, size: tuple[int, int] = (20, 14), mode: str = "RGB"):
     shape = (size[1], size[0]) if mode == "L" else (size[1], size[0], len(mode))
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8), mode=None)
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8), mode=None
+    )
 
 
 def png(image) -> bytes:
@@ -36,7 +38,9 @@ def png(image) -> bytes:
 def folder(tmp_path):
     """Three cats and two dogs."""
     place = tmp_path / "pets"
-    for seed, name in enumerate(["cat/a.png", "cat/b.png", "cat/deep/c.png", "dog/a.png", "dog/b.png"]):
+    for seed, name in enumerate(
+        ["cat/a.png", "cat/b.png", "cat/deep/c.png", "dog/a.png", "dog/b.png"]
+    ):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         noise(seed).save(place / name)
     return place
@@ -44,7 +48,12 @@ def folder(tmp_path):
 
 def read(source, tmp_path, size=None, columns=CLASSES, **given):
     return prepare_images(
-        source, columns, "image", size or Preprocessing.plain(8, 3), cache=tmp_path / "cache", **given
+        source,
+        columns,
+        "image",
+        size or Preprocessing.plain(8, 3),
+        cache=tmp_path / "cache",
+        **given,
     )
 
 
@@ -57,7 +66,9 @@ def test_a_folder_and_tables_of_the_same_pictures_are_the_same(folder, tmp_path)
     rows = [(str(path.relative_to(folder)), path.relative_to(folder).parts[0]) for path in
             (picture.source for picture in pictures(folder, "image", "label"))]  # fmt: skip
     jsonl, csv = folder / "rows.jsonl", folder / "rows.csv"
-    jsonl.write_text("".join(json.dumps({"image": path, "label": label}) + "\n" for path, label in rows), "utf-8")
+    jsonl.write_text(
+        "".join(json.dumps({"image": path, "label": label}) + "\n" for path, label in rows), "utf-8"
+    )
     csv.write_text("image,label\n" + "".join(f"{path},{label}\n" for path, label in rows), "utf-8")
     raw = [(folder / path).read_bytes() for path, _ in rows]
     labels = [label for _, label in rows]
@@ -66,11 +77,19 @@ def test_a_folder_and_tables_of_the_same_pictures_are_the_same(folder, tmp_path)
     both = [{"bytes": each, "path": None} for each in raw]
     pyarrow.parquet.write_table(pyarrow.table({"image": both, "label": labels}), hub)
     found += [read(source, tmp_path) for source in (jsonl, csv, plain, hub)]
-    assert [path for path, _ in rows] == ["cat/a.png", "cat/b.png", "cat/deep/c.png", "dog/a.png", "dog/b.png"]
+    assert [path for path, _ in rows] == [
+        "cat/a.png",
+        "cat/b.png",
+        "cat/deep/c.png",
+        "dog/a.png",
+        "dog/b.png",
+    ]
     for other in found:
         assert other.labels.tolist() == [0, 0, 0, 1, 1]
         assert other.summary["content_hash"] == found[0].summary["content_hash"]
-        assert all(np.array_equal(other.pixels(place), found[0].pixels(place)) for place in range(5))
+        assert all(
+            np.array_equal(other.pixels(place), found[0].pixels(place)) for place in range(5)
+        )
 
 
 SETTINGS = [
@@ -89,7 +108,9 @@ def test_pixels_are_those_of_transformers(settings, tmp_path):
     known = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3], **settings}
     name = settings["image_processor_type"]
     processor = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-    theirs = processor(**{key: value for key, value in known.items() if key != "image_processor_type"})
+    theirs = processor(
+        **{key: value for key, value in known.items() if key != "image_processor_type"}
+    )
     ours = Preprocessing.of(known, 3)
     for seed, shape in enumerate([(20, 14), (13, 31), (12, 12)]):
         image = noise(seed, shape)
@@ -210,7 +231,9 @@ def test_turned_pictures_stand_and_transparent_ones_are_counted(tmp_path):
     assert np.array_equal(found.pixels(0), np.rot90(np.asarray(image), -1))
     noise(1, (4, 8), "RGBA").save(tmp_path / "data" / "a" / "clear.png")
     found = read(tmp_path / "data", tmp_path, size, Classification(classes=("a", "b")))
-    assert found.summary["notes"] == ["1 pictures are transparent in parts; what lies below is shown."]
+    assert found.summary["notes"] == [
+        "1 pictures are transparent in parts; what lies below is shown."
+    ]
 
 
 def test_the_cache_is_used_and_made_again_when_a_byte_of_it_changes(folder, tmp_path, monkeypatch):
@@ -258,13 +281,28 @@ def test_crops_and_flips_are_of_seed_epoch_and_row_alone(folder, tmp_path):
     images = read(folder, tmp_path)
     batches = ImageBatches(images, padding=2, flip=True, seed=5)
     whole = batches([0, 1, 2, 3, 4], epoch=3)
-    assert whole["pixel_values"].shape == (5, 3, 8, 8) and whole["labels"].tolist() == [0, 0, 0, 1, 1]
-    part = ImageBatches(images.select(np.array([4, 1])), padding=2, flip=True, seed=5)([1, 0], epoch=3)
-    assert torch.equal(part["pixel_values"], whole["pixel_values"][[1, 4]]) and part["labels"].tolist() == [0, 1]
-    for other in (batches([0, 1, 2, 3, 4], epoch=4), ImageBatches(images, 2, True, 6)([0, 1, 2, 3, 4], epoch=3)):
+    assert whole["pixel_values"].shape == (5, 3, 8, 8) and whole["labels"].tolist() == [
+        0,
+        0,
+        0,
+        1,
+        1,
+    ]
+    part = ImageBatches(images.select(np.array([4, 1])), padding=2, flip=True, seed=5)(
+        [1, 0], epoch=3
+    )
+    assert torch.equal(part["pixel_values"], whole["pixel_values"][[1, 4]]) and part[
+        "labels"
+    ].tolist() == [0, 1]
+    for other in (
+        batches([0, 1, 2, 3, 4], epoch=4),
+        ImageBatches(images, 2, True, 6)([0, 1, 2, 3, 4], epoch=3),
+    ):
         assert not torch.equal(other["pixel_values"], whole["pixel_values"])
     plain = batches([0, 1, 2, 3, 4])
-    assert torch.equal(plain["pixel_values"], ImageBatches(images)([0, 1, 2, 3, 4], epoch=3)["pixel_values"])
+    assert torch.equal(
+        plain["pixel_values"], ImageBatches(images)([0, 1, 2, 3, 4], epoch=3)["pixel_values"]
+    )
 
 
 def test_a_crop_is_a_part_of_the_padded_picture_and_every_place_is_drawn(folder, tmp_path):

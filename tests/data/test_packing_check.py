@@ -4,13 +4,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from narrowgauge.data.collate import Collator, check_packing
 from narrowgauge.errors import ConfigError
 from tests.raising import raises
 
-SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 
 
 def llama(**options):
@@ -25,7 +38,9 @@ class Ignoring(torch.nn.Module):
         self.model, self.ignored, self.config = model, ignored, model.config
 
     def forward(self, **inputs):
-        return self.model(**{name: value for name, value in inputs.items() if name not in self.ignored})
+        return self.model(
+            **{name: value for name, value in inputs.items() if name not in self.ignored}
+        )
 
 
 class Convolving(torch.nn.Module):
@@ -88,7 +103,9 @@ def test_an_encoder_passes_with_a_mask_that_is_not_causal():
 
 @pytest.mark.parametrize("attention", ["mask", "positions"])
 def test_absolute_positions_restart(attention):
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, attn_implementation="sdpa"))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, attn_implementation="sdpa")
+    )
     check_packing(model, Collator(pad_id=0, attention=attention))
 
 
@@ -110,12 +127,15 @@ def test_a_cache_turns_positions_into_a_leak():
     """transformers derives the mask from positions only without a cache; so the collator asks for none."""
     with raises(ConfigError, "packing.mixes"):
         check_packing(
-            Ignoring(llama(attn_implementation="sdpa"), ("use_cache",)), Collator(pad_id=0, attention="positions")
+            Ignoring(llama(attn_implementation="sdpa"), ("use_cache",)),
+            Collator(pad_id=0, attention="positions"),
         )
 
 
 def test_positions_that_run_on_are_refused():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, initializer_range=0.2))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, initializer_range=0.2)
+    )
     with raises(ConfigError, "packing.positions"):
         check_packing(Ignoring(model, ("position_ids",)), Collator(pad_id=0))
 
@@ -123,7 +143,10 @@ def test_positions_that_run_on_are_refused():
 def test_variable_length_arrays_without_a_kernel_for_them_are_refused():
     with raises(ConfigError, "packing.mixes"):
         check_packing(
-            Ignoring(llama(attn_implementation="sdpa"), ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k")),
+            Ignoring(
+                llama(attn_implementation="sdpa"),
+                ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"),
+            ),
             Collator(pad_id=0, attention="varlen"),
         )
 

@@ -70,10 +70,22 @@ def test_what_is_dropped_or_repeated_is_counted(form, lengths, world, ragged):
 
 @pytest.mark.parametrize("ragged", ["smaller", "repeat"])
 @pytest.mark.parametrize("order", ["length", "shuffled"])
-@given(lengths=LENGTHS, world=st.integers(1, 3), multiple=st.sampled_from([1, 8, 16]), budget=st.integers(128, 700))
-def test_no_batch_passes_the_budget_and_all_fill_whole_tiles(lengths, world, multiple, budget, ragged, order):
+@given(
+    lengths=LENGTHS,
+    world=st.integers(1, 3),
+    multiple=st.sampled_from([1, 8, 16]),
+    budget=st.integers(128, 700),
+)
+def test_no_batch_passes_the_budget_and_all_fill_whole_tiles(
+    lengths, world, multiple, budget, ragged, order
+):
     batching = Batching(
-        token_budget=budget, world=world, multiple=multiple, ragged=ragged, too_long="skip", order=order
+        token_budget=budget,
+        world=world,
+        multiple=multiple,
+        ragged=ragged,
+        too_long="skip",
+        order=order,
     )
     try:
         found = plan(lengths, batching)
@@ -85,7 +97,9 @@ def test_no_batch_passes_the_budget_and_all_fill_whole_tiles(lengths, world, mul
             assert positions <= budget
             assert positions % 16 == 0
     every = [*drawn(found), *found.skipped]
-    assert (sorted(set(every)) if ragged == "repeat" else sorted(every)) == list(range(len(lengths)))
+    assert (sorted(set(every)) if ragged == "repeat" else sorted(every)) == list(
+        range(len(lengths))
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -103,7 +117,9 @@ def test_a_plan_is_a_function_of_seed_and_epoch(form):
 def test_batch_size_gives_as_many_steps_as_plain_shuffling(examples):
     lengths = np.random.default_rng(examples).integers(3, 100, examples)
     for world in (1, 2, 4):
-        assert len(plan(lengths, Batching(batch_size=8, world=world))) == -(-examples // (8 * world))
+        assert len(plan(lengths, Batching(batch_size=8, world=world))) == -(
+            -examples // (8 * world)
+        )
 
 
 def test_shapes_are_few_and_padding_small():
@@ -111,11 +127,21 @@ def test_shapes_are_few_and_padding_small():
     lengths = np.clip(np.random.default_rng(0).lognormal(3, 0.8, 2000).astype(int), 2, 400)
     batching = Batching(token_budget=2048)
     found = plan(lengths, batching)
-    shapes = {(len(batch), shape(lengths, batch, found.widths)[1]) for step in found.steps for batch in step}
+    shapes = {
+        (len(batch), shape(lengths, batch, found.widths)[1])
+        for step in found.steps
+        for batch in step
+    }
     assert len(found.widths) <= 10
     assert len(shapes) <= 12
     assert found.padding.planned.tokens == lengths.sum()
-    assert found.padding.planned.percent < 20 < 60 < found.padding.shuffled.percent < found.padding.fixed.percent
+    assert (
+        found.padding.planned.percent
+        < 20
+        < 60
+        < found.padding.shuffled.percent
+        < found.padding.fixed.percent
+    )
 
 
 def test_the_ranks_of_a_step_have_the_same_width():
@@ -135,7 +161,9 @@ def test_the_worst_step_is_the_first_and_the_rest_is_shuffled():
     assert positions[0] == max(positions)
     widths = np.array([width for _, width in positions[1:]])
     drift = np.corrcoef(np.arange(len(widths)), widths)[0, 1]
-    assert abs(drift) < 4 / np.sqrt(len(widths))  # four standard deviations of no correlation; fixed seed
+    assert abs(drift) < 4 / np.sqrt(
+        len(widths)
+    )  # four standard deviations of no correlation; fixed seed
 
 
 def test_packing_wastes_less_than_padding():
@@ -149,15 +177,22 @@ def test_packing_wastes_less_than_padding():
 
 @given(
     lengths=st.lists(st.integers(1, 128), min_size=1, max_size=80),
-    size=st.sampled_from([{"batch_size": 1}, {"batch_size": 6}, {"token_budget": 128}, {"token_budget": 520}]),
+    size=st.sampled_from(
+        [{"batch_size": 1}, {"batch_size": 6}, {"token_budget": 128}, {"token_budget": 520}]
+    ),
     multiple=st.sampled_from([1, 8, 64]),
     tokens_multiple=st.sampled_from([1, 16]),
     classes=st.integers(1, 10),
 )
-def test_packing_never_pads_more_than_not_packing(lengths, size, multiple, tokens_multiple, classes):
+def test_packing_never_pads_more_than_not_packing(
+    lengths, size, multiple, tokens_multiple, classes
+):
     """Property: in sum over the epoch, counted on the batches as the collator makes them."""
     options = {**size, "multiple": multiple, "tokens_multiple": tokens_multiple, "classes": classes}
-    packed, padded = plan(lengths, Batching(row_length=128, **options)), plan(lengths, Batching(**options))
+    packed, padded = (
+        plan(lengths, Batching(row_length=128, **options)),
+        plan(lengths, Batching(**options)),
+    )
     counts = [found.padding.planned for found in (packed, padded)]
     assert counts[0].tokens == counts[1].tokens == sum(lengths)
     assert counts[0].positions <= counts[1].positions
@@ -191,9 +226,12 @@ def test_a_plan_says_when_packing_would_pad_more():
 def test_packing_is_decided_and_explained_for_the_order_that_is_asked():
     """By length one example in a row pads less; shuffled it would pad more. What is told is what a shuffled epoch has."""
     draw = np.random.default_rng(34)
-    lengths = np.where(draw.random(1000) < 0.715, draw.integers(253, 332, 1000), draw.integers(467, 512, 1000))
+    lengths = np.where(
+        draw.random(1000) < 0.715, draw.integers(253, 332, 1000), draw.integers(467, 512, 1000)
+    )
     by_length, shuffled = (
-        plan(lengths, Batching(batch_size=16, row_length=512, order=order)) for order in ("length", "shuffled")
+        plan(lengths, Batching(batch_size=16, row_length=512, order=order))
+        for order in ("length", "shuffled")
     )
     padded = plan(lengths, Batching(batch_size=16, order="shuffled")).padding.planned
     assert by_length.alone and not shuffled.alone
@@ -221,7 +259,11 @@ def test_an_example_without_tokens_is_refused():
 
 
 def test_no_examples_are_no_steps():
-    assert len(plan([], Batching(batch_size=4))) == len(plan([], Batching(batch_size=4, row_length=16))) == 0
+    assert (
+        len(plan([], Batching(batch_size=4)))
+        == len(plan([], Batching(batch_size=4, row_length=16)))
+        == 0
+    )
 
 
 def test_the_rest_of_an_epoch_keeps_the_widths():
@@ -251,7 +293,11 @@ def test_impossible_settings_are_refused(options, message):
         Batching(**options)
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 5), st.sampled_from([1, 8]))
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    st.integers(1, 5),
+    st.sampled_from([1, 8]),
+)
 def test_the_widths_are_the_best_there_are(lengths, count, multiple):
     """Against trying every choice (small cases)."""
     from itertools import combinations
@@ -346,7 +392,11 @@ def test_every_batch_has_the_share_of_each_stratum(classes):
     assert off() > 4
 
 
-@given(lengths=LENGTHS, labels=st.lists(st.integers(0, 5), min_size=150, max_size=150), world=st.integers(1, 3))
+@given(
+    lengths=LENGTHS,
+    labels=st.lists(st.integers(0, 5), min_size=150, max_size=150),
+    world=st.integers(1, 3),
+)
 def test_strata_lose_nothing_and_keep_to_the_budget(lengths, labels, world):
     sizes = np.array(lengths)
     strata = strata_of(np.array(labels[: len(lengths)]), sizes)
@@ -358,17 +408,27 @@ def test_strata_lose_nothing_and_keep_to_the_budget(lengths, labels, world):
             assert world > 1 and "do not go round" in str(error)
             continue
         assert sorted([*drawn(found), *found.skipped]) == list(range(len(lengths)))
-        positions = sum(shape(sizes, batch, found.widths)[0] for step in found.steps for batch in step)
+        positions = sum(
+            shape(sizes, batch, found.widths)[0] for step in found.steps for batch in step
+        )
         assert positions == found.padding.planned.positions
         if form == "token_budget":
-            assert all(shape(sizes, batch, found.widths)[0] <= 512 for step in found.steps for batch in step)
+            assert all(
+                shape(sizes, batch, found.widths)[0] <= 512
+                for step in found.steps
+                for batch in step
+            )
 
 
 def test_strata_pad_less_than_shuffling_and_their_ranks_are_of_one_width():
     lengths, labels = tied_to_length(2000)
     found = plan(lengths, Batching(batch_size=16, world=2), strata=strata_of(labels, lengths))
     by_length = plan(lengths, Batching(batch_size=16, world=2))
-    assert by_length.padding.planned.percent < found.padding.planned.percent < 0.75 * found.padding.shuffled.percent
+    assert (
+        by_length.padding.planned.percent
+        < found.padding.planned.percent
+        < 0.75 * found.padding.shuffled.percent
+    )
     widths = [{shape(lengths, batch, found.widths)[1] for batch in step} for step in found.steps]
     assert sum(len(each) > 1 for each in widths) < len(widths) / 10
 
@@ -378,10 +438,19 @@ def test_strata_pad_less_than_shuffling_and_their_ranks_are_of_one_width():
     labels=st.none() | st.lists(st.integers(0, 5), min_size=150, max_size=150),
 )  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
-def test_shuffled_steps_lose_nothing_and_keep_to_the_budget(form, lengths, world, micro_batches, multiple, labels):
+def test_shuffled_steps_lose_nothing_and_keep_to_the_budget(
+    form, lengths, world, micro_batches, multiple, labels
+):
     """And count the padding of their micro-batches as the collator makes it."""
-    sizes, batching = np.array(lengths), batching_of(form, world=world, multiple=multiple, order="shuffled")
-    labels = None if labels is None or form == "packed" else strata_of(np.array(labels[: len(lengths)]), sizes)
+    sizes, batching = (
+        np.array(lengths),
+        batching_of(form, world=world, multiple=multiple, order="shuffled"),
+    )
+    labels = (
+        None
+        if labels is None or form == "packed"
+        else strata_of(np.array(labels[: len(lengths)]), sizes)
+    )
     try:
         found = plan(sizes, batching, strata=labels, micro_batches=micro_batches)
     except ConfigError as error:
@@ -391,7 +460,11 @@ def test_shuffled_steps_lose_nothing_and_keep_to_the_budget(form, lengths, world
     batches = [batch for step in found.steps for batch in step]
     if form != "batch_size":
         assert all(shape(sizes, batch, found.widths)[0] <= 512 for batch in batches)
-    cut = [shape(sizes, run, found.widths)[0] for batch in batches for run in runs(batch, micro_batches)]
+    cut = [
+        shape(sizes, run, found.widths)[0]
+        for batch in batches
+        for run in runs(batch, micro_batches)
+    ]
     assert found.padding.planned.positions == sum(cut)
 
 
@@ -401,7 +474,9 @@ def test_a_shuffled_step_is_a_random_sample_of_which_micro_batches_have_one_leng
 
     def scatter(found) -> float:
         """Over that of the mean of 32 at random."""
-        return float(np.std([lengths[step[0]].mean() for step in found.steps]) / (lengths.std() / 32**0.5))
+        return float(
+            np.std([lengths[step[0]].mean() for step in found.steps]) / (lengths.std() / 32**0.5)
+        )
 
     by_length = plan(lengths, Batching(batch_size=32))
     whole, cut = (
@@ -410,8 +485,17 @@ def test_a_shuffled_step_is_a_random_sample_of_which_micro_batches_have_one_leng
     )
     assert 0.75 < scatter(whole) < 1.25 and scatter(by_length) > 4
     assert whole.steps == cut.steps  # micro-batches change the count of padding alone
-    assert by_length.padding.planned.percent < cut.padding.planned.percent < 16 < 40 < whole.padding.planned.percent
-    assert all(np.all(np.diff(np.searchsorted(whole.widths, lengths[step[0]])) <= 0) for step in whole.steps)
+    assert (
+        by_length.padding.planned.percent
+        < cut.padding.planned.percent
+        < 16
+        < 40
+        < whole.padding.planned.percent
+    )
+    assert all(
+        np.all(np.diff(np.searchsorted(whole.widths, lengths[step[0]])) <= 0)
+        for step in whole.steps
+    )
 
 
 def test_shuffled_steps_keep_the_shares_of_strata_too():
@@ -420,7 +504,9 @@ def test_shuffled_steps_keep_the_shares_of_strata_too():
     steps = plan(lengths, Batching(batch_size=16, order="shuffled"), strata=strata).steps
     shares = 16 * np.bincount(strata) / len(strata)
     assert all(
-        abs(np.bincount(strata[step[0]], minlength=2) - shares).max() < 2 for step in steps if len(step[0]) == 16
+        abs(np.bincount(strata[step[0]], minlength=2) - shares).max() < 2
+        for step in steps
+        if len(step[0]) == 16
     )
 
 
@@ -442,11 +528,16 @@ def test_strata_of_labels_are_few():
     labels = draw.integers(0, 40, 2000)
     lengths = 10 + labels + draw.integers(0, 5, 2000)
     strata = strata_of(labels, lengths)
-    assert set(strata) == {0, 1, 2, 3} and all(len(set(strata[labels == each])) == 1 for each in range(40))
+    assert set(strata) == {0, 1, 2, 3} and all(
+        len(set(strata[labels == each])) == 1 for each in range(40)
+    )
     assert np.all(np.diff([lengths[strata == each].mean() for each in range(4)]) > 5)
     numbers = strata_of(draw.normal(size=1000), lengths[:1000])
     assert np.bincount(numbers).tolist() == [250] * 4
-    assert set(strata_of(np.ones(5), lengths[:5])) == {0} and len(strata_of(np.empty(0), lengths[:0])) == 0
+    assert (
+        set(strata_of(np.ones(5), lengths[:5])) == {0}
+        and len(strata_of(np.empty(0), lengths[:0])) == 0
+    )
 
 
 def test_strata_that_do_not_fit_are_refused():

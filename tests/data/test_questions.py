@@ -34,7 +34,11 @@ def tokenizers():
 def prepared(tmp_path, rows, tokenizer, *, stride=4, **limits):
     source = folders.jsonl(tmp_path / "rows.jsonl", rows)
     return prepare_examples(
-        source, Questions(stride=stride), tokenizer, cache=tmp_path / "cache", limits=Limits(**limits)
+        source,
+        Questions(stride=stride),
+        tokenizer,
+        cache=tmp_path / "cache",
+        limits=Limits(**limits),
     )
 
 
@@ -60,7 +64,11 @@ def test_windows_are_those_of_transformers_and_hold_the_answer(tmp_path, kind):
             assert text.strip() == answer["text"]
             held[number[place]] += 1
         else:
-            nowhere = example["input_ids"].tolist().index(tokenizer.cls_token_id) if kind == "words" else 0
+            nowhere = (
+                example["input_ids"].tolist().index(tokenizer.cls_token_id)
+                if kind == "words"
+                else 0
+            )
             assert (first, last) == (nowhere, nowhere)
         assert found.array(KNOWN, place).tolist() == [len(known["answers"])]
     assert [count > 0 for count in held.values()] == [True, True, False, True, False, True, True]
@@ -69,7 +77,9 @@ def test_windows_are_those_of_transformers_and_hold_the_answer(tmp_path, kind):
 
 def whole(answer, offsets):
     inside = offsets[offsets[:, 0] >= 0]
-    return inside[0, 0] <= answer["answer_start"] and inside[-1, 1] >= answer["answer_start"] + len(answer["text"])
+    return inside[0, 0] <= answer["answer_start"] and inside[-1, 1] >= answer["answer_start"] + len(
+        answer["text"]
+    )
 
 
 def test_questions_on_a_text_have_one_group(tmp_path):
@@ -83,13 +93,23 @@ def test_all_forms_of_answers_are_one(tmp_path):
     rows = {
         "objects": ROWS,
         "lists": [
-            {**each, "answers": {key: [one[key] for one in each["answers"]] for key in ("text", "answer_start")}}
+            {
+                **each,
+                "answers": {
+                    key: [one[key] for one in each["answers"]] for key in ("text", "answer_start")
+                },
+            }
             for each in ROWS
         ],
         "json": [{**each, "answers": json.dumps(each["answers"])} for each in ROWS],
     }
     read = {
-        name: list(map(Questions().answers_of, records(folders.jsonl(tmp_path / f"{name}.jsonl", some), COLUMNS)))
+        name: list(
+            map(
+                Questions().answers_of,
+                records(folders.jsonl(tmp_path / f"{name}.jsonl", some), COLUMNS),
+            )
+        )
         for name, some in rows.items()
     }
     assert read["objects"] == read["lists"] == read["json"]
@@ -113,14 +133,19 @@ def squad(path, rows):
         }
         for place, each in enumerate(rows)
     ]
-    whole = {"version": "v2.0", "data": [{"title": "t", "paragraphs": [{"context": CONTEXT, "qas": questions}]}]}
+    whole = {
+        "version": "v2.0",
+        "data": [{"title": "t", "paragraphs": [{"context": CONTEXT, "qas": questions}]}],
+    }
     path.write_text(json.dumps(whole), encoding="utf-8")
     return path
 
 
 def test_squads_own_file_gives_the_same_rows(tmp_path):
     found = list(records(squad(tmp_path / "dev.json", ROWS[:6]), COLUMNS))
-    assert [each.values for each in found] == [{key: each[key] for key in COLUMNS} for each in ROWS[:6]]
+    assert [each.values for each in found] == [
+        {key: each[key] for key in COLUMNS} for each in ROWS[:6]
+    ]
     assert found[2].origin.endswith("dev.json.data[0].paragraphs[0].qas[2]")
 
 
@@ -135,7 +160,10 @@ def bad(**changes):
             bad(answers=[{"text": "grey", "answer_start": 3}]),
             coded("questions.answer-place", "'grey'", "character 3", "' red'", "jsonl:2"),
         ),
-        (bad(answers=[{"text": "grey", "answer_start": -1}]), coded("questions.answer-place", "character -1")),
+        (
+            bad(answers=[{"text": "grey", "answer_start": -1}]),
+            coded("questions.answer-place", "character -1"),
+        ),
         (bad(answers=[{"text": " ", "answer_start": 3}]), coded("questions.empty-answer")),
         (bad(answers="grey"), coded("questions.json", "'grey'")),
         (bad(answers={"text": ["grey"], "answer_start": []}), coded("questions.lists")),
@@ -157,7 +185,10 @@ def test_a_row_that_is_wrong_is_named(tmp_path, rows, said):
         ("[]", "dev.json: its list is empty"),
         ("{}", "dev.json: has no 'data'"),
         ('{"data": 3}', "'data' is no list"),
-        ('{"data": [{"paragraphs": [{"qas": []}]}]}', r"dev.json.data\[0\].paragraphs\[0\]: has no 'context'"),
+        (
+            '{"data": [{"paragraphs": [{"qas": []}]}]}',
+            r"dev.json.data\[0\].paragraphs\[0\]: has no 'context'",
+        ),
         ('{"data": [', "it is not JSON"),
         (
             '{"data": [{"paragraphs": [{"context": "a", "qas": [{"question": "b", "answers": [1], "is_impossible": true}]}]}]}',

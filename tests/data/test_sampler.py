@@ -70,7 +70,9 @@ def test_another_world_plans_the_rest_anew(old, new):
     done += [index for sampler in after for batch in sampler for index in batch]
     assert sorted(done) == list(range(300))
     assert len({len(sampler) for sampler in after}) == 1
-    assert sorted(index for sampler in after for batch in sampler for index in batch) == list(range(300))  # epoch 1
+    assert sorted(index for sampler in after for batch in sampler for index in batch) == list(
+        range(300)
+    )  # epoch 1
 
 
 def test_each_pass_is_the_next_epoch_and_set_epoch_agrees():
@@ -95,7 +97,11 @@ def test_with_workers_the_loop_says_where_it_is():
     """The workers have drawn ahead; the state of what the loop has finished resumes right behind it."""
     sampler = LengthBatchSampler(LENGTHS, BUDGET)
     loader = DataLoader(
-        range(300), batch_sampler=sampler, num_workers=1, collate_fn=list, multiprocessing_context="fork"
+        range(300),
+        batch_sampler=sampler,
+        num_workers=1,
+        collate_fn=list,
+        multiprocessing_context="fork",
     )
     batches = iter(loader)
     seen = [next(batches) for _ in range(3)]
@@ -121,9 +127,9 @@ def test_ranks_divide_each_step():
     samplers = [LengthBatchSampler(LENGTHS, batching, rank=rank) for rank in range(3)]
     for step, parts in enumerate(zip(*samplers, strict=True)):
         assert list(parts) == samplers[0].plan.steps[step]
-    assert sorted(i for step in samplers[0].plan.steps for batch in step for i in examples_of(batch)) == list(
-        range(300)
-    )
+    assert sorted(
+        i for step in samplers[0].plan.steps for batch in step for i in examples_of(batch)
+    ) == list(range(300))
 
 
 def test_a_state_of_other_data_or_none_is_refused():
@@ -173,7 +179,9 @@ def test_a_state_from_before_there_were_strata_goes_on_and_another_is_refused():
     new.load_state_dict(state)
     rest = list(new)
     assert sorted(index for batch in seen + rest for index in batch) == list(range(len(LENGTHS)))
-    assert all(abs(strata[batch].sum() - 8 * strata.mean()) < 2 for batch in rest if len(batch) == 8)
+    assert all(
+        abs(strata[batch].sum() - 8 * strata.mean()) < 2 for batch in rest if len(batch) == 8
+    )
 
     mine = LengthBatchSampler(LENGTHS, batching, strata=strata)
     take(mine, 2)

@@ -12,7 +12,16 @@ from tests.raising import coded, raises
 
 @pytest.fixture
 def tree(tmp_path):
-    for name in ("b.txt", "a/z.md", "a/A.py", "a/c.png", ".git/config.txt", "a/.hidden.txt", "B.txt", "empty.txt"):
+    for name in (
+        "b.txt",
+        "a/z.md",
+        "a/A.py",
+        "a/c.png",
+        ".git/config.txt",
+        "a/.hidden.txt",
+        "B.txt",
+        "empty.txt",
+    ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("" if name == "empty.txt" else name, encoding="utf-8")

@@ -24,7 +24,9 @@ def test_the_share_of_validation_is_the_fraction(fraction, seed):
 
 
 def test_another_seed_holds_out_other_documents():
-    sides = [[validates(digest(str(n)), fraction=0.5, seed=seed) for n in range(200)] for seed in (0, 1)]
+    sides = [
+        [validates(digest(str(n)), fraction=0.5, seed=seed) for n in range(200)] for seed in (0, 1)
+    ]
     assert 50 < sum(a != b for a, b in zip(*sides, strict=True)) < 150
 
 
@@ -57,7 +59,10 @@ def test_the_tail_begins_with_a_line():
 def test_parts_by_document_and_by_tail():
     text = "one\ntwo\nthree\nfour\n"
     by_tail = Split(fraction=0.25, seed=0, by_document=False)
-    assert list(by_tail.parts(text, digest(text))) == [(TRAIN, "one\ntwo\nthree\n"), (VALIDATION, "four\n")]
+    assert list(by_tail.parts(text, digest(text))) == [
+        (TRAIN, "one\ntwo\nthree\n"),
+        (VALIDATION, "four\n"),
+    ]
     by_document = Split(fraction=0.25, seed=0, by_document=True)
     [(side, whole)] = by_document.parts(text, digest(text))
     assert whole == text

@@ -14,7 +14,9 @@ def test_this_interpreters_library_is_a_corpus():
     assert {"stdlib/argparse.py", "stdlib/json/decoder.py"} <= set(origins)
     assert origins == sorted(origins, key=lambda origin: origin.split("/"))
     assert not any(
-        part in origin.split("/") for origin in origins for part in ("test", "tests", "site-packages", "encodings")
+        part in origin.split("/")
+        for origin in origins
+        for part in ("test", "tests", "site-packages", "encodings")
     )
     assert 5e6 < sum(len(document.text) for document in found) < 30e6
 
@@ -24,7 +26,9 @@ def test_files_are_decoded_as_they_declare(tmp_path):
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfname = 'caf\xc3\xa9'\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "bad.py").write_bytes(b"\xff")
-    assert [document.text.splitlines()[-1] for document in stdlib_documents(tmp_path)] == ["name = 'café'"] * 2
+    assert [document.text.splitlines()[-1] for document in stdlib_documents(tmp_path)] == [
+        "name = 'café'"
+    ] * 2
 
 
 @pytest.mark.parametrize("raw", [b"\xff", b"# coding: no-such\n"])

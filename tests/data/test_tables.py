@@ -13,7 +13,9 @@ from narrowgauge.data import documents
 from narrowgauge.errors import ConfigError, DataError
 from tests.raising import coded, raises
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip)
+TEXT = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1
+).filter(str.strip)
 
 
 @pytest.fixture
@@ -46,13 +48,18 @@ def read(path, column=None, **options):
 @given(st.lists(TEXT, min_size=1, max_size=5))
 def test_jsonl_returns_the_strings_it_was_given(tmp_path_factory, texts):
     path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
-    path.write_text("".join(json.dumps({"id": 3, "body": text}) + "\n" for text in texts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"id": 3, "body": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     assert read(path) == texts
 
 
 def test_jsonl_origin_is_file_and_line_and_blank_lines_and_texts_are_passed_over(file):
     path = file("a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n{"text": ""}\n{"text": "two"}')
-    assert [(d.text, d.origin) for d in documents(path)] == [("one", f"{path}:1"), ("two", f"{path}:4")]
+    assert [(d.text, d.origin) for d in documents(path)] == [
+        ("one", f"{path}:1"),
+        ("two", f"{path}:4"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,14 +71,20 @@ def test_jsonl_origin_is_file_and_line_and_blank_lines_and_texts_are_passed_over
         ('{"text": true}', coded("table.cell", "'text'", ":2")),
         ('{"text": ["a"]}', coded("table.cell", "'text'", "an array", ":2")),
         ('{"text": {"a": 1}}', coded("table.cell", "'text'", "an object", ":2")),
-        ('{"texts": "a"}', coded("table.no-column", "'text'", "Closest: 'texts'.", "'texts'", ":2")),
+        (
+            '{"texts": "a"}',
+            coded("table.no-column", "'text'", "Closest: 'texts'.", "'texts'", ":2"),
+        ),
         ('["a"]', coded("table.no-object", "an array", ":2")),
         ('"a"', coded("table.no-object", "a string", ":2")),
         ('{"text": "trunca', coded("table.json", "column 10", ":2")),
         ('{"text": "a"} {"text": "b"}', coded("table.json", "column 15", "Extra data", ":2")),
         ('{"text": "a", "text": "b"}', coded("table.json-fault", ":2", "'text'")),
         ('{"text": "\\ud800"}', coded("table.surrogate", "d800", "0", ":2", "'text'")),
-        ('{"text": ' + "[" * 5000 + "]" * 5000 + "}", coded("table.json-fault", "nested too deeply", ":2")),
+        (
+            '{"text": ' + "[" * 5000 + "]" * 5000 + "}",
+            coded("table.json-fault", "nested too deeply", ":2"),
+        ),
         ('{"n": ' + "1" * 5000 + "}", coded("table.json-fault", ":2")),
     ],
 )
@@ -149,7 +162,10 @@ def test_csv_returns_the_strings_it_was_given(tmp_path_factory, rows):
 
 def test_csv_origin_is_the_line_where_the_row_begins(file):
     path = file("a.csv", 'text\n"one\ntwo"\n\nthree\n')
-    assert [(d.text, d.origin) for d in documents(path)] == [("one\ntwo", f"{path}:2"), ("three", f"{path}:5")]
+    assert [(d.text, d.origin) for d in documents(path)] == [
+        ("one\ntwo", f"{path}:2"),
+        ("three", f"{path}:5"),
+    ]
 
 
 def test_tsv_has_no_quoting(file):
@@ -200,12 +216,18 @@ def test_csv_long_field_is_read_up_to_the_limit_and_leaves_the_global_limit_alon
 def test_parquet_returns_the_strings_it_was_given(parquet):
     texts = [f"text {number} ä" for number in range(600)]
     path = parquet(n=list(range(600)), body=texts)
-    assert [(d.text, d.origin) for d in documents(path)] == [(t, f"{path}:{i}") for i, t in enumerate(texts, 1)]
+    assert [(d.text, d.origin) for d in documents(path)] == [
+        (t, f"{path}:{i}") for i, t in enumerate(texts, 1)
+    ]
 
 
 @pytest.mark.parametrize(
     "kind",
-    [pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())],
+    [
+        pyarrow.large_string(),
+        pyarrow.string_view(),
+        pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    ],
     ids=str,
 )
 def test_parquet_reads_every_type_of_string(parquet, kind):
@@ -215,7 +237,9 @@ def test_parquet_reads_every_type_of_string(parquet, kind):
 
 def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
+    )
     pyarrow.parquet.write_table(table, path)
     with raises(DataError, "table.repeated-name", "'text'", "rows.parquet"):
         read(path)
@@ -245,7 +269,9 @@ def test_parquet_refuses_what_is_no_text(parquet, columns, column, message):
 
 def test_parquet_invalid_utf8_names_the_row(parquet):
     # Arrow does not look into the bytes here.
-    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"good", b"\xff\xfe"]).buffers())
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, pyarrow.array([b"good", b"\xff\xfe"]).buffers()
+    )
     with raises(DataError, "table.utf8", "rows.parquet:2", "'text'", "byte 0", "-8 at"):
         read(parquet(text=broken))
 
@@ -296,7 +322,9 @@ SEEDS = {
 
 @pytest.mark.parametrize("name", SEEDS)
 @given(data=st.data())
-def test_a_valid_file_with_changed_bytes_gives_documents_or_a_data_error(tmp_path_factory, name, data):
+def test_a_valid_file_with_changed_bytes_gives_documents_or_a_data_error(
+    tmp_path_factory, name, data
+):
     raw = bytearray(SEEDS[name])
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

@@ -22,7 +22,11 @@ WORDS = {"tokens": ["the", "red", "tile", "rowcode"], "tags": ["O", "B-warm", "I
 def prepared(tmp_path, rows, task, tokenizer=None, **limits):
     source = folders.jsonl(tmp_path / "rows.jsonl", rows)
     return prepare_examples(
-        source, task, tokenizer or folders.word_tokenizer(), cache=tmp_path / "cache", limits=Limits(**limits)
+        source,
+        task,
+        tokenizer or folders.word_tokenizer(),
+        cache=tmp_path / "cache",
+        limits=Limits(**limits),
     )
 
 
@@ -33,9 +37,13 @@ def test_the_label_of_a_word_stands_at_its_first_token(tmp_path):
     assert example["input_ids"].tolist() == encoding["input_ids"]
     expected, before = [], None
     for word in encoding.word_ids():
-        expected.append(TAGS.index(WORDS["tags"][word]) if word is not None and word != before else IGNORED)
+        expected.append(
+            TAGS.index(WORDS["tags"][word]) if word is not None and word != before else IGNORED
+        )
         before = word
-    assert example["labels"].tolist() == expected and IGNORED in expected[1:-1]  # rowcode has several tokens
+    assert (
+        example["labels"].tolist() == expected and IGNORED in expected[1:-1]
+    )  # rowcode has several tokens
 
 
 def test_a_byte_level_tokenizer_sees_words_behind_spaces(tmp_path):
@@ -55,8 +63,13 @@ def test_lists_text_with_spans_and_csv_are_the_same(tmp_path):
         next(iter(records(folders.jsonl(tmp_path / "b.jsonl", [text]), ["text", "spans"])))
     )
     path = tmp_path / "c.csv"
-    path.write_text('tokens,tags\nthe red tile rowcode,"[""O"", ""B-warm"", ""I-warm"", ""O""]"\n', encoding="utf-8")
-    assert lists == spans == Tagging(tags=TAGS).words_of(next(iter(records(path, ["tokens", "tags"]))))
+    path.write_text(
+        'tokens,tags\nthe red tile rowcode,"[""O"", ""B-warm"", ""I-warm"", ""O""]"\n',
+        encoding="utf-8",
+    )
+    assert (
+        lists == spans == Tagging(tags=TAGS).words_of(next(iter(records(path, ["tokens", "tags"]))))
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +87,10 @@ def test_lists_text_with_spans_and_csv_are_the_same(tmp_path):
         ),
         ({"tags": ["O"]}, coded("tagging.count", "4 words", "'tokens'", "and 1", "'tags'")),
         ({"tags": [0, 1, 2, 0]}, coded("tagging.entry", "entry 1", "'tags'", "is 0", "1 of")),
-        ({"tokens": ["the", "", "tile", "row"]}, coded("tagging.empty-word", "word 2 (''): the word")),
+        (
+            {"tokens": ["the", "", "tile", "row"]},
+            coded("tagging.empty-word", "word 2 (''): the word"),
+        ),
         ({"tokens": {"a": 1}}, coded("tagging.no-list")),
         (
             {"tokens": ["the", "\ud800", "tile", "row"]},
@@ -104,7 +120,9 @@ def test_a_row_that_is_wrong_is_named_with_its_word(tmp_path, changes, said):
 )
 def test_a_span_that_is_wrong_is_named(tmp_path, spans, said):
     with raises(DataError, said):
-        prepared(tmp_path, [{"text": "the red tile", "spans": spans}], Tagging(tags=TAGS, text="text"))
+        prepared(
+            tmp_path, [{"text": "the red tile", "spans": spans}], Tagging(tags=TAGS, text="text")
+        )
 
 
 def test_other_schemes_are_refused():
@@ -127,12 +145,19 @@ def test_words_that_the_tokenizer_drops_are_counted_and_no_others_moved(tmp_path
 
 def test_truncated_words_lose_their_tags_alone(tmp_path):
     found = prepared(tmp_path, [WORDS], Tagging(tags=TAGS), max_length=4, too_long="truncate")
-    assert found[0]["labels"].tolist() == [IGNORED, 0, 1, IGNORED] and found[0]["input_ids"][-1] == 3
+    assert (
+        found[0]["labels"].tolist() == [IGNORED, 0, 1, IGNORED] and found[0]["input_ids"][-1] == 3
+    )
 
 
 # Choices
 
-ASKED = {"context": "the red tile", "question": "it is", "choices": ["red", "green", "blue"], "label": 0}
+ASKED = {
+    "context": "the red tile",
+    "question": "it is",
+    "choices": ["red", "green", "blue"],
+    "label": 0,
+}
 
 
 def test_a_choice_that_utf8_cannot_encode_is_refused(tmp_path):
@@ -142,7 +167,9 @@ def test_a_choice_that_utf8_cannot_encode_is_refused(tmp_path):
 
 def test_each_choice_is_a_pair_of_texts(tmp_path):
     tokenizer = folders.word_tokenizer()
-    found = prepared(tmp_path, [ASKED, {**ASKED, "choices": ["red", "grey"], "label": "B"}], Choices(), tokenizer)
+    found = prepared(
+        tmp_path, [ASKED, {**ASKED, "choices": ["red", "grey"], "label": "B"}], Choices(), tokenizer
+    )
     pairs = [tokenizer("the red tile", f"it is {choice}") for choice in ("red", "green", "blue")]
     assert [ids.tolist() for ids in found[0]["input_ids"]] == [pair["input_ids"] for pair in pairs]
     assert [each["labels"] for each in found] == [0, 1] and choices_of(found).tolist() == [3, 2]
@@ -157,9 +184,21 @@ def test_each_choice_is_a_pair_of_texts(tmp_path):
         ({**ASKED, "label": "1"}, Choices(), 1),
         ({**ASKED, "label": "C"}, Choices(), 2),
         ({**ASKED, "choices": json.dumps(["red", "green"])}, Choices(), 0),
-        ({**ASKED, "choices": {"text": ["red", "green"], "label": ["1", "2"]}, "label": "2"}, Choices(), 1),
-        ({**ASKED, "choices": {"text": ["red", "green"], "label": ["1", "2"]}, "label": 1}, Choices(), 0),
-        ({**ASKED, "ending0": "red", "ending1": "grey", "label": 1}, Choices(choices=("ending0", "ending1")), 1),
+        (
+            {**ASKED, "choices": {"text": ["red", "green"], "label": ["1", "2"]}, "label": "2"},
+            Choices(),
+            1,
+        ),
+        (
+            {**ASKED, "choices": {"text": ["red", "green"], "label": ["1", "2"]}, "label": 1},
+            Choices(),
+            0,
+        ),
+        (
+            {**ASKED, "ending0": "red", "ending1": "grey", "label": 1},
+            Choices(choices=("ending0", "ending1")),
+            1,
+        ),
         ({**ASKED}, Choices(context=None), 0),
     ],
 )

@@ -7,16 +7,34 @@ errors are random and far below the worst case of 2^-14.
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+)
 from transformers import T5ForConditionalGeneration as T5
 
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.collate import Collator
-from narrowgauge.data.targets import count_targets, squared_loss, step_loss, summed_loss, trainer_loss
+from narrowgauge.data.targets import (
+    count_targets,
+    squared_loss,
+    step_loss,
+    summed_loss,
+    trainer_loss,
+)
 from narrowgauge.errors import DataError
 from tests.raising import raises
 
-SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 CUTS = {"8x1": 8, "2x4": 2, "1x8": 1}
 
 
@@ -81,7 +99,12 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(
     ("name", "kind", "masked"),
-    [("llama", "causal-lm", 0), ("llama", "causal-lm", 0.6), ("bert", "classification", 0), ("t5", "seq2seq", 0)],
+    [
+        ("llama", "causal-lm", 0),
+        ("llama", "causal-lm", 0.6),
+        ("bert", "classification", 0),
+        ("t5", "seq2seq", 0),
+    ],
     ids=["causal", "masked", "classification", "seq2seq"],
 )
 def test_the_gradient_does_not_depend_on_the_cut(request, name, kind, masked, cut):
@@ -99,7 +122,9 @@ def test_packed_and_padded_have_the_same_gradient(llama, attention, masked):
     padded = gradient(llama, [Collator(pad_id=0)(data)], "causal-lm")
     collate = Collator(pad_id=0, attention=attention, widths=(48,))
     packed = [collate([data[:3], data[3:5]]), collate([data[5:]])]
-    assert count_targets(packed, "causal-lm") == count_targets([Collator(pad_id=0)(data)], "causal-lm")
+    assert count_targets(packed, "causal-lm") == count_targets(
+        [Collator(pad_id=0)(data)], "causal-lm"
+    )
     assert_close(gradient(llama, packed, "causal-lm"), padded)
 
 
@@ -131,7 +156,9 @@ def test_the_loss_is_that_of_transformers(llama):
     torch.testing.assert_close(step_loss(llama, batch, "causal-lm", total), expected)
     logits = llama(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     for number in (None, torch.tensor(total)):
-        torch.testing.assert_close(trainer_loss("causal-lm")(logits, batch["labels"], number), expected)
+        torch.testing.assert_close(
+            trainer_loss("causal-lm")(logits, batch["labels"], number), expected
+        )
 
 
 def test_the_count_is_after_the_shift():
@@ -149,6 +176,9 @@ def test_all_labels_masked_is_an_error():
 
 def test_differences_are_taken_in_float32_whatever_both_are():
     """Exact: bfloat16 would make 255 of 254.9921875."""
-    values, targets = torch.tensor([[256.0]], dtype=torch.bfloat16), torch.tensor([[1.0078125]], dtype=torch.bfloat16)
+    values, targets = (
+        torch.tensor([[256.0]], dtype=torch.bfloat16),
+        torch.tensor([[1.0078125]], dtype=torch.bfloat16),
+    )
     found = squared_loss(values, targets)
     assert found.dtype == torch.float32 and float(found) == float(torch.tensor(254.9921875) ** 2)

@@ -41,14 +41,24 @@ def test_form_feed_and_separator_part_documents_and_blank_ones_are_passed_over(f
     path = file(b"one\n\ftwo\n\f \n\fthree<|end|>four")
     assert read(path) == ["one\n", "two\n", "three<|end|>four"]
     assert read(path, separator="<|end|>") == ["one\n\ftwo\n\f \n\fthree", "four"]
-    assert [document.origin for document in documents(path)] == [str(path), f"{path}:2", f"{path}:4"]
+    assert [document.origin for document in documents(path)] == [
+        str(path),
+        f"{path}:2",
+        f"{path}:4",
+    ]
 
 
 # No zero characters, which no text file may hold, and no separator or byte order mark inside a document.
-DOCUMENT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\f\ufeff"), min_size=1)
+DOCUMENT = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0\f\ufeff"), min_size=1
+)
 
 
-@given(st.lists(DOCUMENT, min_size=1, max_size=6), st.integers(1, 9), st.sampled_from(["\f", "<|endoftext|>", "\n\n"]))
+@given(
+    st.lists(DOCUMENT, min_size=1, max_size=6),
+    st.integers(1, 9),
+    st.sampled_from(["\f", "<|endoftext|>", "\n\n"]),
+)
 def test_any_chunk_size_reads_the_same(tmp_path_factory, texts, chunk, separator):
     """Property: the reader's chunks, which may cut characters and separators, do not show."""
     path = tmp_path_factory.mktemp("chunks") / "a.txt"
@@ -153,4 +163,6 @@ def test_pieces_join_to_the_text(text, size):
     parts = list(text_module.pieces(text, size))
     assert "".join(parts) == text
     assert all(0 < len(part) <= size for part in parts)
-    assert all(part.endswith("\n") or (len(part) == size and "\n" not in part) for part in parts[:-1])
+    assert all(
+        part.endswith("\n") or (len(part) == size and "\n" not in part) for part in parts[:-1]
+    )

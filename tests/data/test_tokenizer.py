@@ -34,7 +34,9 @@ def test_the_folder_is_what_auto_tokenizer_loads(tmp_path):
     assert fingerprint(loaded) == fingerprint(trained.tokenizer)
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: END_OF_TEXT not in text))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: END_OF_TEXT not in text)
+)
 def test_any_text_survives_the_round_trip(tokenizer, text):
     """Property: byte-level, so there is no unknown token, and no character is normalized away."""
     ids = plain_backend(tokenizer).encode(text, add_special_tokens=False).ids
@@ -51,7 +53,8 @@ def test_the_same_text_is_trained_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("texts", "vocab_size"), [(TEXTS[:2], 270), (TEXTS[::-1], 270), (TEXTS, 271), (["".join(TEXTS)], 270)]
+    ("texts", "vocab_size"),
+    [(TEXTS[:2], 270), (TEXTS[::-1], 270), (TEXTS, 271), (["".join(TEXTS)], 270)],
 )
 def test_other_text_or_size_is_another_folder(tmp_path, texts, vocab_size):
     assert train_bpe(texts, vocab_size, tmp_path).folder != train_bpe(TEXTS, 270, tmp_path).folder
@@ -68,7 +71,11 @@ def test_the_number_of_threads_does_not_change_the_merges(tmp_path):
     prints = {
         subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / threads)],
-            env={**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={
+                **os.environ,
+                "RAYON_NUM_THREADS": threads,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
             capture_output=True,
             encoding="ascii",
             check=True,
@@ -81,7 +88,9 @@ def test_the_number_of_threads_does_not_change_the_merges(tmp_path):
 def test_a_small_text_gives_a_small_vocabulary_and_says_so(tmp_path):
     trained = train_bpe(["ab ab ab"], 5000, tmp_path)
     assert trained.vocab_size < 300
-    assert trained.notes == [f"The text yields {trained.vocab_size} vocabulary entries, fewer than the 5000 asked for."]
+    assert trained.notes == [
+        f"The text yields {trained.vocab_size} vocabulary entries, fewer than the 5000 asked for."
+    ]
 
 
 def test_a_large_text_is_sampled_deterministically_and_says_so(tmp_path):
@@ -167,7 +176,9 @@ def test_training_refuses_what_cannot_work(tmp_path):
         ("?", coded("storage.refused")),
     ],
 )
-def test_what_the_rust_half_raises_while_writing_is_a_storage_error(tmp_path, monkeypatch, message, step):
+def test_what_the_rust_half_raises_while_writing_is_a_storage_error(
+    tmp_path, monkeypatch, message, step
+):
     def refuse(*_, **__):
         raise Exception(message)  # this bare class is what `tokenizers` raises
 
@@ -220,7 +231,9 @@ def test_load_refuses_a_malformed_file(tmp_path, content):
 
 
 def test_load_refuses_a_slow_tokenizer(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}', encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "CanineTokenizer"}', encoding="utf-8"
+    )
     with raises(DataError, "tokenizer.slow", "CanineTokenizer"):
         load(tmp_path)
 
@@ -230,21 +243,28 @@ def test_load_refuses_the_empty_tokenizer_of_a_model_without_one(tmp_path, name)
     """Of a folder with config.json alone transformers makes a tokenizer to which all text is unknown."""
     getattr(transformers, name)().save_pretrained(tmp_path)
     with pytest.raises(
-        DataError, match=r"no tokenizer is there\. transformers makes a .* --tokenizer|no usable tokenizer"
+        DataError,
+        match=r"no tokenizer is there\. transformers makes a .* --tokenizer|no usable tokenizer",
     ):
         load(tmp_path)
 
 
 def test_a_tokenizer_of_a_few_characters_is_one(tmp_path):
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "字": 1}, unk_token="<unk>"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "字": 1}, unk_token="<unk>")
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>"
+    ).save_pretrained(tmp_path)
     assert load(tmp_path)("字")["input_ids"] == [1]
 
 
 def test_load_never_runs_code_that_comes_with_a_model(tmp_path):
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    (tmp_path / "own.py").write_text("open(__file__ + '.ran', 'w')\nclass Own: pass\n", encoding="utf-8")
+    (tmp_path / "own.py").write_text(
+        "open(__file__ + '.ran', 'w')\nclass Own: pass\n", encoding="utf-8"
+    )
     with raises(DataError, "tokenizer.unusable"):
         load(tmp_path)
     assert not list(tmp_path.glob("*.ran"))
@@ -275,7 +295,9 @@ EDITS = {
     "merges swapped": _swap_merges,
     "merge dropped": lambda state: state["model"]["merges"].pop(),
     "ids swapped": _swap_ids,
-    "entry more": lambda state: state["model"]["vocab"].update({"extra": len(state["model"]["vocab"])}),
+    "entry more": lambda state: state["model"]["vocab"].update(
+        {"extra": len(state["model"]["vocab"])}
+    ),
     "normalizer": lambda state: state.update(normalizer={"type": "Lowercase"}),
     "pre-tokenizer": lambda state: state["pre_tokenizer"].update(add_prefix_space=True),
     "ignore merges": lambda state: state["model"].update(ignore_merges=True),

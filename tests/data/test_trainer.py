@@ -12,12 +12,17 @@ pytest.importorskip("accelerate")  # which transformers' Trainer needs
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 DRAW = np.random.default_rng(0)
-DATA = [{"input_ids": ids, "labels": ids} for ids in (DRAW.integers(1, 50, size) for size in DRAW.integers(3, 60, 100))]
+DATA = [
+    {"input_ids": ids, "labels": ids}
+    for ids in (DRAW.integers(1, 50, size) for size in DRAW.integers(3, 60, 100))
+]
 
 
 class ByLength(Trainer):
     def get_train_dataloader(self):
-        self.sampler = LengthBatchSampler([len(item["input_ids"]) for item in DATA], Batching(batch_size=8))
+        self.sampler = LengthBatchSampler(
+            [len(item["input_ids"]) for item in DATA], Batching(batch_size=8)
+        )
         collate, self.shapes = Collator(pad_id=0, widths=self.sampler.widths), []
 
         def collate_and_note(items):
@@ -25,7 +30,9 @@ class ByLength(Trainer):
             self.shapes.append(tuple(batch["input_ids"].shape))
             return batch
 
-        return DataLoader(self.train_dataset, batch_sampler=self.sampler, collate_fn=collate_and_note)
+        return DataLoader(
+            self.train_dataset, batch_sampler=self.sampler, collate_fn=collate_and_note
+        )
 
 
 def trainer(folder, **options):
@@ -47,7 +54,9 @@ def trainer(folder, **options):
         **options,
     )
     model = LlamaForCausalLM(LlamaConfig(**sizes))
-    return ByLength(model=model, args=arguments, train_dataset=DATA, compute_loss_func=trainer_loss("causal-lm"))
+    return ByLength(
+        model=model, args=arguments, train_dataset=DATA, compute_loss_func=trainer_loss("causal-lm")
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # the Trainer's own, of torch's and accelerate's versions

@@ -67,4 +67,12 @@ def test_too_few_values_have_no_band():
 
 
 def test_the_longest_blocks_fill_the_window():
-    assert [window_radius(count) for count in (1, 127, 255, 256, 300, 1000, 100_000)] == [16, 16, 16, 32, 32, 64, 256]
+    assert [window_radius(count) for count in (1, 127, 255, 256, 300, 1000, 100_000)] == [
+        16,
+        16,
+        16,
+        32,
+        32,
+        64,
+        256,
+    ]

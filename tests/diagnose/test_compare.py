@@ -14,7 +14,10 @@ from tests.diagnose.test_band import noise
 
 
 def steps(losses: list[float], **keys: Any) -> list[dict[str, Any]]:
-    return [{"event": "step", "step": i, "loss": loss, "tokens": 64, **keys} for i, loss in enumerate(losses, 1)]
+    return [
+        {"event": "step", "step": i, "loss": loss, "tokens": 64, **keys}
+        for i, loss in enumerate(losses, 1)
+    ]
 
 
 def evaluation(step: int, loss: float) -> dict[str, Any]:
@@ -33,7 +36,9 @@ def compared(gap: float, *, count: int = 300, size: float = 0.01) -> compare.Com
 
 def test_smoothing_keeps_a_straight_line_up_to_its_ends():
     line = [3.0 - 0.25 * i for i in range(40)]
-    assert [value for _, value in smooth(list(enumerate(line)), 5)] == pytest.approx(line, abs=1e-12)
+    assert [value for _, value in smooth(list(enumerate(line)), 5)] == pytest.approx(
+        line, abs=1e-12
+    )
 
 
 def test_smoothing_leaves_out_what_is_not_finite_and_breaks_there():
@@ -55,15 +60,23 @@ def test_smoothing_of_a_long_run_keeps_both_ends_and_few_points():
 def test_a_clear_gap_is_found_and_said_with_its_sign():
     above, below = compared(+0.05), compared(-0.05)
     assert (above.finding, below.finding) == ("higher", "lower")
-    assert "narrow minus that of wide is +0.0" in above.verdict and "zero lies outside the band" in above.verdict
-    assert "narrow minus that of wide is −0.0" in below.verdict and "zero lies outside the band" in below.verdict
+    assert (
+        "narrow minus that of wide is +0.0" in above.verdict
+        and "zero lies outside the band" in above.verdict
+    )
+    assert (
+        "narrow minus that of wide is −0.0" in below.verdict
+        and "zero lies outside the band" in below.verdict
+    )
     assert above.tail.count == 65 and abs(above.tail.mean - 0.05) < above.tail.half_width
 
 
 def test_a_gap_within_the_noise_is_not_called_a_difference():
     found = compared(0.0)
     assert found.finding == "noise"
-    assert "zero lies within the band" in found.verdict and "nor that there is none" in found.verdict
+    assert (
+        "zero lies within the band" in found.verdict and "nor that there is none" in found.verdict
+    )
 
 
 def test_no_verdict_claims_more_than_one_pair_at_one_look_can_show():
@@ -105,7 +118,10 @@ def test_few_steps_give_no_verdict_on_the_difference():
 def test_nothing_in_common_is_said():
     found = compare.compare(steps([2.0]), [], "narrow", "wide")
     assert found.finding == "unknown" and found.curve == [] and found.tail is None
-    assert found.verdict == "narrow and wide have no step with a finite loss in common, so nothing can be compared."
+    assert (
+        found.verdict
+        == "narrow and wide have no step with a finite loss in common, so nothing can be compared."
+    )
 
 
 def test_different_batches_are_not_compared_as_pairs():
@@ -125,11 +141,16 @@ def test_steps_behind_a_batch_that_one_run_left_out_are_no_pairs():
         "Of the data narrow left out batch 40 and wide left out none (on_spike = skip): at 11 of 50 common steps"
         in found.verdict
     )
-    assert "from step 40 on, they have learnt from different batches" in found.verdict and "higher" not in found.verdict
+    assert (
+        "from step 40 on, they have learnt from different batches" in found.verdict
+        and "higher" not in found.verdict
+    )
     both = compare.compare(*events, "narrow", "wide", ((40,), (40,)))
     assert both.finding == "higher" and not both.unpaired
     apart = compare.compare(*events, "narrow", "wide", ((10, 20), (15, 30)))
-    assert apart.unpaired == 41, "the batches of steps 15 to 18, and of 29 on, are the same, but not the weights"
+    assert apart.unpaired == 41, (
+        "the batches of steps 15 to 18, and of 29 on, are the same, but not the weights"
+    )
 
 
 def test_a_loss_that_is_not_finite_is_named_and_the_steps_before_are_judged_on_their_own():
@@ -138,9 +159,16 @@ def test_a_loss_that_is_not_finite_is_named_and_the_steps_before_are_judged_on_t
     run = [2.0 + extra for extra in noise(5, 100, 0.0, 0.01)]
     run[90:] = [math.nan] * 10
     found = compare.compare(steps(run), steps(shared), "narrow", "wide")
-    assert found.finding == "nonfinite" and found.run_nonfinite == 91 and found.reference_nonfinite is None
+    assert (
+        found.finding == "nonfinite"
+        and found.run_nonfinite == 91
+        and found.reference_nonfinite is None
+    )
     assert found.steps[-1] == 90
-    assert "narrow is not finite at step 91" in found.verdict and "zero lies within the band" in found.verdict
+    assert (
+        "narrow is not finite at step 91" in found.verdict
+        and "zero lies within the band" in found.verdict
+    )
 
 
 def test_the_curve_has_a_point_and_a_band_at_both_ends():
@@ -171,10 +199,15 @@ def test_speed_is_the_median_without_the_first_step():
 
 
 def test_memory_is_the_largest_peak_and_unknown_where_none_was_measured():
-    found = compare.compare(steps([2.0], peak_bytes=50), steps([2.0], peak_bytes=100), "narrow", "wide")
+    found = compare.compare(
+        steps([2.0], peak_bytes=50), steps([2.0], peak_bytes=100), "narrow", "wide"
+    )
     assert found.peak_bytes.ratio == 0.5
     assert compare.peak_bytes(steps([2.0], peak_bytes=0)) is None
-    assert compare.compare(steps([2.0]), steps([2.0], peak_bytes=100), "narrow", "wide").peak_bytes is None
+    assert (
+        compare.compare(steps([2.0]), steps([2.0], peak_bytes=100), "narrow", "wide").peak_bytes
+        is None
+    )
 
 
 def test_ratios_to_zero_or_not_finite_are_not_given():

@@ -21,7 +21,11 @@ def trace(kernel_us: float, gap_us: float, count: int) -> list[tuple[float, floa
 
 def test_a_gpu_without_gaps_is_busy():
     found = measure(trace(100, 0, 50))
-    assert found.kernels == 50 and found.idle == pytest.approx(0, abs=1e-9) and not found.is_launch_bound
+    assert (
+        found.kernels == 50
+        and found.idle == pytest.approx(0, abs=1e-9)
+        and not found.is_launch_bound
+    )
     assert advice(found) == []
 
 
@@ -43,7 +47,9 @@ def test_one_long_wait_is_not_a_matter_of_launches():
 
 def test_kernels_that_overlap_on_several_streams_count_once():
     found = measure([(0.0, 4.0), (1.0, 2.0), (3.0, 5.0), (5.0005, 6.0)])
-    assert found.span_s == 6.0 and found.launching_s == pytest.approx(0.0005) and found.waiting_s == 0
+    assert (
+        found.span_s == 6.0 and found.launching_s == pytest.approx(0.0005) and found.waiting_s == 0
+    )
 
 
 def test_no_kernel_is_nothing():
@@ -63,7 +69,9 @@ def test_busy_and_idle_are_the_whole(pairs, random):
         cells |= set(range(round(begins / US), round(ends / US)))
     begin = min(round(begins / US) for begins, _ in intervals)
     end = max(round(ends / US) for _, ends in intervals)
-    assert found.launching_s + found.waiting_s == pytest.approx((end - begin - len(cells)) * US, abs=1e-9)
+    assert found.launching_s + found.waiting_s == pytest.approx(
+        (end - begin - len(cells)) * US, abs=1e-9
+    )
     shuffled = list(intervals)
     random.shuffle(shuffled)
     assert measure(shuffled) == found
@@ -73,7 +81,10 @@ def test_busy_and_idle_are_the_whole(pairs, random):
     ("setup", "words"),
     [
         (dict(), ["--cuda-graph", "larger micro-batch", "--compile"]),
-        (dict(graphs_refused="8-bit states"), ["cannot be had: 8-bit states", "larger micro-batch", "--compile"]),
+        (
+            dict(graphs_refused="8-bit states"),
+            ["cannot be had: 8-bit states", "larger micro-batch", "--compile"],
+        ),
         (dict(graphs=True, compiled=True), ["larger micro-batch"]),
         (dict(graphs=True, compiled=True, micro_batches=8), ["micro_batches = 8"]),
     ],
@@ -95,7 +106,9 @@ def test_marked_ranges_and_the_host_are_not_kernels():
     assert on_device(events) == [(10 * US, 30 * US)] and on_device(None) == []
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11; there are none
+@pytest.mark.filterwarnings(
+    "ignore:Warning. Profiler clears events:UserWarning"
+)  # torch 2.11; there are none
 def test_events_of_the_profiler_have_what_is_read():
     """The names, with events of the host; a GPU's are of the same class."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -40,27 +40,52 @@ def climbed(recipe="fp8-delayed", **gaps):
 def test_the_same_curve_in_bf16_ends_the_ladder():
     ladder, order = climbed()
     assert order == [AGAIN, WIDE, CONTROL]
-    assert "the cause is not the number format. Look at the data of these steps" in ladder.conclusion()
-    assert "It repeats: the losses that the run has logged of 40 steps, to the bit." in list(ladder.report())
+    assert (
+        "the cause is not the number format. Look at the data of these steps" in ladder.conclusion()
+    )
+    assert "It repeats: the losses that the run has logged of 40 steps, to the bit." in list(
+        ladder.report()
+    )
 
 
 def test_the_first_change_that_mends_it_is_named():
     ladder, order = climbed(
-        again=0.1, recipe_fp8_current=0.1, product_output=0.1, product_grad_input=0.1, recipe_fp8_row=0.05
+        again=0.1,
+        recipe_fp8_current=0.1,
+        product_output=0.1,
+        product_grad_input=0.1,
+        recipe_fp8_row=0.05,
     )
     products = ["product:output", "product:grad_input", "product:grad_weight"]
-    assert order == [AGAIN, WIDE, CONTROL, "recipe:fp8-current", "recipe:fp8-row", "recipe:mxfp8", *products]
+    assert order == [
+        AGAIN,
+        WIDE,
+        CONTROL,
+        "recipe:fp8-current",
+        "recipe:fp8-row",
+        "recipe:mxfp8",
+        *products,
+    ]
     assert ladder.mended() == ["recipe:mxfp8", "product:grad_weight"]
-    assert "The curve is higher" in ladder.conclusion() and ladder.conclusion().endswith("mends it: recipe mxfp8.")
+    assert "The curve is higher" in ladder.conclusion() and ladder.conclusion().endswith(
+        "mends it: recipe mxfp8."
+    )
 
 
 def test_one_product_may_mend_what_no_recipe_does():
     bad = {f"recipe_{name}": 0.1 for name in ("int4_hq_bs", "int8")}
-    ladder, _ = climbed("int4-row-sr", again=0.1, product_output=0.1, product_grad_input="it cannot", **bad)
+    ladder, _ = climbed(
+        "int4-row-sr", again=0.1, product_output=0.1, product_grad_input="it cannot", **bad
+    )
     assert ladder.conclusion().endswith("mends it: grad_weight alone in 16 bits.")
     assert "product:grad_input: not taken: it cannot" in list(ladder.report())
     ladder, _ = climbed(
-        "int4-row-sr", again=0.1, product_output=0.1, product_grad_input=0.1, product_grad_weight=0.1, **bad
+        "int4-row-sr",
+        again=0.1,
+        product_output=0.1,
+        product_grad_input=0.1,
+        product_grad_weight=0.1,
+        **bad,
     )
     assert ladder.conclusion().endswith("only BF16 does.")
 
@@ -68,10 +93,16 @@ def test_one_product_may_mend_what_no_recipe_does():
 def test_a_gap_below_the_margin_is_laid_at_the_product_that_takes_most_of_it():
     """What is left is the price of the sound products, above control."""
     ladder, _ = climbed(
-        "int8", again=0.006, product_output=0.0061, product_grad_input=0.0012, product_grad_weight=0.005
+        "int8",
+        again=0.006,
+        product_output=0.0061,
+        product_grad_input=0.0012,
+        product_grad_weight=0.005,
     )
     assert ladder.mended() == ["product:grad_input"]
-    assert ladder.conclusion().endswith("goes with grad_input alone in 16 bits: +0.0012 of +0.0060 nats are left.")
+    assert ladder.conclusion().endswith(
+        "goes with grad_input alone in 16 bits: +0.0012 of +0.0060 nats are left."
+    )
     ladder, _ = climbed(
         "fp8-row",
         again=0.006,
@@ -80,23 +111,38 @@ def test_a_gap_below_the_margin_is_laid_at_the_product_that_takes_most_of_it():
         product_grad_input=0.006,
         product_grad_weight=0.006,
     )
-    assert ladder.conclusion().endswith("goes with output alone in 16 bits: +0.0013 of +0.0060 nats are left."), (
-        "what leaves least"
+    assert ladder.conclusion().endswith(
+        "goes with output alone in 16 bits: +0.0013 of +0.0060 nats are left."
+    ), "what leaves least"
+    ladder, _ = climbed(
+        "int8",
+        again=0.006,
+        product_output=0.004,
+        product_grad_input=0.004,
+        product_grad_weight=0.004,
     )
-    ladder, _ = climbed("int8", again=0.006, product_output=0.004, product_grad_input=0.004, product_grad_weight=0.004)
-    assert not ladder.mended() and ladder.conclusion().endswith("No rung brings it within control, or halves it.")
+    assert not ladder.mended() and ladder.conclusion().endswith(
+        "No rung brings it within control, or halves it."
+    )
 
 
-@pytest.mark.parametrize(("gap", "near"), [(0.008, 0.0074), (0.0011, 0.0009)], ids=["margin", "control"])
+@pytest.mark.parametrize(
+    ("gap", "near"), [(0.008, 0.0074), (0.0011, 0.0009)], ids=["margin", "control"]
+)
 def test_a_rung_that_falls_just_below_a_limit_mends_nothing(gap, near):
     """The margin is 0.0075, and twice the control 0.001."""
-    ladder, _ = climbed("int8", again=gap, product_output=near, product_grad_input=0.0001, product_grad_weight=gap)
+    ladder, _ = climbed(
+        "int8", again=gap, product_output=near, product_grad_input=0.0001, product_grad_weight=gap
+    )
     assert ladder.mended() == ["product:grad_input"]
 
 
 def test_what_lost_its_loss():
     ladder, order = climbed(again=math.nan)
-    assert "run alone stops being finite: the number format" in ladder.conclusion() and "recipe:fp8-current" in order
+    assert (
+        "run alone stops being finite: the number format" in ladder.conclusion()
+        and "recipe:fp8-current" in order
+    )
     ladder, _ = climbed(again=math.nan, bf16=math.nan)
     assert "Both losses stop being finite: the cause is not" in ladder.conclusion()
     ladder, order = climbed(bf16=math.nan)
@@ -105,7 +151,11 @@ def test_what_lost_its_loss():
 
 def test_a_run_without_narrow_products_and_one_that_is_lower():
     ladder, order = climbed("")
-    assert order == [AGAIN, CONTROL] and "it is not the number format" in ladder.conclusion() and list(ladder.report())
+    assert (
+        order == [AGAIN, CONTROL]
+        and "it is not the number format" in ladder.conclusion()
+        and list(ladder.report())
+    )
     ladder, order = climbed(again=-0.004)
     assert order == [AGAIN, WIDE, CONTROL] and "less than the margin" in ladder.conclusion()
 
@@ -131,5 +181,7 @@ def test_every_recipe_has_a_place_on_the_ladder(recipe):
     for name in chain(recipe.name):
         target = recipes.get(name)
         assert not target.has_memory
-        assert all(bits(gemm) >= bits(recipe.gemms()[product]) for product, gemm in target.gemms().items())
+        assert all(
+            bits(gemm) >= bits(recipe.gemms()[product]) for product, gemm in target.gemms().items()
+        )
     assert recipe.name in MORE_CONSERVATIVE or recipe.name in ("mxfp8", "int8")

@@ -15,10 +15,22 @@ from tests.raising import coded, raises
 
 def write(folder, recipe, losses, first=1, parent=None, **facts):
     folder.mkdir()
-    run = {"recipe": recipe, "seed": 0, "parameters": 10, "started_at": "then", "data": {"source": "text"}, "steps": 60}
-    (folder / "run.json").write_text(json.dumps(run | facts | ({"parent": parent} if parent else {})))
+    run = {
+        "recipe": recipe,
+        "seed": 0,
+        "parameters": 10,
+        "started_at": "then",
+        "data": {"source": "text"},
+        "steps": 60,
+    }
+    (folder / "run.json").write_text(
+        json.dumps(run | facts | ({"parent": parent} if parent else {}))
+    )
     lines = [{"event": "branch", **parent}] if parent else []
-    lines += [{"event": "step", "step": step, "loss": loss, "tokens": 8} for step, loss in enumerate(losses, first)]
+    lines += [
+        {"event": "step", "step": step, "loss": loss, "tokens": 8}
+        for step, loss in enumerate(losses, first)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -37,9 +49,23 @@ def family(tmp_path):
     def made(gap):
         wide = [3.0] * 40
         first = write(tmp_path / "first", "int4-hq-bs", [4.0] * 20 + [3.0 + gap] * 40)
-        bf16 = write(tmp_path / "bf16", "bf16", wide, 21, link(recipe=("int4-hq-bs", "bf16")), started_at="later")
+        bf16 = write(
+            tmp_path / "bf16",
+            "bf16",
+            wide,
+            21,
+            link(recipe=("int4-hq-bs", "bf16")),
+            started_at="later",
+        )
         changes = {"recipe": ("int4-hq-bs", "bf16"), "micro_batches": (1, 2)}
-        control = write(tmp_path / "control", "bf16", [3.0005] * 40, 21, link(**changes), started_at="later still")
+        control = write(
+            tmp_path / "control",
+            "bf16",
+            [3.0005] * 40,
+            21,
+            link(**changes),
+            started_at="later still",
+        )
         return [first, bf16, control]
 
     return made
@@ -56,7 +82,10 @@ def test_a_run_is_held_against_its_branch_by_the_control(family, capsys, gap, wo
     folders = family(gap)
     assert main(["compare", *map(str, folders)]) == 0
     said = capsys.readouterr().out
-    assert words in said and "branch of first@20 at step 20, recipe: int4-hq-bs to bf16; steps 21 to 60" in said
+    assert (
+        words in said
+        and "branch of first@20 at step 20, recipe: int4-hq-bs to bf16; steps 21 to 60" in said
+    )
     assert "differ in the order of summation alone" in said
     [judged] = lineage.compare(folders).judged
     assert judged.curve.steps == 20 and judged.reference.folder == folders[1]
@@ -64,7 +93,10 @@ def test_a_run_is_held_against_its_branch_by_the_control(family, capsys, gap, wo
 
 def test_without_a_control_the_next_step_is_named(family):
     found = lineage.compare(family(0.03)[:2])
-    assert "--recipe bf16 --micro-batches 2" in found.notes[0] and found.judged[0].curve.name == "unknown"
+    assert (
+        "--recipe bf16 --micro-batches 2" in found.notes[0]
+        and found.judged[0].curve.name == "unknown"
+    )
 
 
 def test_a_parent_that_was_moved_is_said_and_not_needed(family, tmp_path):
@@ -94,7 +126,10 @@ def test_the_report_draws_a_branch_beside_its_parent(family, tmp_path):
     first, bf16, _ = family(0.0)
     recorded = run_data.read(bf16)
     assert recorded.reference is not None and recorded.reference.folder.resolve() == first.resolve()
-    assert recorded.reference.name == "parent: int4-hq-bs" and recorded.last_step == recorded.reference.last_step
+    assert (
+        recorded.reference.name == "parent: int4-hq-bs"
+        and recorded.last_step == recorded.reference.last_step
+    )
     first.rename(tmp_path / "elsewhere")
     assert run_data.read(bf16).reference is None
 
@@ -105,10 +140,15 @@ def test_curves_are_held_against_each_other_on_the_same_batches_alone(family, ca
     events = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
     events = [{**event, "loss": event["loss"] + (event["step"] >= 41)} for event in events]
     spike = {"event": "spike", "step": 41, "cause": "data", "left_out": [41], "loss": 9.0}
-    (folders[0] / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*events, spike]))
+    (folders[0] / "metrics.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in [*events, spike])
+    )
     assert main(["compare", *map(str, folders)]) == 0
     said = capsys.readouterr().out
-    assert "first left out batch 41 and" in said and "from step 41 on they have learnt from different batches" in said
+    assert (
+        "first left out batch 41 and" in said
+        and "from step 41 on they have learnt from different batches" in said
+    )
     assert "The curve is the same within control" in said and "over the last 10 steps" in said
     run = json.loads((folders[0] / "run.json").read_text())
     (folders[0] / "run.json").write_text(json.dumps({**run, "left_out": [3]}))

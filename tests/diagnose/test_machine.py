@@ -26,7 +26,9 @@ def simulate(monkeypatch, device_is, triton_installed):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cuda)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Simulated GPU")
         monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(total_memory=80 * 2**30)
+            torch.cuda,
+            "get_device_properties",
+            lambda device=None: SimpleNamespace(total_memory=80 * 2**30),
         )
 
     return install
@@ -88,9 +90,15 @@ def test_gpus(simulate, capability, native):
     assert {name for name, words in found.items() if words == "native"} == native
     if capability >= (8, 9):
         assert found.pop("fp8-block") == "Triton"
-    assert all("emulated exactly in " in words for name, words in found.items() if name not in native)
-    assert found["int4-lsq-luq"].startswith("output: native; grad_input, grad_weight: emulated exactly in ")
-    assert all(": " in words for name, words in found.items() if name not in native), "an emulation without its reason"
+    assert all(
+        "emulated exactly in " in words for name, words in found.items() if name not in native
+    )
+    assert found["int4-lsq-luq"].startswith(
+        "output: native; grad_input, grad_weight: emulated exactly in "
+    )
+    assert all(": " in words for name, words in found.items() if name not in native), (
+        "an emulation without its reason"
+    )
 
 
 def test_what_checks_found_is_told(simulate, monkeypatch):
@@ -98,7 +106,9 @@ def test_what_checks_found_is_told(simulate, monkeypatch):
     assert "Checked here" not in machine.info()
     right, wrong = Result(None, 0.25, 0.5), Result("it hides NaN on cuda:0", 0.0, 0.25)
     monkeypatch.setattr(
-        machine, "RESULTS", {("mm", "a", None, 0): right, ("mm", "b", None, 0): wrong, ("mm", "a", 1, 1): right}
+        machine,
+        "RESULTS",
+        {("mm", "a", None, 0): right, ("mm", "b", None, 0): wrong, ("mm", "a", 1, 1): right},
     )
     words = (
         "Checked here against the definition, of the ops mm alone: 1 of 2 kernels are right (largest error 25% of what is allowed), in "

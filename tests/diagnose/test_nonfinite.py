@@ -62,8 +62,13 @@ def test_output_of_a_linear(net):
 
 
 def test_gradient_that_enters_a_linear(net):
-    net.down.register_forward_hook(lambda module, inputs, output: output.register_hook(spoil(math.nan)) and None)
-    assert blamed(net) == "module 'down', product grad_input: the gradient gy of its output was not finite"
+    net.down.register_forward_hook(
+        lambda module, inputs, output: output.register_hook(spoil(math.nan)) and None
+    )
+    assert (
+        blamed(net)
+        == "module 'down', product grad_input: the gradient gy of its output was not finite"
+    )
 
 
 def test_gradient_that_leaves_an_ordinary_module(net):
@@ -71,7 +76,9 @@ def test_gradient_that_leaves_an_ordinary_module(net):
 
     class Sqrt(nn.Module):
         def forward(self, x):
-            return (x - x).clamp(min=0).sqrt() + x  # d sqrt / dx is infinite at 0, and inf * 0 is NaN
+            return (x - x).clamp(
+                min=0
+            ).sqrt() + x  # d sqrt / dx is infinite at 0, and inf * 0 is NaN
 
     net.norm = nn.Sequential(net.norm, Sqrt())
     assert blamed(net) == "module 'norm.1' (Sqrt), the gradient of the input was not finite"
@@ -131,7 +138,9 @@ def test_nothing_stays_on_the_model_after_an_error(net):
 
 def test_a_norm_beyond_float32_names_the_largest_gradient(net):
     """Each gradient is finite, and so is the loss."""
-    net.up.bias.register_hook(lambda grad: torch.full_like(grad, 3e38).index_fill_(0, torch.tensor([0]), -3.2e38))
+    net.up.bias.register_hook(
+        lambda grad: torch.full_like(grad, 3e38).index_fill_(0, torch.tensor([0]), -3.2e38)
+    )
     ids = torch.arange(16).reshape(2, 8)
     words = first_nonfinite(net, lambda: net(ids).square().mean().backward(), loss=1.0)
     assert words == (
@@ -143,4 +152,6 @@ def test_a_norm_beyond_float32_names_the_largest_gradient(net):
 def test_a_norm_that_is_finite_when_it_is_repeated_is_said_to_be_so(net):
     ids = torch.arange(16).reshape(2, 8)
     words = first_nonfinite(net, lambda: net(ids).square().mean().backward(), loss=1.0)
-    assert words.startswith("the norm of the gradients, and when the step was repeated it was finite: the largest, ")
+    assert words.startswith(
+        "the norm of the gradients, and when the step was repeated it was finite: the largest, "
+    )

@@ -53,13 +53,21 @@ def test_the_same_bits_are_the_same_without_a_control():
 
 def test_a_loss_that_is_lost():
     lost = [*BASE[:10], math.nan]
-    assert judge(lost, BASE, CONTROL).name == DIFFERS and "run alone stops" in judge(lost, BASE).sentence()
+    assert (
+        judge(lost, BASE, CONTROL).name == DIFFERS
+        and "run alone stops" in judge(lost, BASE).sentence()
+    )
     assert judge(BASE, lost).name == DIFFERS and "reference alone" in judge(BASE, lost).sentence()
-    assert judge(lost, lost).name == SAME and "not the number format" in judge(lost, lost).sentence()
+    assert (
+        judge(lost, lost).name == SAME and "not the number format" in judge(lost, lost).sentence()
+    )
     assert control_of(lost, BASE) is None
 
 
 def test_rounding_alone_is_the_same_in_nine_of_ten():
     """Statistical: two controls' means over 20 steps against the largest of four blocks of five, times two; seeds fixed."""
-    same = sum(judge(noisy(seed, 1e-3), BASE, [(noisy(seed + 1000, 1e-3), BASE)]).name == SAME for seed in range(200))
+    same = sum(
+        judge(noisy(seed, 1e-3), BASE, [(noisy(seed + 1000, 1e-3), BASE)]).name == SAME
+        for seed in range(200)
+    )
     assert same >= 190

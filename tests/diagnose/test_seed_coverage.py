@@ -26,8 +26,12 @@ def test_normal_differences(n):
         assert row[f"{margin}: equivalent, wrongly"] < 0.05 + error(0.05)
         assert row[f"{margin}: worse, wrongly"] == pytest.approx(0.05, abs=error(0.05))
         predicted = row[f"{margin}: predicted"]
-        assert row[f"{margin}: equivalent, rightly"] == pytest.approx(predicted, abs=error(predicted) + 0.002)
-        assert row[f"{margin}: worse, rightly"] >= row[f"{margin}: equivalent, rightly"] - error(0.5)
+        assert row[f"{margin}: equivalent, rightly"] == pytest.approx(
+            predicted, abs=error(predicted) + 0.002
+        )
+        assert row[f"{margin}: worse, rightly"] >= row[f"{margin}: equivalent, rightly"] - error(
+            0.5
+        )
 
 
 @pytest.mark.parametrize("n", [3, 5, 10])
@@ -35,11 +39,17 @@ def test_heavy_tails_err_on_the_safe_side(n):
     row = simulated("heavy tails", n, STUDIES)
     assert row["interval_holds_the_mean"] > 0.95 - error(0.05)
     for margin in ("margin 1", "margin 2"):
-        assert row[f"{margin}: equivalent, wrongly"] < 0.05 + error(0.05) > row[f"{margin}: worse, wrongly"]
+        assert (
+            row[f"{margin}: equivalent, wrongly"]
+            < 0.05 + error(0.05)
+            > row[f"{margin}: worse, wrongly"]
+        )
 
 
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_strongly_skewed_differences_break_the_promise_as_the_docs_say(n):
     """An exponential: up to 17 % instead of 5."""
     row = simulated("skewed", n, STUDIES)
-    assert 0.10 < row["margin 1: equivalent, wrongly"] < 0.18 and row["interval_holds_the_mean"] < 0.92
+    assert (
+        0.10 < row["margin 1: equivalent, wrongly"] < 0.18 and row["interval_holds_the_mean"] < 0.92
+    )

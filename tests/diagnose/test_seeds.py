@@ -37,7 +37,10 @@ def moved(by: float, noise: float, count: int = 5, seed: int = 0) -> list[float]
     draw = random.Random(seed)
     raw = [draw.gauss(0, 1) for _ in range(count)]
     scale = noise / statistics.stdev(raw) if noise else 0.0
-    return [base + by + scale * (each - statistics.fmean(raw)) for base, each in zip(BASE, raw, strict=False)]
+    return [
+        base + by + scale * (each - statistics.fmean(raw))
+        for base, each in zip(BASE, raw, strict=False)
+    ]
 
 
 def test_intervals_and_tests_are_scipys():
@@ -59,7 +62,11 @@ def test_two_one_sided_tests_are_the_90_percent_interval():
     values = [0.003, -0.001, 0.004, 0.0, 0.002]
     mean, half = statistics.fmean(values), paired_tests.half_width(values, 0.90)
     edge = max(abs(mean - half), abs(mean + half))
-    assert paired_tests.p_equivalent(values, 1.001 * edge) < 0.05 < paired_tests.p_equivalent(values, 0.999 * edge)
+    assert (
+        paired_tests.p_equivalent(values, 1.001 * edge)
+        < 0.05
+        < paired_tests.p_equivalent(values, 0.999 * edge)
+    )
 
 
 def test_holm_steps_down_and_never_falls():
@@ -70,7 +77,10 @@ def test_holm_steps_down_and_never_falls():
 def test_power_is_that_of_simulated_studies():
     """2,000 studies: within 4 standard errors, 0.045."""
     draw, n, spread, margin = random.Random(1), 8, 1.0, 1.0
-    shown = [paired_tests.p_equivalent([draw.gauss(0, spread) for _ in range(n)], margin) < 0.05 for _ in range(2000)]
+    shown = [
+        paired_tests.p_equivalent([draw.gauss(0, spread) for _ in range(n)], margin) < 0.05
+        for _ in range(2000)
+    ]
     assert statistics.fmean(shown) == pytest.approx(
         paired_tests.power_of_equivalence(n, spread, margin), abs=4 * math.sqrt(0.25 / 2000)
     )
@@ -81,7 +91,10 @@ def test_the_need_is_the_first_number_of_pairs_that_has_the_power():
         n = paired_tests.pairs_needed(spread, margin)
         assert paired_tests.power_of_equivalence(n, spread, margin) >= 0.8
         assert n == 2 or paired_tests.power_of_equivalence(n - 1, spread, margin) < 0.8
-    assert paired_tests.pairs_needed(1.0, 0.001) is None and paired_tests.pairs_needed(0.0, 1.0) is None
+    assert (
+        paired_tests.pairs_needed(1.0, 0.001) is None
+        and paired_tests.pairs_needed(0.0, 1.0) is None
+    )
     assert paired_tests.pairs_needed(1.0, 1.0, true=2.0) <= paired_tests.pairs_needed(1.0, 1.0)
     assert paired_tests.pairs_needed(1.0, 1.0, true=1.05) is None  # next to the margin
 
@@ -101,7 +114,9 @@ def test_each_verdict(by, noise, name):
     """The margin is 0.25 % of 3.844, 0.0096; of a score the same numbers turn their sign."""
     verdict = judge(runs("fp8", moved(by, noise)), runs("bf16", BASE), "loss")
     assert verdict.name == name
-    turned = judge(runs("fp8", moved(-by, -noise)), runs("bf16", BASE), "mcc", Margin(0.25e-2, True))
+    turned = judge(
+        runs("fp8", moved(-by, -noise)), runs("bf16", BASE), "mcc", Margin(0.25e-2, True)
+    )
     assert turned.name == name
     json.dumps(verdict.numbers(), allow_nan=False)
     assert seeds_text.heading(verdict) and seeds_text.sentences(verdict)
@@ -111,7 +126,11 @@ def test_zero_in_the_interval_is_said_and_no_difference_is_called_above():
     """+0.0006 of pairs that scatter by 0.002 is neither higher nor worse."""
     verdict = judge(runs("fp8", moved(0.0006, 0.002)), runs("bf16", BASE), "loss")
     said = seeds_text.sentences(verdict)
-    assert "which includes zero" in said and "equivalent within the margin" in said and "lies within it" in said
+    assert (
+        "which includes zero" in said
+        and "equivalent within the margin" in said
+        and "lies within it" in said
+    )
     assert not {"above", "higher", "worse"} & set(said.replace(",", " ").split())
 
 
@@ -159,14 +178,21 @@ def test_too_little_is_no_verdict(ours, theirs, name):
 
 
 def test_a_run_that_diverged_is_part_of_the_verdict_and_one_without_memory_is_not():
-    failed = Runs(name="fp8", values=dict(enumerate(moved(0.001, 0.002)[:4])), failed={4: seeds.NOT_FINITE})
+    failed = Runs(
+        name="fp8", values=dict(enumerate(moved(0.001, 0.002)[:4])), failed={4: seeds.NOT_FINITE}
+    )
     verdict = judge(failed, runs("bf16", BASE), "loss")
-    assert verdict.name == seeds.DIVERGED and "diverged in 1 of 5 runs" in seeds_text.heading(verdict)
-    assert "says nothing of those that did not" in seeds_text.sentences(verdict)
-    lost = Runs(name="fp8", values=dict(enumerate(moved(0.001, 0.002)[:4])), failed={4: "out of memory"})
-    verdict = judge(lost, runs("bf16", BASE), "loss")
-    assert verdict.name == seeds.EQUIVALENT and "did not finish (out of memory) at seed 4" in seeds_text.sentences(
+    assert verdict.name == seeds.DIVERGED and "diverged in 1 of 5 runs" in seeds_text.heading(
         verdict
+    )
+    assert "says nothing of those that did not" in seeds_text.sentences(verdict)
+    lost = Runs(
+        name="fp8", values=dict(enumerate(moved(0.001, 0.002)[:4])), failed={4: "out of memory"}
+    )
+    verdict = judge(lost, runs("bf16", BASE), "loss")
+    assert (
+        verdict.name == seeds.EQUIVALENT
+        and "did not finish (out of memory) at seed 4" in seeds_text.sentences(verdict)
     )
 
 
@@ -178,7 +204,8 @@ def test_a_reference_that_diverges_is_no_reference():
     assert verdict.name == seeds.UNKNOWN and verdict.cannot_tell
     said = seeds_text.sentences(verdict)
     assert (
-        "bf16 ended with numbers that are not finite at seed 4" in said and "bf16 diverged itself, at seed 4." in said
+        "bf16 ended with numbers that are not finite at seed 4" in said
+        and "bf16 diverged itself, at seed 4." in said
     )
     assert "Lower the learning rate." in said
 
@@ -187,22 +214,35 @@ def test_what_does_not_hold_for_all_recipes_together_is_said():
     """p = 0.033 alone is shown; with Holm over two it is 0.066."""
     close = runs("a", moved(-0.0207, 0.027))
     wide = runs("b", moved(0.0, 0.05, seed=3))
-    alone, pair = judge(close, runs("bf16", BASE), "loss"), judge_all([runs("bf16", BASE), close, wide], "loss")
+    alone, pair = (
+        judge(close, runs("bf16", BASE), "loss"),
+        judge_all([runs("bf16", BASE), close, wide], "loss"),
+    )
     assert alone.name == pair[0].name == seeds.NOT_WORSE and 0.025 < alone.p < 0.05
-    assert alone.holds_together is None and pair[0].holds_together is False and pair[1].holds_together is None
+    assert (
+        alone.holds_together is None
+        and pair[0].holds_together is False
+        and pair[1].holds_together is None
+    )
     assert "Holm" in seeds_text.sentences(pair[0]) and "Holm" not in seeds_text.sentences(alone)
-    sound = judge_all([runs("bf16", BASE), runs("a", moved(0.0, 0.001)), runs("b", moved(0.0, 0.001, seed=2))], "loss")
+    sound = judge_all(
+        [runs("bf16", BASE), runs("a", moved(0.0, 0.001)), runs("b", moved(0.0, 0.001, seed=2))],
+        "loss",
+    )
     assert [each.holds_together for each in sound] == [True, True]
 
 
-@pytest.mark.parametrize(("text", "of_four"), [("0.25%", 0.01), ("0.003", 0.003), (" 5 % ", 0.2), ("1", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "of_four"), [("0.25%", 0.01), ("0.003", 0.003), (" 5 % ", 0.2), ("1", 1.0)]
+)
 def test_margins_are_shares_or_differences(text, of_four):
     assert Margin.parse(text).of(-4.0) == pytest.approx(of_four)
     assert Margin.parse(str(Margin.parse(text))) == Margin.parse(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0%", "-1", "100%", "nan", "inf", "1e999", ".", "%", "1 2", "0.25 percent", "9" * 40]
+    "text",
+    ["", "0", "0%", "-1", "100%", "nan", "inf", "1e999", ".", "%", "1 2", "0.25 percent", "9" * 40],
 )
 def test_other_margins_are_refused(text):
     with raises(ConfigError, "study.margin", "0.25"):
@@ -218,7 +258,9 @@ def test_pairs_that_did_not_see_the_same_batches_are_named():
     """What one run left out stands in the words and the numbers; a seed at which both left out the same is no such pair."""
     values = {seed: 3.0 + 0.001 * seed for seed in range(4)}
     narrow = Runs(name="fp8-row", values=values, left_out={0: (57,), 1: (9,), 2: ()})
-    wide = Runs(name="bf16", values={seed: 3.0 for seed in range(4)}, left_out={1: (9,), 2: (30, 40)})
+    wide = Runs(
+        name="bf16", values={seed: 3.0 for seed in range(4)}, left_out={1: (9,), 2: (30, 40)}
+    )
     found = judge(narrow, wide, "loss")
     assert found.other_batches == {0: ((57,), ()), 2: ((), (30, 40))}
     said = seeds_text.sentences(found)
@@ -226,4 +268,6 @@ def test_pairs_that_did_not_see_the_same_batches_are_named():
     assert "; seed 0: fp8-row left out batch 57 and bf16 left out none; " in said
     assert "seed 2: fp8-row left out none and bf16 left out batches 30 and 40)" in said
     assert found.numbers()["left_out"] == {"0": [[57], []], "2": [[], [30, 40]]}
-    assert "same batches" not in seeds_text.sentences(judge(runs("a", BASE), runs("b", moved(0.0, 0.01)), "loss"))
+    assert "same batches" not in seeds_text.sentences(
+        judge(runs("a", BASE), runs("b", moved(0.0, 0.01)), "loss")
+    )

@@ -48,7 +48,9 @@ class Design:
     control: float | None = 0.5
     metric: str = "loss"
     task: str = "text"
-    trivial: dict[str, Any] = field(default_factory=lambda: {"predictor": "token frequencies", "loss": 5.0})
+    trivial: dict[str, Any] = field(
+        default_factory=lambda: {"predictor": "token frequencies", "loss": 5.0}
+    )
     targets: int = 20_000
     ended: str = "finished"
     logs_steps: bool = True
@@ -98,13 +100,29 @@ CANNOT_TELL = {
 def write(folder: Path, design: Design, recipe: str, seed: int, extra: float, **facts: Any) -> Path:
     """A run whose losses and value are `extra` above the reference's of that seed."""
     folder.mkdir(parents=True)
-    data = {"source": "text", "unigram_entropy": 5.0} if design.task == "text" else {"source": "text"}
-    run = {"recipe": recipe, "seed": seed, "parameters": 10, "steps": design.steps, "tokens_per_step": 8, "data": data}
-    run |= {"task": design.task, "started_at": "then"} | ({"trivial": design.trivial} if design.trivial else {}) | facts
+    data = (
+        {"source": "text", "unigram_entropy": 5.0} if design.task == "text" else {"source": "text"}
+    )
+    run = {
+        "recipe": recipe,
+        "seed": seed,
+        "parameters": 10,
+        "steps": design.steps,
+        "tokens_per_step": 8,
+        "data": data,
+    }
+    run |= (
+        {"task": design.task, "started_at": "then"}
+        | ({"trivial": design.trivial} if design.trivial else {})
+        | facts
+    )
     (folder / "run.json").write_text(json.dumps(run))
     draw = random.Random(seed)
     losses = [design.curve(step, draw) + extra for step in range(1, design.steps + 1)]
-    events = [{"event": "step", "step": step, "loss": loss, "tokens": 8} for step, loss in enumerate(losses, 1)]
+    events = [
+        {"event": "step", "step": step, "loss": loss, "tokens": 8}
+        for step, loss in enumerate(losses, 1)
+    ]
     events = events if design.logs_steps else []
     value, sign = design.values[seed], 1 if design.metric == "loss" else -1
     if value is not None:
@@ -112,7 +130,9 @@ def write(folder: Path, design: Design, recipe: str, seed: int, extra: float, **
         if design.metric == "accuracy":
             found["accuracy"] = min(max(found["accuracy"], 0.0), 1.0)
         loss = found.get("loss", losses[-1])
-        events.append({"event": "eval", "step": design.steps, "tokens": design.targets, "loss": loss, **found})
+        events.append(
+            {"event": "eval", "step": design.steps, "tokens": design.targets, "loss": loss, **found}
+        )
     reason = "nonfinite" if value is not None and math.isnan(value) else design.ended
     code = {"nonfinite": 5, "interrupted": 130}.get(reason, 0)
     events.append({"event": "done", "step": design.steps, "reason": reason, "exit_code": code})
@@ -124,7 +144,9 @@ def study(root: Path, design: Design) -> list[Path]:
     folders = []
     for seed in range(len(design.values)):
         folders.append(write(root / f"bf16-{seed}", design, "bf16", seed, 0.0))
-        folders.append(write(root / f"narrow-{seed}", design, "int4-minmax-sr", seed, design.gap[seed]))
+        folders.append(
+            write(root / f"narrow-{seed}", design, "int4-minmax-sr", seed, design.gap[seed])
+        )
         if design.control is not None:
             harm = design.control * (1 + 0.05 * seed)  # some spread: without any there is no t test
             folders.append(write(root / f"control-{seed}", design, POSITIVE_CONTROL, seed, harm))
@@ -139,7 +161,11 @@ def test_the_design_that_all_others_spoil_can_tell(tmp_path):
 
     found = gather(study(tmp_path, Design()))
     [verdict] = found.verdicts()
-    assert verdict.name == seeds.EQUIVALENT and verdict.assay.control.told and several.notice(verdict)["kind"] == "same"
+    assert (
+        verdict.name == seeds.EQUIVALENT
+        and verdict.assay.control.told
+        and several.notice(verdict)["kind"] == "same"
+    )
     alone = gather([folder for folder in study(tmp_path / "alone", Design(control=None))])
     [verdict] = alone.verdicts()
     assert verdict.name == seeds.EQUIVALENT and several.notice(verdict)["kind"] == "open"
@@ -177,7 +203,9 @@ def test_no_study_or_report_that_cannot_tell_is_green(design, tmp_path):
     from narrowgauge.report import several
     from narrowgauge.report.groups import gather
 
-    found = gather(study(tmp_path, design), metric=design.metric if design.values[0] is not None else "")
+    found = gather(
+        study(tmp_path, design), metric=design.metric if design.values[0] is not None else ""
+    )
     [verdict] = found.verdicts()
     assert verdict.name not in GREEN and verdict.outcome in (seeds.UNKNOWN, seeds.WORSE)
     assert verdict.numbers()["outcome"] == verdict.outcome
@@ -209,7 +237,9 @@ def test_no_pair_that_cannot_tell_is_called_the_same(name, tmp_path, capsys):
     }
     narrow = write(tmp_path / "narrow", design, "int4-minmax-sr", 0, 0.0002)
     wide = write(tmp_path / "wide", design, "bf16", 0, 0.0)
-    control = write(tmp_path / "control", design, "bf16", 0, 0.0005, parent=link, started_at="later")
+    control = write(
+        tmp_path / "control", design, "bf16", 0, 0.0005, parent=link, started_at="later"
+    )
     code = main(["compare", *map(str, (narrow, wide, control))])
     said = capsys.readouterr().out
     assert "The curve is the same" not in said and "makes no more difference" not in said
@@ -225,10 +255,14 @@ def test_no_run_that_cannot_tell_is_certified_by_its_guard(name):
     steps = max(design.steps, 40)
     curve = [design.curve(min(step, design.steps), draw) for step in range(1, steps + 1)]
     if design.values[0] is not None and design.values[0] > 4.9:
-        curve = [loss + 2.5 for loss in curve]  # so that it ends above the trivial predictor, as the values do
+        curve = [
+            loss + 2.5 for loss in curve
+        ]  # so that it ends above the trivial predictor, as the values do
     if design.task == "regression" or not design.logs_steps:
         curve = [curve[-1]] * steps
-    assert all(verdict.name != WITHIN for verdict in guarded(curve, design.trivial.get("loss", 5.0)))
+    assert all(
+        verdict.name != WITHIN for verdict in guarded(curve, design.trivial.get("loss", 5.0))
+    )
 
 
 def guarded(curve: list[float], trivial: float | None, checks: int = 12, gap: float = 0.0001):
@@ -260,7 +294,10 @@ def test_a_run_that_has_learnt_is_certified():
 def test_a_guarded_run_that_hardly_moves_says_why():
     verdict = guarded([3.0 + 0.01 * (step % 2) for step in range(60)], None)[-1]
     assert verdict.cannot_tell and "this run has not learnt enough to tell" in verdict.sentence
-    assert "has fallen by 0.0000 nats" in verdict.sentence and "larger learning rate" in verdict.sentence
+    assert (
+        "has fallen by 0.0000 nats" in verdict.sentence
+        and "larger learning rate" in verdict.sentence
+    )
 
 
 # Designs that can tell
@@ -269,7 +306,9 @@ def test_a_guarded_run_that_hardly_moves_says_why():
 def as_before(verdict: seeds.Verdict) -> str:
     """The name that the t tests alone give, with the margin that was asked for."""
     harm = [verdict.sign * each for each in verdict.differences]
-    margin = verdict.margin.of(sum(verdict.reference.values[seed] for seed in verdict.seeds) / len(verdict.seeds))
+    margin = verdict.margin.of(
+        sum(verdict.reference.values[seed] for seed in verdict.seeds) / len(verdict.seeds)
+    )
     relief = [-each for each in harm]
     shown = {
         seeds.WORSE: seeds.p_above(harm, margin), seeds.BETTER: seeds.p_above(relief, margin),
@@ -295,14 +334,23 @@ def committed() -> list[tuple[str, Runs, Runs]]:
     for line in (RESULTS / "study_translation.jsonl").read_text().splitlines():
         row = json.loads(line)
         pairs.append(
-            (f"{row['recipe']}, translated", *(dict(enumerate(row[key])) for key in ("values", "reference_values")))
+            (
+                f"{row['recipe']}, translated",
+                *(dict(enumerate(row[key])) for key in ("values", "reference_values")),
+            )
         )
     for name, ours, theirs in pairs:
         narrow = Runs(name=name, values={int(seed): value for seed, value in ours.items()})
         values = {int(seed): value for seed, value in theirs.items()}
         curves = {seed: learnt(math.log(1000), value) for seed, value in values.items()}
         trivial = {"predictor": "token frequencies", "loss": 5.9}
-        found.append((name, narrow, Runs(name="bf16", values=values, curves=curves, trivial=trivial, targets=30_000)))
+        found.append(
+            (
+                name,
+                narrow,
+                Runs(name="bf16", values=values, curves=curves, trivial=trivial, targets=30_000),
+            )
+        )
     return found
 
 
@@ -334,16 +382,26 @@ CAN_TELL = [("loss", narrow, wide) for _, narrow, wide in committed()] + made()
 def test_there_are_twenty_designs_of_each_sort():
     assert len(CANNOT_TELL) >= 20 and len(CAN_TELL) >= 20
     names = {judge(narrow, wide, metric).name for metric, narrow, wide in CAN_TELL}
-    assert names == {seeds.WORSE, seeds.BETTER, seeds.EQUIVALENT, seeds.NOT_WORSE, seeds.UNKNOWN} or len(names) >= 4
+    assert (
+        names == {seeds.WORSE, seeds.BETTER, seeds.EQUIVALENT, seeds.NOT_WORSE, seeds.UNKNOWN}
+        or len(names) >= 4
+    )
 
 
-@pytest.mark.parametrize(("metric", "narrow", "wide"), CAN_TELL, ids=[narrow.name for _, narrow, _ in CAN_TELL])
+@pytest.mark.parametrize(
+    ("metric", "narrow", "wide"), CAN_TELL, ids=[narrow.name for _, narrow, _ in CAN_TELL]
+)
 def test_runs_that_can_tell_keep_their_verdict(metric, narrow, wide):
     """With a positive control that is seen, and without one, which the heading then says."""
     lost = 0.5 if metric == "loss" else -0.3
-    bad = Runs(name=POSITIVE_CONTROL, values={seed: value + lost + 0.01 * seed for seed, value in wide.values.items()})
+    bad = Runs(
+        name=POSITIVE_CONTROL,
+        values={seed: value + lost + 0.01 * seed for seed, value in wide.values.items()},
+    )
     verdict = judge(narrow, wide, metric, control=bad)
-    assert verdict.assay.is_sensitive and verdict.assay.control.told and not verdict.assay.is_narrowed
+    assert (
+        verdict.assay.is_sensitive and verdict.assay.control.told and not verdict.assay.is_narrowed
+    )
     assert verdict.name == as_before(verdict)
     alone = judge(narrow, wide, metric)
     assert alone.name == verdict.name
@@ -360,10 +418,15 @@ def test_the_margin_is_a_share_of_what_was_learnt_where_that_is_smaller():
     """4.10 to 4.00: 0.25 % of the loss is 0.01, a tenth of what was learnt; the margin is half of that."""
     values = {seed: 4.0 + 0.001 * seed for seed in range(4)}
     wide = Runs(name="bf16", values=values, curves={seed: learnt(4.1, 4.0) for seed in values})
-    narrow = Runs(name="fp8", values={seed: value + 0.007 + 0.0001 * (seed % 2) for seed, value in values.items()})
+    narrow = Runs(
+        name="fp8",
+        values={seed: value + 0.007 + 0.0001 * (seed % 2) for seed, value in values.items()},
+    )
     verdict = judge(narrow, wide, "loss")
     shown = verdict.assay.progress.shown
-    assert 0.04 < shown < 0.1 and verdict.absolute_margin == pytest.approx(sensitivity.SHARE * shown)
+    assert 0.04 < shown < 0.1 and verdict.absolute_margin == pytest.approx(
+        sensitivity.SHARE * shown
+    )
     assert verdict.name == seeds.WORSE and as_before(verdict) == seeds.EQUIVALENT
     assert "of what bf16 learnt; 0.0100 was asked for" in seeds_text.sentences(verdict)
 
@@ -382,7 +445,10 @@ def test_progress_is_not_more_than_it_was():
         found = sensitivity.progress_of([curve])
         assert 0 <= found.shown <= found.first - found.last <= curve[0] - curve[-1] + 1e-12
     assert sensitivity.progress_of([learnt(7.6, 3.0)]).shown > 3.0
-    assert sensitivity.progress_of([[3.0, 2.0]]) is None and sensitivity.progress_of([[3.0, math.nan, 1.0]]) is None
+    assert (
+        sensitivity.progress_of([[3.0, 2.0]]) is None
+        and sensitivity.progress_of([[3.0, math.nan, 1.0]]) is None
+    )
 
 
 def test_a_recipe_that_is_worse_is_worse_whatever_the_reference_learnt():
@@ -390,11 +456,16 @@ def test_a_recipe_that_is_worse_is_worse_whatever_the_reference_learnt():
     values = {seed: 7.6 + 0.001 * seed for seed in range(4)}
     wide = Runs(name="bf16", values=values, curves={seed: [7.6, 7.6, 7.6] for seed in values})
     for by, name in ((0.5, seeds.WORSE), (0.001, seeds.UNKNOWN), (-0.5, seeds.UNKNOWN)):
-        narrow = Runs(name="sick", values={seed: value + by + 0.0001 * seed for seed, value in values.items()})
+        narrow = Runs(
+            name="sick", values={seed: value + by + 0.0001 * seed for seed, value in values.items()}
+        )
         assert judge(narrow, wide, "loss").name == name
 
 
 def test_the_positive_control_is_a_recipe_that_no_list_offers():
     recipe = recipes.get(POSITIVE_CONTROL)
-    assert recipe is recipes.POSITIVE_CONTROL and recipe.name == POSITIVE_CONTROL not in recipes.names()
+    assert (
+        recipe is recipes.POSITIVE_CONTROL
+        and recipe.name == POSITIVE_CONTROL not in recipes.names()
+    )
     assert recipe.output == recipes.BF16.output  # what is evaluated has the numbers of bf16

@@ -15,7 +15,10 @@ from narrowgauge.diagnose.spikes import LEAST, LOSS, LOSS_WITH_NORM, NORM, WINDO
 def curve(steps: int = 300, seed: int = 0) -> list[tuple[float, float]]:
     """(loss, gradient norm) of a run: a loss that falls fast at first, norms that vary by factors."""
     source = random.Random(seed)
-    return [(2 + 3 * math.exp(-i / 60) + source.gauss(0, 0.05), math.exp(source.gauss(0, 0.3))) for i in range(steps)]
+    return [
+        (2 + 3 * math.exp(-i / 60) + source.gauss(0, 0.05), math.exp(source.gauss(0, 0.3)))
+        for i in range(steps)
+    ]
 
 
 def events(points, watch: Spikes | None = None, first: int = 1):
@@ -54,8 +57,12 @@ def test_a_smaller_rise_counts_where_the_norm_jumps_too():
     )[1]
     height = line + scale * (LOSS + LOSS_WITH_NORM) / 2
     assert events([*points[:200], (height, 1.0), *points[201:]]) == []
-    assert [spike.step for spike in events([*points[:200], (height, 1000.0), *points[201:]])] == [201]
-    assert events([*points[:200], (points[200][0], 1000.0), *points[201:]]) == [], "a norm alone may jump"
+    assert [spike.step for spike in events([*points[:200], (height, 1000.0), *points[201:]])] == [
+        201
+    ]
+    assert events([*points[:200], (points[200][0], 1000.0), *points[201:]]) == [], (
+        "a norm alone may jump"
+    )
 
 
 def test_two_spikes_are_two_events_and_a_dip_is_none():

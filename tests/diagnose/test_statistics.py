@@ -55,15 +55,22 @@ def as_counts(histogram: dict) -> dict[int, int]:
     return {lowest + i: count for i, count in enumerate(histogram["counts"]) if count}
 
 
-@pytest.mark.parametrize(("name", "scale"), [("e4m3", 0.37), ("e4m3", 3e30), ("e5m2", 2.0**-120), ("e2m1", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("e4m3", 0.37), ("e4m3", 3e30), ("e5m2", 2.0**-120), ("e2m1", 1.0)]
+)
 def test_shares_match_rational_arithmetic_on_every_bf16_value(name, scale):
     x, held = every_finite_bf16().abs().unique(), magnitudes(name)
     largest, smallest = float(held[-1]), float(held[1])
     found = tensor_statistics(x, largest, smallest, scale)
-    codes = (x.float().abs() * (1 / torch.tensor(scale))).tolist()  # the fp32 reciprocal is part of the rule
+    codes = (
+        x.float().abs() * (1 / torch.tensor(scale))
+    ).tolist()  # the fp32 reciprocal is part of the rule
     codes = [code for code, value in zip(codes, x.tolist(), strict=True) if value != 0]
     zero = [becomes_zero(code, held) if math.isfinite(code) else False for code in codes]
-    over = [not math.isfinite(code) or Fraction(code) > Fraction(largest) * (1 + Fraction(2) ** -22) for code in codes]
+    over = [
+        not math.isfinite(code) or Fraction(code) > Fraction(largest) * (1 + Fraction(2) ** -22)
+        for code in codes
+    ]
     assert found["underflow"] == sum(zero) / len(codes)
     assert found["saturated"] == sum(over) / len(codes)
 
@@ -73,7 +80,10 @@ def test_underflow_is_what_torch_casts_to_zero(name):
     held = magnitudes(name)
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * float(held[1])
     found = tensor_statistics(x, float(held[-1]), float(held[1]), 1.7)
-    assert found["underflow"] == (x * (1 / torch.tensor(1.7))).to(CASTS[name]).float().eq(0).sum().item() / x.numel()
+    assert (
+        found["underflow"]
+        == (x * (1 / torch.tensor(1.7))).to(CASTS[name]).float().eq(0).sum().item() / x.numel()
+    )
     assert 0.1 < found["underflow"] < 0.9
 
 
@@ -92,16 +102,26 @@ def test_histogram_is_floor_log2_at_powers_of_two_neighbours_and_subnormals(dtyp
     tiny = torch.tensor([info.smallest_normal], dtype=dtype)
     subnormal = tiny * torch.tensor([0.75, 0.5, 0.25, info.eps], dtype=dtype)
     x = torch.cat(
-        [*edges, tiny, tiny.nextafter(torch.zeros_like(tiny)), subnormal, torch.tensor([info.max], dtype=dtype)]
+        [
+            *edges,
+            tiny,
+            tiny.nextafter(torch.zeros_like(tiny)),
+            subnormal,
+            torch.tensor([info.max], dtype=dtype),
+        ]
     )
     x = torch.cat([x, -x])
-    assert as_counts(tensor_statistics(x, 448.0, 2.0**-9, 1.0)["histogram"]) == expected_histogram(x.double().tolist())
+    assert as_counts(tensor_statistics(x, 448.0, 2.0**-9, 1.0)["histogram"]) == expected_histogram(
+        x.double().tolist()
+    )
 
 
 def test_histogram_of_every_bf16_value():
     x = every_finite_bf16()
     found = tensor_statistics(x, 448.0, 2.0**-9, 1.0)
-    assert as_counts(found["histogram"]) == expected_histogram([value for value in x.double().tolist() if value])
+    assert as_counts(found["histogram"]) == expected_histogram(
+        [value for value in x.double().tolist() if value]
+    )
     assert found["zeros"] == 2
     assert found["amax"] == x.float().max().item()
 
@@ -110,7 +130,9 @@ def test_subnormals_count_when_the_processor_flushes_them():
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
     try:
-        found = tensor_statistics(torch.tensor([1, 2**22], dtype=torch.int32).view(torch.float32), 448.0, 2.0**-9, 1.0)
+        found = tensor_statistics(
+            torch.tensor([1, 2**22], dtype=torch.int32).view(torch.float32), 448.0, 2.0**-9, 1.0
+        )
     finally:
         torch.set_flush_denormal(False)
     assert as_counts(found["histogram"]) == {-149: 1, -127: 1}
@@ -124,7 +146,12 @@ def test_a_tensor_scaled_to_its_amax_shows_no_saturation():
     found = tensor_statistics(x, 448.0, 2.0**-9, x / 448.0)
     assert found["saturated"] == 0.0
     assert (x / (x / 448.0) > 448.0).any()
-    assert tensor_statistics(torch.tensor([448.0 * (1 + 4 * ROUNDING)]), 448.0, 2.0**-9, 1.0)["saturated"] == 1.0
+    assert (
+        tensor_statistics(torch.tensor([448.0 * (1 + 4 * ROUNDING)]), 448.0, 2.0**-9, 1.0)[
+            "saturated"
+        ]
+        == 1.0
+    )
 
 
 def test_spread_tile_scales_count_as_the_tiles_one_by_one():
@@ -136,7 +163,9 @@ def test_spread_tile_scales_count_as_the_tiles_one_by_one():
     alone = [(tensor_statistics(tile, 6.0, 0.5, s), tile.numel()) for tile, s in tiles]
     together = tensor_statistics(x, 6.0, 0.5, spread)
     for key in ("underflow", "saturated"):
-        assert together[key] * 35 == pytest.approx(sum(found[key] * count for found, count in alone), abs=1e-9)
+        assert together[key] * 35 == pytest.approx(
+            sum(found[key] * count for found, count in alone), abs=1e-9
+        )
     assert 0 < together["underflow"] < 1 and 0 < together["saturated"] < 1
     assert tensor_statistics(x.T, 6.0, 0.5, spread.T) == together  # strides do not matter
 
@@ -150,7 +179,9 @@ def test_nan_and_infinity_are_counted_apart():
 
 
 @pytest.mark.parametrize(
-    "x", [torch.empty(0, 4), torch.zeros(3, 3), torch.full((2,), math.nan)], ids=["empty", "zeros", "nan"]
+    "x",
+    [torch.empty(0, 4), torch.zeros(3, 3), torch.full((2,), math.nan)],
+    ids=["empty", "zeros", "nan"],
 )
 def test_a_tensor_without_finite_non_zero_values_has_no_shares(x):
     found = tensor_statistics(x, 448.0, 2.0**-9, 1.0)

@@ -14,7 +14,9 @@ EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "lightning
 
 def training_step(module: Any, x: torch.Tensor) -> torch.Tensor:
     turn = module.global_step * 2 + len(module.losses) + module.global_rank
-    found: torch.Tensor = WHOLE(module, torch.randn(x.shape, generator=torch.Generator().manual_seed(turn)))
+    found: torch.Tensor = WHOLE(
+        module, torch.randn(x.shape, generator=torch.Generator().manual_seed(turn))
+    )
     return found
 
 

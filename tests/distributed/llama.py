@@ -25,12 +25,15 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()
         self.head = width // heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=bias) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(width, width, bias=bias) for _ in range(3)
+        )
         self.o_proj = nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+            each(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
         )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -59,7 +62,13 @@ class Block(nn.Module):
 
 class Llama(nn.Module):
     def __init__(
-        self, *, width: int = WIDTH, heads: int = HEADS, inner: int = MLP, layers: int = LAYERS, bias: bool = True
+        self,
+        *,
+        width: int = WIDTH,
+        heads: int = HEADS,
+        inner: int = MLP,
+        layers: int = LAYERS,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -89,7 +98,9 @@ def loss_of(model: nn.Module, step: int, piece: int = 0, of: int = 1) -> Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
 
 
-def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False, gather: str = "", scatter: str = "") -> Llama:
+def parallelize(
+    model: Llama, mesh: DeviceMesh, sequence: bool = False, gather: str = "", scatter: str = ""
+) -> Llama:
     """As users do, with torch's own styles; sequence: activations between the Linears are cut along the tokens.
 
     gather, scatter: "fp8" or "16bit" for our styles in place of PrepareModuleInput and RowwiseParallel.

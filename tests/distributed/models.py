@@ -41,7 +41,11 @@ def micro_batch(step: int, number: int, width: int = WIDTH) -> tuple[Tensor, Ten
 
 
 def train(
-    model: nn.Module, numbers: Iterable[int], steps: int, count: int, optimizer: Callable[[Any], Any] | None = None
+    model: nn.Module,
+    numbers: Iterable[int],
+    steps: int,
+    count: int,
+    optimizer: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
     """`steps` steps over these of `count` micro-batches, the loss divided by all targets. -> [loss of a rank's own micro-batches]."""
     made = (optimizer or _sgd)([each for each in model.parameters() if each.requires_grad])

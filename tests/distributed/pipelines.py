@@ -53,20 +53,30 @@ def stages_of(
         if message is not None:
             x = torch.empty(TOKENS, WIDTH, device="meta")
             sent = message(x.requires_grad_())
-            told = {"input_args": sent if number else x, "output_args": sent if number < count - 1 else x}
+            told = {
+                "input_args": sent if number else x,
+                "output_args": sent if number < count - 1 else x,
+            }
         module = module if wrap is None else wrap(module)
         found.append(PipelineStage(module, number, count, torch.device("cpu"), group=group, **told))
     return found
 
 
 def run_pipeline(
-    stages: list[PipelineStage], schedule: str, steps: int, numbers: Iterable[int], count: int, **options: Any
+    stages: list[PipelineStage],
+    schedule: str,
+    steps: int,
+    numbers: Iterable[int],
+    count: int,
+    **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[dict[str, Tensor]]]:
     """(losses, of the rank with the last stage; all tensors of this rank; its gradients at each step)."""
     kind, per_rank, _ = SCHEDULES[schedule]
     numbers = list(numbers)
     loss = loss_of(count)
-    engine = kind(stages if per_rank > 1 else stages[0], len(numbers), loss_fn=loss, scale_grads=False)
+    engine = kind(
+        stages if per_rank > 1 else stages[0], len(numbers), loss_fn=loss, scale_grads=False
+    )
     modules = [each.submod for each in stages]
     optimizer = torch.optim.SGD(
         [p for each in modules for p in each.parameters() if p.requires_grad], lr=0.05, momentum=0.9
@@ -78,26 +88,43 @@ def run_pipeline(
     for step in range(steps):
         x, y = (
             torch.cat(parts)
-            for parts in zip(*(micro_batch(step, number, **options) for number in numbers), strict=True)
+            for parts in zip(
+                *(micro_batch(step, number, **options) for number in numbers), strict=True
+            )
         )
         own: list[Tensor] = []
-        engine.step(*([x] if has_first else []), target=y if has_last else None, losses=own if has_last else None)
+        engine.step(
+            *([x] if has_first else []),
+            target=y if has_last else None,
+            losses=own if has_last else None,
+        )
         losses += [each.item() for each in own]
         gradients.append(
-            {name: p.grad.clone() for each in modules for name, p in each.named_parameters() if p.grad is not None}
+            {
+                name: p.grad.clone()
+                for each in modules
+                for name, p in each.named_parameters()
+                if p.grad is not None
+            }
         )
         optimizer.step()
         for each in modules:
             ng.advance(each)
         optimizer.zero_grad()
-    return losses, {name: tensor for each in modules for name, tensor in state(each).items()}, gradients
+    return (
+        losses,
+        {name: tensor for each in modules for name, tensor in state(each).items()},
+        gradients,
+    )
 
 
 def run_alone(
     model: nn.Module, steps: int, count: int, **options: Any
 ) -> tuple[list[float], dict[str, Tensor], list[dict[str, Tensor]]]:
     """The same in one process."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9
+    )
     loss, losses, gradients = loss_of(count), [], []
     for step in range(steps):
         for number in range(count):
@@ -105,11 +132,22 @@ def run_alone(
             each = loss(model(x), y)
             each.backward()
             losses.append(each.item())
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
         optimizer.step()
         ng.advance(model)
         optimizer.zero_grad()
     return losses, state(model), gradients
 
 
-__all__ = ["SCHEDULES", "build", "loss_of", "piece", "places", "run_alone", "run_pipeline", "stages_of"]
+__all__ = [
+    "SCHEDULES",
+    "build",
+    "loss_of",
+    "piece",
+    "places",
+    "run_alone",
+    "run_pipeline",
+    "stages_of",
+]

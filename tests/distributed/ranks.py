@@ -46,7 +46,9 @@ class Ranks:
     def __init__(self, world: int) -> None:
         self.world = world
         self._members: list[tuple[Any, Connection]] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the store by which they find each other
+        self._folder: tempfile.TemporaryDirectory[str] | None = (
+            None  # of the store by which they find each other
+        )
         self._calls = 0
 
     def __call__(self, function: Callable[..., Any], *given: Any, **named: Any) -> list[Any]:
@@ -76,7 +78,9 @@ class Ranks:
         store = Path(self._folder.name) / "store"
         for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.world, str(store)), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, rank, self.world, str(store)), daemon=True
+            )
             process.start()
             there.close()
             self._members.append((process, here))
@@ -99,7 +103,10 @@ class Ranks:
                 (found if worked else failed)[rank] = result
         if failed:
             raise RankError(
-                "\n".join(f"rank {rank} of {self.world}: {words}" for rank, words in sorted(failed.items()))
+                "\n".join(
+                    f"rank {rank} of {self.world}: {words}"
+                    for rank, words in sorted(failed.items())
+                )
             )
         return [found[rank] for rank in range(self.world)]
 
@@ -141,7 +148,11 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
 def _serve_calls(pipe: Connection, rank: int, world: int, store: str, stacks: IO[bytes]) -> None:
     faulthandler.register(signal.SIGUSR2, file=stacks)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
     while True:
         try:

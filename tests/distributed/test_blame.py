@@ -57,17 +57,22 @@ def _numbers(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "recipe"), quick([], [("ddp", "fp8-delayed"), ("fsdp", "fp8-current"), ("ddp", "nvfp4")])
+    ("kind", "recipe"),
+    quick([], [("ddp", "fp8-delayed"), ("fsdp", "fp8-current"), ("ddp", "nvfp4")]),
 )
 def test_ranks_find_the_same_and_go_on_as_they_were(ranks, kind, recipe):
     plain, looked = ranks(2)(_looked, kind, recipe, False), ranks(2)(_looked, kind, recipe, True)
     for (_, before), (_, after) in zip(plain, looked, strict=True):
-        assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
+        assert before.keys() == after.keys() and all(
+            before[name].equal(after[name]) for name in before
+        )
     first, second = (found for found, _ in looked)
     assert _numbers(first) == _numbers(second)
     if recipe != "nvfp4":  # under which an operand in E2M1 is no fault
         assert [each.name for each in first.suspects] == ["1.up:grad_input"]
-    assert "Suspects are not confirmed on several ranks" in " ".join(first.notes) or not first.suspects
+    assert (
+        "Suspects are not confirmed on several ranks" in " ".join(first.notes) or not first.suspects
+    )
 
 
 @pytest.mark.slow
@@ -79,5 +84,7 @@ def test_they_find_what_one_process_finds_with_their_data(ranks):
     together = _numbers(found)
     assert together.keys() == alone.keys() and len(alone) == 12
     for name, numbers in alone.items():
-        assert together[name] == pytest.approx(numbers, rel=0.1), name  # trained with half the gradient
+        assert together[name] == pytest.approx(numbers, rel=0.1), (
+            name
+        )  # trained with half the gradient
     assert all(isinstance(each, QLinear) for each in (model[0].up, model[1].down))

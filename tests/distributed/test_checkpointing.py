@@ -23,7 +23,9 @@ def _trained(policy, recipe, how):
     lengths = ng.memory.checkpoint(model, policy).segments
     calls = [0] * BLOCKS
     for number, block in enumerate(model):
-        block.up.register_forward_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+        block.up.register_forward_hook(
+            lambda *_, number=number: calls.__setitem__(number, calls[number] + 1)
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a segment that falls apart
         if how == "ddp":
@@ -49,7 +51,11 @@ def test_segments_on_ranks(ranks):
     """Five of six blocks in segments of 3 and 2: of both all but the last run three times, those of shards with gathered parameters."""
     for found in ranks(2)(_each):
         for name, (plain, segments, selective) in found.items():
-            assert plain[2] == () and segments[2] == (3, 2) and segments[3] == [3, 3, 2, 3, 2, 1], name
+            assert plain[2] == () and segments[2] == (3, 2) and segments[3] == [3, 3, 2, 3, 2, 1], (
+                name
+            )
             for losses, tensors, _, _ in (segments, selective):
                 assert losses == plain[0], name
-                assert [key for key in tensors if not torch.equal(tensors[key], plain[1][key])] == [], name
+                assert [
+                    key for key in tensors if not torch.equal(tensors[key], plain[1][key])
+                ] == [], name

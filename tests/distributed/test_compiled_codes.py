@@ -24,7 +24,10 @@ from tests.distributed.test_weights import NEED_THE_ORIGINAL, STEPS, differing
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not codes_in_graphs.SUPPORTED, reason="before torch 2.13 a layer computes between two graphs"),
+    pytest.mark.skipif(
+        not codes_in_graphs.SUPPORTED,
+        reason="before torch 2.13 a layer computes between two graphs",
+    ),
 ]
 
 RECIPES = [name for name in ng.recipes.names() if name not in NEED_THE_ORIGINAL]
@@ -43,7 +46,9 @@ class Graphs(list):
         return aot_eager(graph, given)
 
 
-def _sharded(recipe, weights, compiles=None, way="method", inner=lambda block: block, width=64, **options):
+def _sharded(
+    recipe, weights, compiles=None, way="method", inner=lambda block: block, width=64, **options
+):
     """compiles: the backend, or None. Blocks are compiled before they are sharded, in torch's two ways, without a break allowed."""
     torch._dynamo.reset()
     counters.clear()
@@ -60,7 +65,10 @@ def _sharded(recipe, weights, compiles=None, way="method", inner=lambda block: b
 
 def _state(model):
     """Of the plain model, whatever wraps its blocks."""
-    return {name.replace("_orig_mod.", "").replace("inner.", ""): tensor for name, tensor in state(model).items()}
+    return {
+        name.replace("_orig_mod.", "").replace("inner.", ""): tensor
+        for name, tensor in state(model).items()
+    }
 
 
 def _trained(recipe, weights, compiles, way="method"):
@@ -74,7 +82,11 @@ def _compiled_and_other(recipe, way):
     """With codes; and in eager mode, or for random recipes compiled with gathers of the original."""
     graphs = Graphs()
     found = _trained(recipe, "codes", graphs, way)
-    other = _trained(recipe, "16bit", Graphs(), way) if recipe in RANDOM else _trained(recipe, "codes", None)
+    other = (
+        _trained(recipe, "16bit", Graphs(), way)
+        if recipe in RANDOM
+        else _trained(recipe, "codes", None)
+    )
     return found, other, list(graphs)
 
 
@@ -82,7 +94,9 @@ def _compiled_and_other(recipe, way):
 def test_a_graph_takes_the_codes_of_its_block(ranks, recipe):
     """Two blocks of two layers: two graphs without a break, each with two inputs of codes."""
     way = ("method", "wrapper")[RECIPES.index(recipe) % 2]
-    for (losses, tensors, breaks), (own_losses, own, _), graphs in ranks(2)(_compiled_and_other, recipe, way):
+    for (losses, tensors, breaks), (own_losses, own, _), graphs in ranks(2)(
+        _compiled_and_other, recipe, way
+    ):
         assert losses == own_losses and differing(tensors, own) == []
         assert breaks == {} and graphs == [2, 2]
 
@@ -92,7 +106,12 @@ def _by_inductor(recipe):
         model = _sharded(recipe, "codes", "inductor")
         losses = train(model, [dist.get_rank()], STEPS, dist.get_world_size())
         other = _sharded(recipe, "16bit", "inductor")
-        return losses, _state(model), train(other, [dist.get_rank()], STEPS, dist.get_world_size()), _state(other)
+        return (
+            losses,
+            _state(model),
+            train(other, [dist.get_rank()], STEPS, dist.get_world_size()),
+            _state(other),
+        )
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "fp8-delayed"])
@@ -148,7 +167,9 @@ def _both_disturbed(recipe, how):
 @pytest.mark.parametrize("recipe", [*FORMS, "fp8-delayed"])
 @pytest.mark.parametrize("how", ["checkpoint inside", "checkpoint outside", "kept"])
 def test_codes_that_are_not_at_hand_are_gathered(ranks, recipe, how):
-    for (losses, tensors, sent), (own_losses, own, own_sent) in ranks(2)(_both_disturbed, recipe, how):
+    for (losses, tensors, sent), (own_losses, own, own_sent) in ranks(2)(
+        _both_disturbed, recipe, how
+    ):
         assert losses == own_losses and differing(tensors, own) == []
         assert sent <= own_sent  # a graph does not repeat the last product of a block
 
@@ -160,7 +181,9 @@ def _large(least):
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:
             storage = each.untyped_storage()
-            if storage.device.type != "meta" and storage.size() >= least:  # what tracing leaves has no memory
+            if (
+                storage.device.type != "meta" and storage.size() >= least
+            ):  # what tracing leaves has no memory
                 found[storage._cdata] = storage.size()
     return found
 
@@ -172,7 +195,10 @@ def _kept(recipe, reshards):
 
     def look(block, *_):
         layers = [layer for layer in block.modules() if isinstance(layer, QLinear)]
-        carriers.extend((bool(each.weight.isnan().all()), each.weight.untyped_storage().size()) for each in layers)
+        carriers.extend(
+            (bool(each.weight.isnan().all()), each.weight.untyped_storage().size())
+            for each in layers
+        )
 
     for block in model:
         block.register_forward_hook(torch.compiler.disable(look), prepend=True)

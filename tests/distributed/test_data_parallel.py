@@ -24,7 +24,11 @@ STEPS = 3
 
 
 def _sum_gradients(state, bucket):
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+    return (
+        dist.all_reduce(bucket.buffer(), async_op=True)
+        .get_future()
+        .then(lambda future: future.value()[0])
+    )
 
 
 def _ddp(recipe):
@@ -46,7 +50,10 @@ def _fsdp(recipe, mesh=None):
 
 def _hsdp(recipe):
     return _fsdp(
-        recipe, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        recipe,
+        init_device_mesh(
+            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+        ),
     )
 
 
@@ -106,7 +113,11 @@ def _without(recipe):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         losses = train(model, [dist.get_rank()], STEPS, 2)
-    return losses, state(model), [str(each.message) for each in told if "ranks train" in str(each.message)]
+    return (
+        losses,
+        state(model),
+        [str(each.message) for each in told if "ranks train" in str(each.message)],
+    )
 
 
 def test_without_distribute_ranks_drift_and_say_so(ranks):
@@ -140,7 +151,9 @@ def _dropping(world, rank, recipe):
     model = ng.distribute(model)
     before = torch.get_rng_state()
     losses = train(model, [rank] if world > 1 else range(2), STEPS, 2)
-    assert torch.equal(torch.get_rng_state(), before)  # the user's own random numbers are as they were
+    assert torch.equal(
+        torch.get_rng_state(), before
+    )  # the user's own random numbers are as they were
     return losses, {name.removeprefix("inner."): tensor for name, tensor in state(model).items()}
 
 
@@ -190,8 +203,13 @@ def _first_gradients(wrap, names):
     for name in names:
         model = ng.distribute(WRAPPED[wrap](name))
         losses = train(model, [dist.get_rank()], 1, dist.get_world_size(), optimizer=_Still)
-        gradients = {plain_name(key): p.grad for key, p in model.named_parameters() if p.grad is not None}
-        found[name] = losses, {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in gradients.items()}
+        gradients = {
+            plain_name(key): p.grad for key, p in model.named_parameters() if p.grad is not None
+        }
+        found[name] = (
+            losses,
+            {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in gradients.items()},
+        )
     return found
 
 
@@ -215,7 +233,10 @@ def _warming(steps):
             else own
         )
 
-    gemms = {name: replace(gemm, lhs=cast(gemm.lhs), rhs=cast(gemm.rhs)) for name, gemm in recipe.gemms().items()}
+    gemms = {
+        name: replace(gemm, lhs=cast(gemm.lhs), rhs=cast(gemm.rhs))
+        for name, gemm in recipe.gemms().items()
+    }
     return replace(recipe, **gemms)
 
 

@@ -38,25 +38,36 @@ def test_describe_says_what_travels(ranks):
     for copied, sharded, whole in ranks(2)(_said, "fp8"):
         assert all("E4M3, tiles of 1 x 128" in each and "16,512 bytes" in each for each in copied)
         assert all(
-            "8,256 bytes a reduction" in each and "weight as float32" in each and "32,768 bytes a gather" in each
+            "8,256 bytes a reduction" in each
+            and "weight as float32" in each
+            and "32,768 bytes a gather" in each
             for each in sharded
         )
         assert "sends        gradient as E4M3" in whole
     for copied, _, _ in ranks(2)(_said, "16bit"):
-        assert all("65,536 bytes" in each and 'gradients="16bit" was asked for' in each for each in copied)
+        assert all(
+            "65,536 bytes" in each and 'gradients="16bit" was asked for' in each for each in copied
+        )
     assert [row.sends for row in ng.describe(build("fp8-current"))] == [""] * 4
     assert ranks(1)(_said, "fp8")[0][:2] == ([""] * 4, [""] * 4)  # one rank sends nothing
 
 
 def _gradients(model):
     (model(micro_batch(0, dist.get_rank())[0]) ** 2).sum().backward()
-    return [getattr(each.grad, "full_tensor", lambda grad=each.grad: grad)() for each in model.parameters()]
+    return [
+        getattr(each.grad, "full_tensor", lambda grad=each.grad: grad)()
+        for each in model.parameters()
+    ]
 
 
 def _anew(wrap, *options):
     """Gradients of a model that was distributed with each of the options, one after the other, and trained in between."""
     model = build("fp8-current")
-    model = DistributedDataParallel(model) if wrap == "ddp" else [fully_shard(each) for each in (*model, model)][-1]
+    model = (
+        DistributedDataParallel(model)
+        if wrap == "ddp"
+        else [fully_shard(each) for each in (*model, model)][-1]
+    )
     for each in options:
         model.zero_grad()
         found = _gradients(ng.distribute(model, **each))
@@ -102,12 +113,17 @@ def _compiled():
 
 def test_what_is_around_a_ddp_is_told_to_pass_it(ranks):
     for said in ranks(2)(_compiled):
-        assert "this OptimizedModule has a DistributedDataParallel inside. Pass that one to distribute" in said
+        assert (
+            "this OptimizedModule has a DistributedDataParallel inside. Pass that one to distribute"
+            in said
+        )
 
 
 def _refusal(options):
     try:
-        ng.distribute(DistributedDataParallel(build(options.pop("recipe", "fp8-current"))), **options)
+        ng.distribute(
+            DistributedDataParallel(build(options.pop("recipe", "fp8-current"))), **options
+        )
     except ConfigError as error:
         return str(error)
     return ""
@@ -122,11 +138,20 @@ def _refusals(per_rank):
     [
         ([{"recipe": "int8"}, {}], "ranks differ in layers and their recipes: '0.up: int8 ("),
         ([{"seed": 1}, {"seed": 2}], "ranks have seeds [1, 2]"),
-        ([{"weights": "8bit"}, {}], "rank 0: distribute: weights is '8bit'; choose one of 16bit, codes."),
+        (
+            [{"weights": "8bit"}, {}],
+            "rank 0: distribute: weights is '8bit'; choose one of 16bit, codes.",
+        ),
         ([{}, {"replicas": 3}], "rank 1: distribute: replicas"),
         ([{"weights": "8bit"}] * 2, "weights is '8bit'; choose one of 16bit, codes."),
-        ([{"gradients": "fp8"}, {}], "ranks differ in gradients: 'fp8' on rank 0; '16bit' on rank 1"),
-        ([{"activations": "fp8"}] * 2, "no module was parallelised by GatherInput or RowwiseParallel"),
+        (
+            [{"gradients": "fp8"}, {}],
+            "ranks differ in gradients: 'fp8' on rank 0; '16bit' on rank 1",
+        ),
+        (
+            [{"activations": "fp8"}] * 2,
+            "no module was parallelised by GatherInput or RowwiseParallel",
+        ),
     ],
 )
 def test_refusals_are_those_of_every_rank(ranks, per_rank, words):
@@ -145,7 +170,13 @@ def test_its_state_goes_on(seed=5):
     def losses(model, first, steps):
         distributed = ng.distributed.distributed_state(model)
         distributed.step = first
-        return train(model, range(2), steps, 2, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+        return train(
+            model,
+            range(2),
+            steps,
+            2,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        )
 
     model = ng.distribute(build("int4-hq-bs"), seed=seed)
     straight = losses(model, 0, 2)
@@ -176,17 +207,22 @@ def _unsummed(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrapper"), [("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard"), ("ignored", "fully_shard")]
+    ("kind", "wrapper"),
+    [("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard"), ("ignored", "fully_shard")],
 )
 def test_learned_steps_that_no_wrapper_sums_are_refused(ranks, kind, wrapper):
     for told in ranks(2)(_unsummed, kind):
-        assert told.startswith(f"distribute: {wrapper} does not sum the gradients of the learned steps of '0.up'")
+        assert told.startswith(
+            f"distribute: {wrapper} does not sum the gradients of the learned steps of '0.up'"
+        )
         assert f"Convert the model, then pass all of it to {wrapper}; " in told
 
 
 def _accumulated(numbers, is_silent):
     """The gradient of two micro-batches of a rank, summed over ranks; what was said where it could not be had."""
-    model = ng.distribute(DistributedDataParallel(build("fp8-current")), reduce="sum", gradients=numbers)
+    model = ng.distribute(
+        DistributedDataParallel(build("fp8-current")), reduce="sum", gradients=numbers
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         for set_to_none in (False, True):
@@ -239,7 +275,10 @@ def _alone(is_told):
 def test_ranks_that_nothing_joins_are_told_once(ranks):
     for said in ranks(2)(_alone, False):
         [words] = said
-        assert "found neither DistributedDataParallel nor fully_shard" in words and "pass replicas" in words
+        assert (
+            "found neither DistributedDataParallel nor fully_shard" in words
+            and "pass replicas" in words
+        )
     assert ranks(2)(_alone, True) == [[], []]
 
 
@@ -260,7 +299,10 @@ def test_codes_of_weights_that_nothing_gathers_are_refused(ranks):
 def test_one_process_takes_the_settings_of_several():
     """So that one script is the run and what it is compared with."""
     model = ng.distribute(build("fp8-current"), reduce="sum", gradients="fp8")
-    assert train(model, [0], 1, 1) and ng.distributed.distributed_state(model).gradients.bytes_sent == {}
+    assert (
+        train(model, [0], 1, 1)
+        and ng.distributed.distributed_state(model).gradients.bytes_sent == {}
+    )
     with raises(ConfigError, "distribute.choice", "gradients", "'fp4'"):
         ng.distribute(build("fp8-current"), gradients="fp4")
 
@@ -294,7 +336,9 @@ def test_a_rank_without_a_batch_counts_its_steps(ranks, missing):
 
 def _wrapped_without_a_batch(wrap):
     model = build("fp8-delayed")
-    model = DistributedDataParallel(model) if wrap == "DistributedDataParallel" else fully_shard(model)
+    model = (
+        DistributedDataParallel(model) if wrap == "DistributedDataParallel" else fully_shard(model)
+    )
     ng.distribute(model)
     if dist.get_rank() == 0:
         model(micro_batch(0, 0)[0]).square().mean().backward()
@@ -320,6 +364,7 @@ def _wrapped_late_without_a_batch():
 
 def test_a_rank_that_does_not_come_to_a_comparison_is_an_error_and_not_a_hang(ranks):
     with pytest.raises(
-        RankError, match=r"rank 0 is in its first forward pass .* within 0\.5 s: .* Give every rank a batch"
+        RankError,
+        match=r"rank 0 is in its first forward pass .* within 0\.5 s: .* Give every rank a batch",
     ):
         ranks(2)(_wrapped_late_without_a_batch)

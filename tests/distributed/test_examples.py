@@ -16,13 +16,24 @@ from tests.processes import ROOT, run_ok
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "fsdp2.yaml"]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--config_file",
+    EXAMPLES / "fsdp2.yaml",
+]
 SHARDING = ROOT / "tests" / "distributed" / "accelerate_on_cpu.py"
 CASES = {
     "a loop, DDP": ([*TORCHRUN], "ddp.py", [], "copies"),
     "a loop, FSDP2": ([*TORCHRUN], "ddp.py", ["--fsdp"], "shards"),
     "Trainer, DDP": ([*TORCHRUN], "transformers_trainer.py", [], "copies"),
-    "Trainer, its own FSDP2": ([*TORCHRUN, SHARDING], "transformers_trainer.py", ["--fsdp"], "shards"),
+    "Trainer, its own FSDP2": (
+        [*TORCHRUN, SHARDING],
+        "transformers_trainer.py",
+        ["--fsdp"],
+        "shards",
+    ),
     "Trainer, FSDP2 of Accelerate": ([*LAUNCH, SHARDING], "transformers_trainer.py", [], "shards"),
     "Accelerate": ([*TORCHRUN, SHARDING], "accelerate_fsdp2.py", [], "shards"),
     "Accelerate, launched": ([*LAUNCH, SHARDING], "accelerate_fsdp2.py", [], "shards"),

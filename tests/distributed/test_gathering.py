@@ -17,7 +17,13 @@ import narrowgauge as ng
 from narrowgauge.distributed.gathering import gather_state_dict
 from tests.selection import quick
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 31,
+}
 
 
 def llama(tied: bool) -> LlamaForCausalLM:
@@ -48,7 +54,9 @@ def export(folder: Any, how: str, tied: bool, dtype: torch.dtype | None) -> list
     model = llama(tied)
     _spread(model, how)
     if how != "plain":
-        model(torch.arange(6)[None]).logits.sum().backward()  # weights are gathered, and sharded again
+        model(
+            torch.arange(6)[None]
+        ).logits.sum().backward()  # weights are gathered, and sharded again
     state = gather_state_dict(model, dtype)
     names = list(state)
     if dist.get_rank() == 0:
@@ -57,7 +65,8 @@ def export(folder: Any, how: str, tied: bool, dtype: torch.dtype | None) -> list
 
 
 @pytest.mark.parametrize(
-    ("how", "world"), quick([("plain", 2), ("fsdp", 2)], [("plain", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp x tp", 4)])
+    ("how", "world"),
+    quick([("plain", 2), ("fsdp", 2)], [("plain", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp x tp", 4)]),
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_rank_0_writes_is_an_ordinary_folder(ranks, tmp_path, how, world, tied):
@@ -69,7 +78,9 @@ def test_what_rank_0_writes_is_an_ordinary_folder(ranks, tmp_path, how, world, t
         llama(tied).to(dtype or torch.float32),
     )
     assert found.state_dict().keys() == own.state_dict().keys()
-    assert all(torch.equal(found.state_dict()[name], weight) for name, weight in own.state_dict().items())
+    assert all(
+        torch.equal(found.state_dict()[name], weight) for name, weight in own.state_dict().items()
+    )
 
 
 def gather_stages() -> dict[str, torch.Tensor]:
@@ -80,11 +91,16 @@ def gather_stages() -> dict[str, torch.Tensor]:
     fully_shard(model[f"layer{stage}"], mesh=mesh["dp"])
     model[f"tied{stage}"] = model[f"layer{stage}"]
     narrow = nn.Module()
-    narrow.register_buffer("codes", torch.arange(4 + stage, dtype=torch.uint8).view(torch.float8_e4m3fn))
+    narrow.register_buffer(
+        "codes", torch.arange(4 + stage, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    )
     narrow.register_buffer("scaling", torch.ones(1))
     model[f"narrow{stage}"] = narrow
     found = gather_state_dict(model, torch.bfloat16, only=lambda name: "scaling" not in name)
-    return {name: tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for name, tensor in found.items()}
+    return {
+        name: tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        for name, tensor in found.items()
+    }
 
 
 @pytest.mark.slow
@@ -128,7 +144,9 @@ def gather_peak() -> int:
 
 
 def test_other_ranks_hold_one_whole_tensor_at_a_time(ranks):
-    assert ranks(2)(gather_peak)[1] <= 2  # the one that is gathered, and the last one until it is let go
+    assert (
+        ranks(2)(gather_peak)[1] <= 2
+    )  # the one that is gathered, and the last one until it is let go
 
 
 def test_one_process_needs_no_group():

@@ -28,7 +28,11 @@ def each() -> Iterator[list[dict[str, Tensor]]]:
 def wrong(found: dict[str, Any]) -> list[str]:
     kind = benchmark.METHODS[found["case"]][0]
     slope = mean(found["slope"].values())
-    return [words for db in found["db"].values() for words in benchmark.failures(kind, found["ranks"], db, slope)]
+    return [
+        words
+        for db in found["db"].values()
+        for words in benchmark.failures(kind, found["ranks"], db, slope)
+    ]
 
 
 @pytest.mark.parametrize("ranks", (2, 4, 16))

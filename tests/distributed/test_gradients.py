@@ -34,7 +34,9 @@ TWO_ROUNDINGS = 0.05
 
 def model(dtype: torch.dtype = torch.float32) -> Model:
     made = Model().to(dtype)
-    made.lm_head.weight = nn.Parameter(made.embed.weight.detach().clone())  # FSDP2's blocks are not tied
+    made.lm_head.weight = nn.Parameter(
+        made.embed.weight.detach().clone()
+    )  # FSDP2's blocks are not tied
     return made
 
 
@@ -49,7 +51,11 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            whole = (
+                parameter.grad.full_tensor()
+                if isinstance(parameter.grad, DTensor)
+                else parameter.grad
+            )
             found[name.removeprefix("module.")] = whole.detach().clone()
     return found
 
@@ -64,7 +70,9 @@ def parallelised(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Modu
     """(the model, the mesh for `install`). "nodes" have half of the ranks each."""
     world = dist.get_world_size()
     if kind in ("ddp", "ddp views"):
-        return DistributedDataParallel(model(dtype), gradient_as_bucket_view=kind == "ddp views"), None
+        return DistributedDataParallel(
+            model(dtype), gradient_as_bucket_view=kind == "ddp views"
+        ), None
     if kind == "fsdp":
         return shard(model(dtype), init_device_mesh("cpu", (world,))), None
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("nodes", "ranks"))
@@ -105,7 +113,9 @@ def _reduced(
     }
 
 
-def alone(batches: int, divisor: float = 1.0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def alone(
+    batches: int, divisor: float = 1.0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """The sum over batches, divided, of one process; bfloat16 gradients summed in float32."""
     total: dict[str, Tensor] = {}
     for batch in range(batches):
@@ -119,7 +129,9 @@ def alone(batches: int, divisor: float = 1.0, dtype: torch.dtype = torch.float32
 def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     """Relative, of all gradients as one vector."""
     assert found.keys() == truth.keys()
-    missed = sum(float((found[name].double() - truth[name].double()).square().sum()) for name in truth)
+    missed = sum(
+        float((found[name].double() - truth[name].double()).square().sum()) for name in truth
+    )
     return math.sqrt(missed / sum(float(x.double().square().sum()) for x in truth.values()))
 
 
@@ -138,7 +150,9 @@ WAYS = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("ddp nod
 @pytest.mark.parametrize("numbers", ("fp8", "fp8-lm"))
 @pytest.mark.parametrize(("kind", "world"), WAYS)
 @pytest.mark.parametrize("reduce", ("mean", "sum"))
-def test_every_way_sums_within_the_rounding_of_its_messages_and_ranks_stay_equal(ranks, kind, world, numbers, reduce):
+def test_every_way_sums_within_the_rounding_of_its_messages_and_ranks_stay_equal(
+    ranks, kind, world, numbers, reduce
+):
     results = ranks(world)(_reduced, kind, numbers, reduce)
     assert_ranks_equal(results)
     truth = alone(world, world if reduce == "mean" else 1)
@@ -237,7 +251,10 @@ def _half_used() -> dict[str, Any]:
 def test_a_block_of_which_a_part_has_gradients_takes_one_scale(ranks):
     results = ranks(2)(_half_used)
     assert_ranks_equal(results)
-    assert "layers.1.*" in results[0]["state"]["mu"] and "layers.0.gate.weight" in results[0]["state"]["mu"]
+    assert (
+        "layers.1.*" in results[0]["state"]["mu"]
+        and "layers.0.gate.weight" in results[0]["state"]["mu"]
+    )
     assert "layers.1.gate.weight" not in results[0]["gradients"]
 
 
@@ -260,7 +277,9 @@ def _with_tensor_parallelism(numbers: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     made = model()
     for layer in made.layers:
-        parallelize_module(layer, mesh["tp"], {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
+        parallelize_module(
+            layer, mesh["tp"], {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+        )
     shard(made, mesh["dp"])
     state = install(made, gradients=numbers)
     loss_of(made, mesh.get_local_rank("dp")).backward()
@@ -273,7 +292,9 @@ def test_fsdp2_over_tensor_parallelism(ranks, numbers):
     assert_ranks_equal(results)
     assert 0 < error(results[0]["gradients"], alone(2, 2)) < ONE_ROUNDING
     if numbers == "fp8-lm":  # a scale for each tensor, split or not
-        assert list(results[0]["state"]["mu"]) == sorted(name for name, _ in model().named_parameters())
+        assert list(results[0]["state"]["mu"]) == sorted(
+            name for name, _ in model().named_parameters()
+        )
 
 
 def _poisoned(kind: str, numbers: str) -> dict[str, Tensor]:
@@ -337,7 +358,11 @@ def _bytes_per_parameter(kind: str, numbers: str) -> tuple[float, float]:
     """(what was given to collectives, what `install` says)."""
     made: nn.Module = Wide()
     count = sum(p.numel() for p in made.parameters())
-    made = DistributedDataParallel(made) if kind == "ddp" else shard(made, init_device_mesh("cpu", (2,)))
+    made = (
+        DistributedDataParallel(made)
+        if kind == "ddp"
+        else shard(made, init_device_mesh("cpu", (2,)))
+    )
     state = install(made, gradients=numbers)
     made(torch.randn(8, 256)).square().sum().backward()
     return sum(state.bytes_sent.values()) / count, state.bytes_per_element
@@ -348,7 +373,9 @@ def _bytes_per_parameter(kind: str, numbers: str) -> tuple[float, float]:
 def test_bytes_per_parameter(ranks, kind, most, numbers):
     for sent, said in ranks(2)(_bytes_per_parameter, kind, numbers):
         assert 1 < sent <= most
-        assert sent == pytest.approx(said, rel=1e-3)  # the ends of rows, and what "fp8-lm" says of its scales
+        assert sent == pytest.approx(
+            said, rel=1e-3
+        )  # the ends of rows, and what "fp8-lm" says of its scales
 
 
 # --- the factor of fp8-lm ---------------------------------------------------------------------------------------------------------
@@ -365,7 +392,9 @@ def test_mu_doubles_in_a_thousand_steps_and_is_halved_by_overflow():
     assert controller.state_dict() == {"w": 0.5}
     for _ in range(DOUBLING_STEPS):
         controller.update(["w"], one(10.0), numbers, is_valid)  # 0.001 %, not above
-    assert controller.state_dict()["w"] == pytest.approx(1.0, rel=1e-4)  # 1,000 roundings to float32
+    assert controller.state_dict()["w"] == pytest.approx(
+        1.0, rel=1e-4
+    )  # 1,000 roundings to float32
     for _ in range(2 * DOUBLING_STEPS):
         controller.update(["w"], one(0.0), numbers, is_valid)
     assert controller.state_dict() == {"w": LARGEST_MU}
@@ -381,7 +410,9 @@ def _continued(kind: str, state: dict[str, Any]) -> dict[str, Any]:
     return made.state_dict()
 
 
-@pytest.mark.parametrize(("kind", "world"), (("ddp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp nodes", 4), ("ddp nodes", 4)))
+@pytest.mark.parametrize(
+    ("kind", "world"), (("ddp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp nodes", 4), ("ddp nodes", 4))
+)
 def test_mu_is_of_the_tensor_s_name_and_goes_on_from_a_checkpoint_of_any_kind(ranks, kind, world):
     names = [name for name, _ in model().named_parameters()]
     saved = {"mu": {name: 0.25 for name in names}}
@@ -437,9 +468,17 @@ def _foreign_mesh() -> None:
 
 
 def test_what_cannot_be_is_refused_in_sentences_on_every_rank(ranks):
-    assert all("refuses a communication hook: " in words for words in ranks(2)(_refused, _beside_another_hook))
-    assert all("layers.0" in words or "embed" in words for words in ranks(4)(_refused, _sharded_over_all))
-    assert all("has the ranks [0, 1, 2, 3], but the model's group has" in w for w in ranks(4)(_refused, _foreign_mesh))
+    assert all(
+        "refuses a communication hook: " in words
+        for words in ranks(2)(_refused, _beside_another_hook)
+    )
+    assert all(
+        "layers.0" in words or "embed" in words for words in ranks(4)(_refused, _sharded_over_all)
+    )
+    assert all(
+        "has the ranks [0, 1, 2, 3], but the model's group has" in w
+        for w in ranks(4)(_refused, _foreign_mesh)
+    )
     with raises(ConfigError, "distribute.no-gradients", "Model"):
         install(model(), gradients="fp8")
 

@@ -19,7 +19,9 @@ def _trained(wrap, recipe, guard, gradients, steps=9, sick=False, stale=False):
     torch.manual_seed(0)
     model = build(recipe)
     if sick:
-        model[1].down.register_forward_hook(lambda layer, _, output: output if layer.is_suspended else output * 0)
+        model[1].down.register_forward_hook(
+            lambda layer, _, output: output if layer.is_suspended else output * 0
+        )
     if stale:
         stale_codes(model)
     finds = {"find_unused_parameters": recipe == "int4-hq-lss"}
@@ -63,7 +65,9 @@ def _trained(wrap, recipe, guard, gradients, steps=9, sick=False, stale=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int4-hq-lss"])
-@pytest.mark.parametrize(("wrap", "gradients"), [("ddp", "16bit"), ("ddp", "fp8-lm"), ("fsdp", "fp8")])
+@pytest.mark.parametrize(
+    ("wrap", "gradients"), [("ddp", "16bit"), ("ddp", "fp8-lm"), ("fsdp", "fp8")]
+)
 def test_ranks_go_on_undisturbed_and_come_to_one_verdict(ranks, wrap, gradients, recipe):
     guarded = ranks(2)(_trained, wrap, recipe, True, gradients)
     plain = ranks(2)(_trained, wrap, recipe, False, gradients)
@@ -71,7 +75,9 @@ def test_ranks_go_on_undisturbed_and_come_to_one_verdict(ranks, wrap, gradients,
         assert_same(held, expected)
     events = guarded[0][1]
     assert [each["begun"] for each in events] == [3, 6] and guarded[1][1] == events
-    seen = 0 if recipe == "int4-hq-lss" else 4  # gradients of weights that grow into learned steps are not compared
+    seen = (
+        0 if recipe == "int4-hq-lss" else 4
+    )  # gradients of weights that grow into learned steps are not compared
     for each in events:
         assert each["difference"] != 0 and each["same"] != 0 and each["weights"] == seen
         assert not seen or 0.5 < each["slopes"][0] <= each["slopes"][1] < 2

@@ -59,7 +59,9 @@ def fills_once(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> bo
     """The definition: counts how often each element is written."""
     count = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes:
-        if min([0, *offsets, *sizes]) < 0 or any(a + b > c for a, b, c in zip(offsets, sizes, shape, strict=True)):
+        if min([0, *offsets, *sizes]) < 0 or any(
+            a + b > c for a, b, c in zip(offsets, sizes, shape, strict=True)
+        ):
             return False
         count[tuple(slice(a, a + b) for a, b in zip(offsets, sizes, strict=True))] += 1
     return bool((count == 1).all())
@@ -71,8 +73,12 @@ def written(folder: Path, whole: torch.Tensor, boxes: list[tuple[list[int], list
     chunks = {}
     for offsets, sizes in boxes:
         part = torch.zeros([max(0, size) for size in sizes], dtype=whole.dtype)
-        inside = whole[tuple(slice(max(0, a), max(0, a + b)) for a, b in zip(offsets, sizes, strict=True))]
-        chunks[f"w@{','.join(map(str, offsets))}"] = inside.clone() if inside.shape == part.shape else part
+        inside = whole[
+            tuple(slice(max(0, a), max(0, a + b)) for a, b in zip(offsets, sizes, strict=True))
+        ]
+        chunks[f"w@{','.join(map(str, offsets))}"] = (
+            inside.clone() if inside.shape == part.shape else part
+        )
     data = safetensors.torch.save(chunks, metadata={"save": SAVE, "step": "1"})
     entry = {
         "path": ["w"],
@@ -96,7 +102,10 @@ def test_random_chunkings_are_read_whole_or_refused(tmp_path: Path) -> None:
     dice = random.Random(0)
     counts = {True: 0, False: 0}
     for number in range(500):
-        shape = [dice.choice((0, 1, 2, 3, 5, 8)) if dice.random() < 0.9 else 1 for _ in range(dice.randrange(5))]
+        shape = [
+            dice.choice((0, 1, 2, 3, 5, 8)) if dice.random() < 0.9 else 1
+            for _ in range(dice.randrange(5))
+        ]
         whole = torch.arange(1, 1 + math.prod(shape)).reshape(shape).to(dice.choice(DTYPES))
         boxes = random_tiling(dice, shape)
         for _ in range(dice.choice((0, 1, 1, 2, 2))):
@@ -106,14 +115,22 @@ def test_random_chunkings_are_read_whole_or_refused(tmp_path: Path) -> None:
         written(folder, whole, boxes)
         room = {"w": torch.zeros_like(whole)}
         is_whole = fills_once(shape, boxes)
-        has_own_keys = len({tuple(offsets) for offsets, _ in boxes}) == len(boxes)  # an empty chunk may take another's
+        has_own_keys = len({tuple(offsets) for offsets, _ in boxes}) == len(
+            boxes
+        )  # an empty chunk may take another's
         if math.prod(shape) and is_whole and has_own_keys:
             found = storage.read(folder)["w"]
             storage.load(room, folder)
-            assert torch.equal(found.float(), whole.float()) and torch.equal(room["w"].float(), whole.float())
+            assert torch.equal(found.float(), whole.float()) and torch.equal(
+                room["w"].float(), whole.float()
+            )
             storage.verify(folder)
         else:
-            for read in (storage.read, storage.verify, lambda path, room=room: storage.load(room, path)):
+            for read in (
+                storage.read,
+                storage.verify,
+                lambda path, room=room: storage.load(room, path),
+            ):
                 try:
                     read(folder)
                     assert is_whole, (shape, boxes)
@@ -127,7 +144,9 @@ def test_random_chunkings_are_read_whole_or_refused(tmp_path: Path) -> None:
 def test_an_overlap_that_hides_a_gap_is_refused(tmp_path: Path) -> None:
     """Rows 0-1 twice by different offsets, row 3 never: the number of elements is right."""
     written(tmp_path / "c", torch.ones(4, 2), [([0, 0], [2, 2]), ([1, 0], [2, 2])])
-    with raises(CheckpointError, "checkpoint.contents", "the chunks of 'w' do not fill it, or overlap"):
+    with raises(
+        CheckpointError, "checkpoint.contents", "the chunks of 'w' do not fill it, or overlap"
+    ):
         storage.read(tmp_path / "c")
 
 
@@ -152,8 +171,14 @@ def test_a_shard_with_other_chunks_changes_nothing(tmp_path: Path, how: str) -> 
     written(folder, torch.ones(4), [([0], [4])])
     index: dict[str, Any] = json.loads((folder / "index.json").read_bytes())
     index["tensors"]["x"] = {**index["tensors"]["w"], "path": ["x"]}
-    other = {"type": {"x@0": torch.ones(4, dtype=torch.int32)}, "shape": {"x@0": torch.ones(2, 2)}, "missing": {}}[how]
-    data = safetensors.torch.save({"w@0": torch.ones(4), **other, "pad": torch.ones(8)}, metadata={"save": SAVE})
+    other = {
+        "type": {"x@0": torch.ones(4, dtype=torch.int32)},
+        "shape": {"x@0": torch.ones(2, 2)},
+        "missing": {},
+    }[how]
+    data = safetensors.torch.save(
+        {"w@0": torch.ones(4), **other, "pad": torch.ones(8)}, metadata={"save": SAVE}
+    )
     sign(folder, {FILE: data, "index.json": json.dumps(index).encode()})
     state = {"w": torch.zeros(4), "x": torch.zeros(4)}
     with raises(CheckpointError, "checkpoint.chunk-form"):

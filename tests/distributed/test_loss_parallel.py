@@ -43,7 +43,9 @@ def _result(loss: Tensor, count: Tensor, *leaves: Tensor) -> list[Tensor]:
 def _alone(words: int, options: str) -> list[Tensor]:
     hidden, weight, bias, targets = _inputs(words)
     leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
-    return _result(*chunked_cross_entropy(hidden, weight, targets, bias=bias, **OPTIONS[options]), *leaves)
+    return _result(
+        *chunked_cross_entropy(hidden, weight, targets, bias=bias, **OPTIONS[options]), *leaves
+    )
 
 
 def _on_ranks(words: int, options: str, cut: int | None, compiled: bool = False) -> list[Tensor]:
@@ -55,7 +57,11 @@ def _on_ranks(words: int, options: str, cut: int | None, compiled: bool = False)
         nn.Parameter(distribute_tensor(each, mesh, [how]))
         for each, how in ((hidden, lies), (weight, Shard(0)), (bias, Shard(0)))
     ]
-    function = torch.compile(chunked_cross_entropy, backend="aot_eager") if compiled else chunked_cross_entropy
+    function = (
+        torch.compile(chunked_cross_entropy, backend="aot_eager")
+        if compiled
+        else chunked_cross_entropy
+    )
     found = function(leaves[0], leaves[1], targets, bias=leaves[2], **OPTIONS[options])
     return _result(*found, *leaves)
 
@@ -73,7 +79,9 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, words, options, cut)
 
 @pytest.mark.slow
 def test_compiled(ranks):
-    for this, other in zip(ranks(2)(_on_ranks, 40, "plain", None, True)[1], _alone(40, "plain"), strict=True):
+    for this, other in zip(
+        ranks(2)(_on_ranks, 40, "plain", None, True)[1], _alone(40, "plain"), strict=True
+    ):
         torch.testing.assert_close(this, other, rtol=NEAR, atol=NEAR)
 
 
@@ -109,6 +117,9 @@ def _refusals() -> list[str]:
 
 def test_what_does_not_say_how_it_lies_is_refused(ranks):
     for plain, columns, bias in ranks(2)(_refusals):
-        assert "whether ranks have the same tokens is not known" in plain and "from_local(hidden, mesh" in plain
+        assert (
+            "whether ranks have the same tokens is not known" in plain
+            and "from_local(hidden, mesh" in plain
+        )
         assert "Shard(dim=1)" in columns and "ColwiseParallel" in columns
         assert "bias does not lie as weight does" in bias

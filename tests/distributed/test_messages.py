@@ -32,8 +32,13 @@ def given(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_a_message_holds_the_codes_and_scales_of_quantize(columns):
     rows = torch.stack([given(rank, columns) for rank in range(3)])
     message = messages.encode(rows)
-    assert message.dtype == torch.uint8 and message.shape == (3, columns + math.ceil(columns / TILE))
-    assert torch.equal(messages.decode(message, columns), dequantize(quantize(rows, messages.MESSAGE)))
+    assert message.dtype == torch.uint8 and message.shape == (
+        3,
+        columns + math.ceil(columns / TILE),
+    )
+    assert torch.equal(
+        messages.decode(message, columns), dequantize(quantize(rows, messages.MESSAGE))
+    )
 
 
 def test_numbers_that_are_not_finite_and_zeros_and_extremes_stay_what_they_are():
@@ -60,7 +65,9 @@ def test_decoded_numbers_travel_again_without_rounding():
 def _sums(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     link = Link(dist.group.WORLD)
     x = given(link.rank, numel, dtype)
-    return messages.all_reduce(x, link), messages.reduce_scatter(messages.as_rows(x, link.size), link)
+    return messages.all_reduce(x, link), messages.reduce_scatter(
+        messages.as_rows(x, link.size), link
+    )
 
 
 def expected(numel: int, dtype: torch.dtype, ranks: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +94,11 @@ def test_sums_are_those_of_the_decoded_messages_in_rank_order(ranks, world):
 def _alone(x: Tensor) -> list[Tensor | int]:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     link = Link(groups[dist.get_rank()])
-    found = [messages.all_reduce(x, link), messages.reduce_scatter(x.reshape(1, -1), link), link.bytes_sent.total()]
+    found = [
+        messages.all_reduce(x, link),
+        messages.reduce_scatter(x.reshape(1, -1), link),
+        link.bytes_sent.total(),
+    ]
     for group in groups:
         dist.destroy_process_group(group)
     return found
@@ -132,7 +143,9 @@ class Traffic(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         if func.namespace == "c10d" and name in OF_MESSAGE:
             message = args[OF_MESSAGE[name]]
-            self.nbytes += sum(x.nbytes for x in message) if isinstance(message, list) else message.nbytes
+            self.nbytes += (
+                sum(x.nbytes for x in message) if isinstance(message, list) else message.nbytes
+            )
         return func(*args, **(kwargs or {}))
 
 

@@ -29,9 +29,13 @@ from tests.raising import raises
 STEPS = 2
 
 
-def build(rule: str, options: dict[str, Any], dtype: torch.dtype, mesh: DeviceMesh | None) -> tuple[nn.Module, Any]:
+def build(
+    rule: str, options: dict[str, Any], dtype: torch.dtype, mesh: DeviceMesh | None
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(300, 65), nn.ReLU(), nn.Linear(65, 64, bias=False), nn.LayerNorm(64)).to(dtype)
+    model = nn.Sequential(
+        nn.Linear(300, 65), nn.ReLU(), nn.Linear(65, 64, bias=False), nn.LayerNorm(64)
+    ).to(dtype)
     if mesh is not None:
         fully_shard(model, mesh=mesh)
     return model, OPTIMIZERS[rule](model, lr=1e-2, weight_decay=0.1, **options)
@@ -41,7 +45,11 @@ def step(model: nn.Module, optimizer: Any, first: int = 0, last: int = STEPS) ->
     for number in range(first, last):
         for name, parameter in model.named_parameters():
             g = gradient(name, parameter.shape, number, parameter.dtype)
-            on = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else (None, ())
+            on = (
+                (parameter.device_mesh, parameter.placements)
+                if isinstance(parameter, DTensor)
+                else (None, ())
+            )
             parameter.grad = placed(g, *on)
         optimizer.step()
 
@@ -99,7 +107,9 @@ def test_torchs_checkpoints_reshard_states(ranks, call, tmp_path):
     """2 ranks -> 1 -> 3 (uneven) -> 2: the numbers of a run that was not interrupted."""
     ranks(2)(begin, str(tmp_path / "0"), call)
     for place, world in enumerate((1, 3, 2)):
-        ranks(world)(go_on, str(tmp_path / str(place)), str(tmp_path / str(place + 1)), call, STEPS + place)
+        ranks(world)(
+            go_on, str(tmp_path / str(place)), str(tmp_path / str(place + 1)), call, STEPS + place
+        )
 
 
 def one_process(rank_zero_folder: str, call: tuple[Any, ...]) -> None:
@@ -119,7 +129,9 @@ def one_process(rank_zero_folder: str, call: tuple[Any, ...]) -> None:
     again.load_state_dict(ng.optim.full_state_dict(optimizer))
     assert_same(again.state_dict()["state"], single[1].state_dict()["state"])
     sharded = optimizer.state_dict()
-    with pytest.raises(CheckpointError, match="the saved state is sharded, the parameter here is whole"):
+    with pytest.raises(
+        CheckpointError, match="the saved state is sharded, the parameter here is whole"
+    ):
         again.load_state_dict(sharded)
     optimizer.load_state_dict(sharded)
     kept = ng.optim.full_state_dict(optimizer, rank=1)["state"]
@@ -188,7 +200,9 @@ def clipped(world: int, scale: float) -> list[float]:
         parameter = nn.Parameter(placed(torch.zeros_like(g), *on))
         parameter.grad = placed(g.clone(), *on)
         if name == "sum":
-            parameter = nn.Parameter(distribute_tensor(torch.zeros_like(g), mesh, [Replicate(), Replicate()]))
+            parameter = nn.Parameter(
+                distribute_tensor(torch.zeros_like(g), mesh, [Replicate(), Replicate()])
+            )
             parameter.grad = DTensor.from_local(g / 2, mesh, [Partial(), Replicate()])
         made.append(parameter)
     norm = clip_gradients(made, 1.0)
@@ -200,8 +214,12 @@ def clipped(world: int, scale: float) -> list[float]:
     assert_same(clip_gradients(plain, None, wide=True), norm)
     factor = min(1.0, 1.0 / float(truth))
     for parameter, (name, g) in zip(made, full.items(), strict=True):
-        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        torch.testing.assert_close(found.double(), g.double() * factor, rtol=2.0**-21, atol=0, msg=name)
+        found = (
+            parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        )
+        torch.testing.assert_close(
+            found.double(), g.double() * factor, rtol=2.0**-21, atol=0, msg=name
+        )
     return [float(norm)]
 
 
@@ -243,14 +261,21 @@ def zero_steps(calls: list[tuple[Any, ...]]) -> None:
         for own, other in zip(model.parameters(), single[0].parameters(), strict=True):
             assert_same(own.detach(), other.detach(), at=f"{rule}, {options}")
         if dist.get_rank() == 0:
-            assert_same(optimizer.state_dict()["state"], single[1].state_dict()["state"], at=f"{rule}, {options}")
+            assert_same(
+                optimizer.state_dict()["state"],
+                single[1].state_dict()["state"],
+                at=f"{rule}, {options}",
+            )
         assert ng.optim.state_bytes(optimizer).total < ng.optim.state_bytes(single[1]).total
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_zero_has_the_numbers_of_one_process(ranks, world):
     calls = [(rule, {"states": states}, FP32) for rule in OPTIMIZERS for states in STATES]
-    calls += [("adamw", {"states": "8bit", "master": master}, BF16) for master in ("fp32", "fp16-scaled", "stochastic")]
+    calls += [
+        ("adamw", {"states": "8bit", "master": master}, BF16)
+        for master in ("fp32", "fp16-scaled", "stochastic")
+    ]
     ranks(world)(zero_steps, calls)
 
 
@@ -296,7 +321,8 @@ def zero_resumed(options: dict[str, Any]) -> None:
         assert_same(own.detach(), other.detach())
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].float().fill_(math.nan)
     with pytest.raises(
-        CheckpointError, match=r"the saved state has another form|rank \d refused its part of the saved state"
+        CheckpointError,
+        match=r"the saved state has another form|rank \d refused its part of the saved state",
     ):
         fresh.load_state_dict(saved)
 
@@ -359,12 +385,16 @@ def test_the_balance_is_that_of_the_run(ranks):
 
 def zero_refused() -> None:
     model = build("adamw", {}, FP32, None)[0]
-    with pytest.raises(ConfigError, match=r"zero: parameters have no names.*model\.named_parameters"):
+    with pytest.raises(
+        ConfigError, match=r"zero: parameters have no names.*model\.named_parameters"
+    ):
         ng.optim.zero([{"params": list(model.parameters())}])
     with pytest.raises(ConfigError, match="is none of narrowgauge"):
         ng.optim.zero(model, torch.optim.AdamW)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ConfigError, match=r"zero: 0\.weight is a DTensor, whose states are sharded already"):
+    with pytest.raises(
+        ConfigError, match=r"zero: 0\.weight is a DTensor, whose states are sharded already"
+    ):
         ng.optim.zero(model)
 
 

@@ -36,13 +36,20 @@ MASTERS = ("fp32", "bf16-remainder", "fp16-scaled", "stochastic")
 
 def weights(dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {name: (torch.randn(shape, generator=generator) * 0.02).to(dtype) for name, shape in SHAPES.items()}
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradient(name: str, shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
     """Nine decades, a row of zeros, and columns that only decay."""
     generator = torch.Generator().manual_seed(100 * step + len(name))
-    g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+    g = (
+        torch.randn(shape, generator=generator)
+        * torch.exp(3 * torch.randn(shape, generator=generator))
+        * 1e-3
+    )
     if g.ndim > 1:
         g[0], g[..., 40:60] = 0.0, g[..., 40:60] * (step == 0)
     return g.to(dtype)
@@ -53,20 +60,33 @@ def placed(x: Tensor, mesh: DeviceMesh | None, placements: list[Any]) -> Tensor:
 
 
 def trained(
-    rule: str, options: dict[str, Any], dtype: torch.dtype, mesh: DeviceMesh | None = None, placements: Any = ()
+    rule: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+    placements: Any = (),
 ) -> tuple[dict[str, nn.Parameter], Any]:
     """placements: of tensors of two axes or more; vectors are cut as their first axis is, or whole."""
 
     def fitting(shape: torch.Size) -> list[Any]:
-        return [Replicate() if isinstance(each, Shard) and each.dim >= len(shape) else each for each in placements]
+        return [
+            Replicate() if isinstance(each, Shard) and each.dim >= len(shape) else each
+            for each in placements
+        ]
 
-    parameters = {name: nn.Parameter(placed(x, mesh, fitting(x.shape))) for name, x in weights(dtype).items()}
+    parameters = {
+        name: nn.Parameter(placed(x, mesh, fitting(x.shape))) for name, x in weights(dtype).items()
+    }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of tiles that shards cut, where a test has them
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # of tiles that shards cut, where a test has them
         optimizer = OPTIMIZERS[rule](list(parameters.items()), lr=1e-2, weight_decay=0.1, **options)
     for step in range(STEPS):
         for name, parameter in parameters.items():
-            parameter.grad = placed(gradient(name, parameter.shape, step, dtype), mesh, fitting(parameter.shape))
+            parameter.grad = placed(
+                gradient(name, parameter.shape, step, dtype), mesh, fitting(parameter.shape)
+            )
         optimizer.step()
     return parameters, optimizer
 
@@ -74,14 +94,23 @@ def trained(
 def whole(parameters: dict[str, nn.Parameter], optimizer: Any) -> tuple[Any, Any]:
     """Weights and states by name and place; a step in backward makes states in the order of the gradients."""
     states = ng.optim.full_state_dict(optimizer)["state"]
-    return {name: shards.gathered(each.detach()) for name, each in parameters.items()}, dict(sorted(states.items()))
+    return {name: shards.gathered(each.detach()) for name, each in parameters.items()}, dict(
+        sorted(states.items())
+    )
 
 
 def compare(
-    rule: str, options: dict[str, Any], dtype: torch.dtype, sizes: tuple[int, ...], placements: list[Any]
+    rule: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    placements: list[Any],
 ) -> None:
     mesh = init_device_mesh("cpu", sizes)
-    assert_same(whole(*trained(rule, options, dtype, mesh, placements)), whole(*trained(rule, options, dtype)))
+    assert_same(
+        whole(*trained(rule, options, dtype, mesh, placements)),
+        whole(*trained(rule, options, dtype)),
+    )
 
 
 def compare_all(calls: list[tuple[Any, ...]]) -> None:
@@ -97,7 +126,9 @@ ROWS, COLUMNS = [Shard(0)], [Shard(1)]
 BF16, FP32 = torch.bfloat16, torch.float32
 STATES_OF_RULES = [(rule, {"states": states}, FP32) for rule in OPTIMIZERS for states in STATES]
 WITH_MASTERS = [
-    ("adamw", {"states": states, "master": master}, BF16) for states in ("fp32", "8bit") for master in MASTERS
+    ("adamw", {"states": states, "master": master}, BF16)
+    for states in ("fp32", "8bit")
+    for master in MASTERS
 ]
 # Every rule, state and master.
 QUICK = [*STATES_OF_RULES[:5], STATES_OF_RULES[6], STATES_OF_RULES[12], *WITH_MASTERS[4:]]
@@ -114,7 +145,9 @@ OTHERS = [each for each in STATES_OF_RULES + WITH_MASTERS if each not in QUICK]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("calls", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["every one", "pairs"])
+@pytest.mark.parametrize(
+    "calls", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["every one", "pairs"]
+)
 def test_rows_have_the_numbers_of_one_process(ranks, world, calls):
     """What FSDP2 makes: uneven and empty shards, every rule, state and master."""
     ranks(world)(compare_all, [(*each, (world,), ROWS) for each in calls])
@@ -131,7 +164,12 @@ def compare_columns(calls: list[tuple[Any, ...]]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for rule, options, dtype in calls:
         sharded, one = trained(rule, options, dtype, mesh, COLUMNS), trained(rule, options, dtype)
-        assert {name for name in SHAPES if shards.fits(sharded[0][name], 256)} == {"few", "norm", "even", "short"}
+        assert {name for name in SHAPES if shards.fits(sharded[0][name], 256)} == {
+            "few",
+            "norm",
+            "even",
+            "short",
+        }
         found, expected = whole(*sharded), whole(*one)
         for place, name in enumerate(SHAPES):
             if shards.fits(sharded[0][name], named(options["states"]).tile):
@@ -139,7 +177,9 @@ def compare_columns(calls: list[tuple[Any, ...]]) -> None:
                 assert_same(found[0][name], expected[0][name], at=at)
                 assert_same(found[1][place], expected[1][place], at=at)
             elif rule == "adamw":
-                assert options["states"] == "fp32" or found[1][place]["exp_avg"].dtype == torch.float32
+                assert (
+                    options["states"] == "fp32" or found[1][place]["exp_avg"].dtype == torch.float32
+                )
 
 
 def test_columns_have_the_numbers_of_one_process(ranks):
@@ -149,21 +189,34 @@ def test_columns_have_the_numbers_of_one_process(ranks):
 
 @pytest.mark.parametrize(
     "placements",
-    [[Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Replicate()]],
+    [
+        [Replicate(), Shard(0)],
+        [Shard(0), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Replicate(), Replicate()],
+    ],
     ids=["HSDP", "rows twice", "rows and columns", "whole"],
 )
 def test_two_axes_of_a_mesh_have_them(ranks, placements):
-    calls = [("adamw", {"states": "8bit"}, FP32), ("sgd", {"states": "fp8-lm", "master": "stochastic"}, BF16)]
+    calls = [
+        ("adamw", {"states": "8bit"}, FP32),
+        ("sgd", {"states": "fp8-lm", "master": "stochastic"}, BF16),
+    ]
     if placements[1] == Shard(1):
         ranks(4)(compare_even, calls, (2, 2), placements)
     else:
         ranks(4)(compare_all, [(*each, (2, 2), placements) for each in calls])
 
 
-def compare_even(calls: list[tuple[Any, ...]], sizes: tuple[int, ...], placements: list[Any]) -> None:
+def compare_even(
+    calls: list[tuple[Any, ...]], sizes: tuple[int, ...], placements: list[Any]
+) -> None:
     mesh = init_device_mesh("cpu", sizes)
     for rule, options, dtype in calls:
-        sharded, one = whole(*trained(rule, options, dtype, mesh, placements)), whole(*trained(rule, options, dtype))
+        sharded, one = (
+            whole(*trained(rule, options, dtype, mesh, placements)),
+            whole(*trained(rule, options, dtype)),
+        )
         place = list(SHAPES).index("even")
         assert_same(sharded[0]["even"], one[0]["even"])
         assert_same(sharded[1][place], one[1][place])
@@ -172,7 +225,11 @@ def compare_even(calls: list[tuple[Any, ...]], sizes: tuple[int, ...], placement
 def strided(world: int) -> None:
     """FSDP2 over tensor parallelism: rows cut by the latter first."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     models = []
@@ -181,7 +238,11 @@ def strided(world: int) -> None:
         model = nn.Sequential(nn.Linear(24, 512, bias=False), nn.ReLU(), nn.Linear(512, 40))
         model.append(nn.Linear(40, 512))
         if is_sharded:
-            plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel(output_layouts=Replicate())}
+            plan = {
+                "0": ColwiseParallel(),
+                "2": RowwiseParallel(),
+                "3": ColwiseParallel(output_layouts=Replicate()),
+            }
             parallelize_module(model, mesh["tp"], plan)
             fully_shard(model, mesh=mesh["dp"])
         optimizer = ng.optim.AdamW(model, lr=1e-2, states="fp8", seed=4)
@@ -189,7 +250,8 @@ def strided(world: int) -> None:
             for name, parameter in model.named_parameters():
                 g = gradient(name, parameter.shape, step, FP32)
                 parameter.grad = placed(
-                    g, *((parameter.device_mesh, parameter.placements) if is_sharded else (None, ()))
+                    g,
+                    *((parameter.device_mesh, parameter.placements) if is_sharded else (None, ())),
                 )
             optimizer.step()
         models.append((dict(model.named_parameters()), optimizer))
@@ -208,7 +270,9 @@ def fsdp(options: dict[str, Any], in_backward: bool) -> None:
     found = []
     for is_sharded in (True, False):
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(64, 129), nn.ReLU(), nn.Linear(129, 65), nn.LayerNorm(65)).to(BF16)
+        model = nn.Sequential(
+            nn.Linear(64, 129), nn.ReLU(), nn.Linear(129, 65), nn.LayerNorm(65)
+        ).to(BF16)
         if is_sharded:
             for layer in model:
                 if list(layer.parameters()):
@@ -245,7 +309,9 @@ def fsdp_in_fp8(clips: str) -> None:
     found = []
     for is_sharded in (True, False):
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(64, 129), nn.ReLU(), nn.Linear(129, 65), nn.LayerNorm(65)).to(BF16)
+        model = nn.Sequential(
+            nn.Linear(64, 129), nn.ReLU(), nn.Linear(129, 65), nn.LayerNorm(65)
+        ).to(BF16)
         if is_sharded:
             fully_shard(model)
         optimizer = ng.optim.AdamW(model, lr=1e-2, states="8bit/fp16", master="stochastic")
@@ -258,7 +324,9 @@ def fsdp_in_fp8(clips: str) -> None:
 
             def closure(step: int = step) -> None:
                 for turn in range(2):
-                    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + turn)).to(BF16)
+                    x = torch.randn(
+                        16, 64, generator=torch.Generator().manual_seed(2 * step + turn)
+                    ).to(BF16)
                     model(x).float().square().sum().backward()  # noqa: B023
 
             if clips != "two-pass":
@@ -300,12 +368,19 @@ def test_noise_goes_by_names_without_those_of_wrappers():
 
     found = stepped(parameters(["a.one", "a.two"]))
     again = stepped(parameters(["a.two", "a.one"]))
-    wrapped = stepped(parameters(["module.a._orig_mod.one", "a._fsdp_wrapped_module._checkpoint_wrapped_module.two"]))
+    wrapped = stepped(
+        parameters(
+            ["module.a._orig_mod.one", "a._fsdp_wrapped_module._checkpoint_wrapped_module.two"]
+        )
+    )
     assert_same(again["a.one"], found["a.one"])
     assert_same(list(wrapped.values()), list(found.values()))
     assert not torch.equal(found["a.one"], stepped(parameters(["b.one"]))["b.one"])
     unnamed = [nn.Parameter(parameter.detach().clone()) for _, parameter in parameters(["x", "y"])]
-    assert [number for *_, number in ng.optim.AdamW(unnamed, master="stochastic")._numbered()] == [0, 1]
+    assert [number for *_, number in ng.optim.AdamW(unnamed, master="stochastic")._numbered()] == [
+        0,
+        1,
+    ]
 
 
 # --- what is refused and told ------------------------------------------------------------------------------------------------------
@@ -315,7 +390,8 @@ def refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     partial = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
     with pytest.raises(
-        ConfigError, match=r"placements \(P\(?sum\)?\) hold sums that are not added up yet, .* Redistribute it"
+        ConfigError,
+        match=r"placements \(P\(?sum\)?\) hold sums that are not added up yet, .* Redistribute it",
     ):
         ng.optim.AdamW([partial])
     rule = rules.Rule(
@@ -388,9 +464,13 @@ def counted() -> tuple[int, int, int]:
     from torch.distributed.tensor.debug import CommDebugMode
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    parameters, optimizer = trained("adamw", {"states": "8bit"}, FP32, mesh, [Replicate(), Shard(0)])
+    parameters, optimizer = trained(
+        "adamw", {"states": "8bit"}, FP32, mesh, [Replicate(), Shard(0)]
+    )
     for name, parameter in parameters.items():
-        parameter.grad = distribute_tensor(gradient(name, parameter.shape, 9, FP32), mesh, parameter.placements)
+        parameter.grad = distribute_tensor(
+            gradient(name, parameter.shape, 9, FP32), mesh, parameter.placements
+        )
     calls = []
     for work in (
         optimizer.step,
@@ -435,7 +515,9 @@ def sequence_parallel() -> list[float]:
     losses = []
     for is_sharded in (True, False):
         torch.manual_seed(3)
-        model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64), nn.LayerNorm(64))
+        model = nn.Sequential(
+            nn.LayerNorm(64), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64), nn.LayerNorm(64)
+        )
         if is_sharded:
             plan = {
                 "0": SequenceParallel(), "4": SequenceParallel(use_local_output=True),
@@ -444,7 +526,12 @@ def sequence_parallel() -> list[float]:
             parallelize_module(
                 model,
                 mesh["tp"],
-                {"": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)), **plan},
+                {
+                    "": PrepareModuleInput(
+                        input_layouts=Replicate(), desired_input_layouts=Shard(1)
+                    ),
+                    **plan,
+                },
             )
             fully_shard(model, mesh=mesh["dp"])
         optimizer = ng.optim.AdamW(model, lr=3e-3, states="8bit")
@@ -466,4 +553,6 @@ def test_a_loop_of_fsdp_tensor_and_sequence_parallelism_trains(ranks):
     """Bounded: sums over four ranks are of another order, 1e-4 of the loss and of the norm of its gradient after four steps."""
     found = ranks(4)(sequence_parallel)
     assert all(each == found[0] for each in found)
-    torch.testing.assert_close(torch.tensor(found[0][:8]), torch.tensor(found[0][8:]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(found[0][:8]), torch.tensor(found[0][8:]), rtol=1e-4, atol=0
+    )

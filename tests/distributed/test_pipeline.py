@@ -47,14 +47,20 @@ class Checkpointed(nn.Module):
 
 @pytest.fixture(autouse=True)
 def torch_can_split(request):
-    if OLDEST and hasattr(request.node, "callspec") and request.node.callspec.params.get("schedule") in SPLIT:
+    if (
+        OLDEST
+        and hasattr(request.node, "callspec")
+        and request.node.callspec.params.get("schedule") in SPLIT
+    ):
         pytest.skip(NO_SPLIT)
 
 
 def _model(recipe, checkpoints=False):
     model = build(recipe, BLOCKS)
     if checkpoints:
-        model = nn.Sequential(OrderedDict((name, Checkpointed(each)) for name, each in model.named_children()))
+        model = nn.Sequential(
+            OrderedDict((name, Checkpointed(each)) for name, each in model.named_children())
+        )
     return model
 
 
@@ -78,7 +84,9 @@ def _alone(name, between=(), **options):
     for number, block in enumerate(model):
         if number in between:
             block.register_forward_pre_hook(
-                lambda _, args: (DecodeMessage.apply(EncodeMessage.apply(args[0]), lambda sent: None),)
+                lambda _, args: (
+                    DecodeMessage.apply(EncodeMessage.apply(args[0]), lambda sent: None),
+                )
             )
     return run_alone(model, STEPS, MICRO_BATCHES)
 
@@ -89,7 +97,10 @@ def _assert_same(found, name, truth):
     ranks = [each[name] for each in found]
     assert next(each[0] for each in ranks if each[0]) == losses, name
     pairs = [({k: v for each in ranks for k, v in each[1].items()}, whole)]
-    pairs += [({k: v for each in ranks for k, v in each[2][step].items()}, gradients[step]) for step in range(STEPS)]
+    pairs += [
+        ({k: v for each in ranks for k, v in each[2][step].items()}, gradients[step])
+        for step in range(STEPS)
+    ]
     for there, here in pairs:
         assert there.keys() == here.keys(), name
         assert [key for key in here if not torch.equal(here[key], there[key])] == [], name
@@ -195,16 +206,22 @@ def _several(activations):
     rank = dist.get_rank()
     torch.manual_seed(3)
     modules = [Several(96), Several(96)]
-    stage = ng.distribute(PipelineStage(modules[rank], rank, 2, torch.device("cpu")), activations=activations)
+    stage = ng.distribute(
+        PipelineStage(modules[rank], rank, 2, torch.device("cpu")), activations=activations
+    )
     engine = Schedule1F1B(stage, 2, loss_fn=lambda y, target: (y - target).square().sum())
     x, losses = torch.randn(8, 96), []
     engine.step(
-        *([x] if rank == 0 else []), target=torch.zeros(8, 96) if rank else None, losses=losses if rank else None
+        *([x] if rank == 0 else []),
+        target=torch.zeros(8, 96) if rank else None,
+        losses=losses if rank else None,
     )
     return [each.item() for each in losses], [p.grad for p in modules[rank].parameters()]
 
 
-@pytest.mark.skipif(OLDEST, reason="torch 2.11 wants gradients of whole numbers that a stage receives")
+@pytest.mark.skipif(
+    OLDEST, reason="torch 2.11 wants gradients of whole numbers that a stage receives"
+)
 def test_several_tensors_of_any_kind(ranks):
     (_, first), (losses, second) = ranks(2)(_several, "fp8")
     (_, exact), (truth, _) = ranks(2)(_several, "16bit")
@@ -232,7 +249,8 @@ def _products(schedule):
 @pytest.mark.skipif(OLDEST, reason=NO_SPLIT)
 def test_a_backward_pass_in_two_halves_computes_each_product_once(ranks):
     for whole, split in zip(
-        *(ranks(2)(_products, each) for each in ("Interleaved1F1B", "InterleavedZeroBubble")), strict=True
+        *(ranks(2)(_products, each) for each in ("Interleaved1F1B", "InterleavedZeroBubble")),
+        strict=True,
     ):
         assert split == whole and min(split.values()) > 0
 
@@ -264,12 +282,17 @@ def _with_data_parallelism(recipe, activations):
 def test_pipelines_of_two_replicas(ranks, recipe, activations):
     """The sums of gradients are in another order: the losses of the first step are equal, its gradients to 1e-7 of the model's."""
     found = ranks(4)(_with_data_parallelism, recipe, activations)
-    losses, _, gradients = _alone(recipe, between=BOUNDARIES["Interleaved1F1B"] if activations == "fp8" else ())
+    losses, _, gradients = _alone(
+        recipe, between=BOUNDARIES["Interleaved1F1B"] if activations == "fp8" else ()
+    )
     per_rank = MICRO_BATCHES // 2
     for number, (own, _, sharded) in found:
         assert not own or own[:per_rank] == losses[number:MICRO_BATCHES:2]
         assert sharded[0].keys() <= gradients[0].keys()
-    states = [{k: v for at, each in found if at == number for k, v in each[1].items()} for number in range(2)]
+    states = [
+        {k: v for at, each in found if at == number for k, v in each[1].items()}
+        for number in range(2)
+    ]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
@@ -290,10 +313,14 @@ def _with_ddp(recipe):
         module.register_comm_hook(None, total)
         return module
 
-    stages = stages_of("1F1B", partial(_model, recipe), mesh["stages"].get_group(), wrap, message_like)
+    stages = stages_of(
+        "1F1B", partial(_model, recipe), mesh["stages"].get_group(), wrap, message_like
+    )
     ng.distribute(stages, activations="fp8")
     number = dist.get_rank(replicas)
-    return number, run_pipeline(stages, "1F1B", STEPS, range(number, MICRO_BATCHES, 2), MICRO_BATCHES)
+    return number, run_pipeline(
+        stages, "1F1B", STEPS, range(number, MICRO_BATCHES, 2), MICRO_BATCHES
+    )
 
 
 @pytest.mark.slow
@@ -364,7 +391,9 @@ def _warned_of(reshards):
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(module[0], mesh=mesh["shards"], reshard_after_forward=reshards)
     fully_shard(module, mesh=mesh["shards"])
-    stage = PipelineStage(module, dist.get_rank(), 2, torch.device("cpu"), group=mesh["stages"].get_group())
+    stage = PipelineStage(
+        module, dist.get_rank(), 2, torch.device("cpu"), group=mesh["stages"].get_group()
+    )
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         ng.distribute(stage)
@@ -373,7 +402,10 @@ def _warned_of(reshards):
 
 def test_stages_that_reshard_are_named(ranks):
     for rank, words in enumerate(ranks(2)(_warned_of, True)):
-        assert len(words) == 1 and f"stage {rank} reshards the weights of '0' after forward" in words[0]
+        assert (
+            len(words) == 1
+            and f"stage {rank} reshards the weights of '0' after forward" in words[0]
+        )
     assert ranks(2)(_warned_of, False) == [[], []]
 
 

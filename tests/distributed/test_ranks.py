@@ -26,7 +26,10 @@ def _fail_on(rank: int) -> None:
 
 def test_ranks_stay_and_talk_to_each_other(ranks):
     first, second = ranks(2)(_sum, 1.0), ranks(2)(_sum, 2.0)
-    assert [value for _, value in first] == [3.0, 3.0] and [value for _, value in second] == [5.0, 5.0]
+    assert [value for _, value in first] == [3.0, 3.0] and [value for _, value in second] == [
+        5.0,
+        5.0,
+    ]
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
 
 

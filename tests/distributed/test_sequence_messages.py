@@ -39,9 +39,12 @@ def _step(model: Llama) -> tuple[Tensor, dict[str, Tensor]]:
     ids, targets = batch(0)
     logits = model(ids)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
     return logits.detach(), {
-        name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in gradients.items()
     }
 
 
@@ -68,7 +71,9 @@ def _gather(recipe: str, tokens: int) -> tuple[Tensor, Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = torch.randn(2, tokens, 96, generator=torch.Generator().manual_seed(0))
     layer = ng.convert(nn.Sequential(nn.Linear(96, 64)), recipe)[0]
-    found = sequence_messages.gather(distribute_tensor(x, mesh, [Shard(1)]), 1, "x", [layer], Counter())
+    found = sequence_messages.gather(
+        distribute_tensor(x, mesh, [Shard(1)]), 1, "x", [layer], Counter()
+    )
     assert found.placements == (Replicate(),)
     return found.to_local(), x
 
@@ -113,7 +118,8 @@ def _bytes_of_a_step(recipe: str) -> tuple[Counter[str], int]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "most"), [("fp8-row", 1.04), ("fp8-current", 1.001), ("mxfp8", 1.04), ("nvfp4", 1.01)]
+    ("recipe", "most"),
+    [("fp8-row", 1.04), ("fp8-current", 1.001), ("mxfp8", 1.04), ("nvfp4", 1.01)],
 )
 def test_a_number_takes_a_byte(ranks, recipe, most):
     """Each block gathers x twice and gy twice, and scatters y twice and the gradient of x twice."""
@@ -126,7 +132,9 @@ def _sum(tokens: int, poisoned: bool) -> tuple[Tensor, Tensor]:
     """(the two-step sum, that of float64), both of all tokens."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-    part = torch.randn(2, tokens, 256, generator=torch.Generator().manual_seed(rank)) * 2.0 ** (3 * rank)
+    part = torch.randn(2, tokens, 256, generator=torch.Generator().manual_seed(rank)) * 2.0 ** (
+        3 * rank
+    )
     if poisoned and rank == 1:
         part[1, 0, 5] = torch.inf
     exact = part.to(torch.float64)
@@ -180,7 +188,9 @@ def test_activation_checkpointing_changes_nothing(ranks, recipe):
 
 def _compiled(model: Llama, fullgraph: bool) -> Tensor:
     torch._dynamo.reset()
-    return torch.compile(model.layers[0], backend="eager", fullgraph=fullgraph)(torch.randn(1, TOKENS, WIDTH))
+    return torch.compile(model.layers[0], backend="eager", fullgraph=fullgraph)(
+        torch.randn(1, TOKENS, WIDTH)
+    )
 
 
 def _refusals() -> list[str]:
@@ -199,7 +209,10 @@ def _refusals() -> list[str]:
 
 def test_what_cannot_be_done_is_said(ranks):
     for none, format, *compiled in ranks(2)(_refusals):
-        assert none.startswith(ConfigError.__name__) and "no module was parallelised by GatherInput" in none
+        assert (
+            none.startswith(ConfigError.__name__)
+            and "no module was parallelised by GatherInput" in none
+        )
         assert "it must be one of fp8, 16bit" in format
         assert len(compiled) == 2 and all("eager mode alone" in words for words in compiled)
 
@@ -217,7 +230,10 @@ def test_sixteen_bits_are_torchs_own(ranks):
 
 
 def test_words_say_how_an_input_travels():
-    for recipe, begins, ends in (("mxfp8", "e4m3 1x32", "e8m0-ceil"), ("nvfp4", "e4m3 1x128", "or two scales")):
+    for recipe, begins, ends in (
+        ("mxfp8", "e4m3 1x32", "e8m0-ceil"),
+        ("nvfp4", "e4m3 1x128", "or two scales"),
+    ):
         layer = ng.convert(nn.Sequential(nn.Linear(64, 64)), {"0": ng.recipes.get(recipe)})[0]
         words = sequence_messages.describe_traffic(layer, "x")
         assert words.startswith(begins) and words.endswith(ends), words

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
@@ -27,18 +34,29 @@ def _step(layer: nn.Module, x: Tensor, gy: Tensor) -> dict[str, Tensor]:
     """y and all gradients, whole."""
     x = x.detach().requires_grad_()
     y = layer(x)
-    y.backward(distribute_tensor(gy, y.device_mesh, [Replicate()]) if isinstance(y, DTensor) else gy)
+    y.backward(
+        distribute_tensor(gy, y.device_mesh, [Replicate()]) if isinstance(y, DTensor) else gy
+    )
     found = {"y": y, "x": x.grad} | {name: each.grad for name, each in layer.named_parameters()}
-    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach() for name, each in found.items()}
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
+        for name, each in found.items()
+    }
 
 
 def _data(n: int = N) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, T // 2, K, generator=generator), torch.randn(2, T // 2, n, generator=generator)
+    return torch.randn(2, T // 2, K, generator=generator), torch.randn(
+        2, T // 2, n, generator=generator
+    )
 
 
 def _distributed(recipe: str, weight: str, x_lies: str, n: int) -> dict[str, Tensor]:
-    mesh, layer, (x, gy) = init_device_mesh("cpu", (dist.get_world_size(),)), _layer(recipe, n), _data(n)
+    mesh, layer, (x, gy) = (
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        _layer(recipe, n),
+        _data(n),
+    )
     bias = [Shard(0)] if weight == "columns" else [Replicate()]
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, LAYOUTS[weight]))
     layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, bias))
@@ -85,7 +103,9 @@ def _styled(recipe: str, converts_first: bool) -> list[str]:
             wrong.append(f"{name} is a {type(tensor).__name__}")
     model(torch.randn(4, K)).sum().backward()
     ng.advance(model)
-    wrong += [f"{name} has no gradient" for name, each in model.named_parameters() if each.grad is None]
+    wrong += [
+        f"{name} has no gradient" for name, each in model.named_parameters() if each.grad is None
+    ]
     return wrong
 
 
@@ -127,7 +147,11 @@ def test_gradients_of_learned_steps_are_of_the_whole_tensors(ranks, weight):
     mean, deviation = _gradients_of_steps(None)
     first, second = ranks(2)(_gradients_of_steps, weight)
     assert torch.equal(first[0], second[0])
-    assert ((first[0] - mean).abs() <= 5 * (deviation**2 + first[1] ** 2).sqrt()).all(), (first, mean, deviation)
+    assert ((first[0] - mean).abs() <= 5 * (deviation**2 + first[1] ** 2).sqrt()).all(), (
+        first,
+        mean,
+        deviation,
+    )
 
 
 def _casts_of_x(local: bool) -> int:
@@ -153,15 +177,27 @@ def test_column_wise_layers_share_the_casts_of_their_input(ranks, local):
 
 
 def _refusals() -> list[str]:
-    mesh, layer, (x, _) = init_device_mesh("cpu", (dist.get_world_size(),)), _layer("fp8-row"), _data()
+    mesh, layer, (x, _) = (
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        _layer("fp8-row"),
+        _data(),
+    )
     words = []
     there = distribute_tensor(x, mesh, [Replicate()])
     sharded = _layer("fp8-row")
     sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
     partial = _layer("fp8-row")
-    partial.weight = nn.Parameter(DTensor.from_local(partial.weight.detach(), mesh, [Partial()], run_check=False))
+    partial.weight = nn.Parameter(
+        DTensor.from_local(partial.weight.detach(), mesh, [Partial()], run_check=False)
+    )
     whole = distribute_module(nn.Sequential(_layer("fp8-delayed")), mesh)
-    for refused, given in ((layer, there), (sharded, x), (sharded, there), (partial, there), (whole, there)):
+    for refused, given in (
+        (layer, there),
+        (sharded, x),
+        (sharded, there),
+        (partial, there),
+        (whole, there),
+    ):
         with pytest.raises(ConfigError) as raised:
             refused(given)
         words.append(str(raised.value))
@@ -184,15 +220,22 @@ def _described() -> str:
 
 
 def test_describe_tells_of_cut_tiles(ranks):
-    assert "96 columns on each of 2 ranks: the last tile of 128 is shorter there" in ranks(2)(_described)[0]
+    assert (
+        "96 columns on each of 2 ranks: the last tile of 128 is shorter there"
+        in ranks(2)(_described)[0]
+    )
 
 
 def test_a_layer_alone_lists_itself_and_its_steps():
     layer = _layer("int4-hq-lss")
     assert [name for name, _ in layer.named_modules()] == [""]
-    assert {"weight", "bias", "steps.x", "steps.w"} == {name for name, _ in layer.named_parameters()}
+    assert {"weight", "bias", "steps.x", "steps.w"} == {
+        name for name, _ in layer.named_parameters()
+    }
     inside = nn.Sequential(layer)
-    assert "0.steps" in dict(inside.named_modules()) and "0.steps.x" in dict(inside.named_parameters())
+    assert "0.steps" in dict(inside.named_modules()) and "0.steps.x" in dict(
+        inside.named_parameters()
+    )
 
 
 def _written_behind_casts(recipe: str) -> list[bool]:

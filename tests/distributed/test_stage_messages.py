@@ -28,18 +28,33 @@ CAST = MXFP8.output.lhs  # E4M3, 1 x 32, E8M0
 @pytest.mark.parametrize("leading", [(), (3,), (2, 1), (1, 4, 1)], ids=str)
 def test_every_width_comes_back_from_the_shape_alone(dtype, leading):
     for columns in [*range(200), 4096, 4099]:
-        x = torch.randn(*leading, columns, generator=torch.Generator().manual_seed(columns)).to(dtype)
+        x = torch.randn(*leading, columns, generator=torch.Generator().manual_seed(columns)).to(
+            dtype
+        )
         message = encode(x)
-        assert message.dtype == dtype and columns_of(message) == columns and message.shape[: len(leading)] == leading
+        assert (
+            message.dtype == dtype
+            and columns_of(message) == columns
+            and message.shape[: len(leading)] == leading
+        )
         like = message_like(x.to("meta").requires_grad_())
-        assert like.is_meta and like.requires_grad and like.shape == message.shape and like.stride() == message.stride()
+        assert (
+            like.is_meta
+            and like.requires_grad
+            and like.shape == message.shape
+            and like.stride() == message.stride()
+        )
         assert message.numel() == width(columns, dtype) * x.shape[:-1].numel()
         found = decode(message)
         tiles = columns // 32 * 32
         rows = x.reshape(x.shape[:-1].numel(), columns)[:, :tiles]
-        expected = dequantize(quantize(rows, CAST), torch.float32).to(dtype).reshape(*leading, tiles)
+        expected = (
+            dequantize(quantize(rows, CAST), torch.float32).to(dtype).reshape(*leading, tiles)
+        )
         assert found.shape == x.shape and found.dtype == dtype
-        assert torch.equal(found[..., :tiles], expected) and torch.equal(found[..., tiles:], x[..., tiles:])
+        assert torch.equal(found[..., :tiles], expected) and torch.equal(
+            found[..., tiles:], x[..., tiles:]
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,7 +70,11 @@ def test_what_is_not_finite_poisons_its_tile_and_nothing_saturates_to_infinity(d
     x[2], x[3] = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     found = decode(encode(x))
     assert found[0, :32].isnan().all() and found[0, 32:].isfinite().all()
-    assert found[1, 32:64].isnan().all() and found[1, 99] == float("-inf") and found[1, :32].isfinite().all()
+    assert (
+        found[1, 32:64].isnan().all()
+        and found[1, 99] == float("-inf")
+        and found[1, :32].isfinite().all()
+    )
     assert found[2:].isfinite().all() and (found[2] >= 0.9 * torch.finfo(dtype).max).all()
 
 
@@ -90,7 +109,9 @@ def test_zeros_and_empty_tensors():
 
 
 def test_other_tensors_are_no_messages():
-    others = [torch.zeros(3, dtype=each) for each in (torch.int64, torch.bool, torch.float64, torch.uint8)]
+    others = [
+        torch.zeros(3, dtype=each) for each in (torch.int64, torch.bool, torch.float64, torch.uint8)
+    ]
     assert not any(is_sent_as_codes(each) for each in [*others, torch.tensor(1.0), 3, None])
     assert all(message_like(each) is each for each in others)
     for shape in [(32, 64), (2, 5, 1, 1, 1, 1, 2), (4, 18, 1, 1, 1, 1), (4, 1, 40, 1, 1, 1)]:

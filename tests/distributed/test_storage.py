@@ -15,7 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -46,7 +50,11 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.Size(shape).numel()) * dtype.itemsize
     top = 2 if dtype == torch.bool else 256
-    return torch.randint(0, top, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, top, (count,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def expected(seed: int = 0) -> dict[str, Any]:
@@ -83,7 +91,9 @@ def whole(tree: Any) -> Any:
     """The same with plain tensors: each rank gathers them."""
     if isinstance(tree, DTensor):
         octets = tree.to_local().view(torch.uint8) if tree.dtype.itemsize == 1 else tree.to_local()
-        spread = DTensor.from_local(octets, tree.device_mesh, tree.placements, shape=tree.shape, stride=tree.stride())
+        spread = DTensor.from_local(
+            octets, tree.device_mesh, tree.placements, shape=tree.shape, stride=tree.stride()
+        )
         return spread.full_tensor().view(tree.dtype)
     if isinstance(tree, dict):
         return {key: whole(value) for key, value in tree.items()}
@@ -122,7 +132,9 @@ def blank(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: blank(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(blank(value) if isinstance(value, torch.Tensor) else value for value in tree)
+        return type(tree)(
+            blank(value) if isinstance(value, torch.Tensor) else value for value in tree
+        )
     return "other"
 
 
@@ -166,7 +178,9 @@ def test_two_ranks_one_four_and_two_again_hold_the_same_bits(ranks, tmp_path):
 def save_replicas(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = {name: torch.ones(4, 4) for name in "abc"}
-    storage.save(whole | {name: _spread(torch.ones(4, 4), mesh, [Replicate()]) for name in "def"}, folder)
+    storage.save(
+        whole | {name: _spread(torch.ones(4, 4), mesh, [Replicate()]) for name in "def"}, folder
+    )
 
 
 def test_what_all_ranks_hold_is_stored_once_and_shared_out(ranks, tmp_path):
@@ -196,7 +210,11 @@ def _trained(shape: tuple[int, ...]) -> dict[str, Any]:
         model(torch.ones(3, 6)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "step": 2}
+    return {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "step": 2,
+    }
 
 
 def save_trained(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -273,7 +291,11 @@ def test_each_of_two_hundred_truncations_and_extensions_is_noticed(folder):
     for _ in range(200):
         file = rng.choice(sorted(path.iterdir()))
         data = file.read_bytes()
-        file.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.8 else data + bytes(rng.randrange(1, 9)))
+        file.write_bytes(
+            data[: rng.randrange(len(data))]
+            if rng.random() < 0.8
+            else data + bytes(rng.randrange(1, 9))
+        )
         with pytest.raises(CheckpointError, match=r"Restore the checkpoint\."):
             storage.read(path)
         file.write_bytes(data)
@@ -342,7 +364,9 @@ def _resigned(path: Path, change: Any) -> None:
     (path / "index.json").write_bytes(data)
     body = json.loads((path / "manifest.json").read_bytes())
     listed = {**body["files"], "index.json": manifest.listed(data)}
-    (path / "manifest.json").write_bytes(manifest.Manifest(1, [], {}, listed, body["save"]).signed())
+    (path / "manifest.json").write_bytes(
+        manifest.Manifest(1, [], {}, listed, body["save"]).signed()
+    )
 
 
 CHANGES = {
@@ -371,13 +395,16 @@ def test_an_index_that_lies_is_refused(folder, how):
 
 
 @pytest.mark.parametrize(
-    "name", ["../rank-00001-0.safetensors", "/etc/passwd", "rank-00001-0.bin", "rank-1-0.safetensors"]
+    "name",
+    ["../rank-00001-0.safetensors", "/etc/passwd", "rank-00001-0.bin", "rank-1-0.safetensors"],
 )
 def test_a_manifest_that_leaves_the_folder_is_refused(folder, name):
     path = folder / "step-00000001"
     body = json.loads((path / "manifest.json").read_bytes())
     listed = body["files"] | {name: {"bytes": 1, "sha256": "0" * 64}}
-    (path / "manifest.json").write_bytes(manifest.Manifest(1, [], {}, listed, body["save"]).signed())
+    (path / "manifest.json").write_bytes(
+        manifest.Manifest(1, [], {}, listed, body["save"]).signed()
+    )
     with raises(CheckpointError, "checkpoint.manifest"):
         storage.verify(path)
 
@@ -417,8 +444,14 @@ REFUSED = {
     "two entries of the state are called 'x.y'": ({"x": {"y": 1}, "x.y": 2}, None),
     "'x' has the key 1.5, which is no text or whole number": ({"x": {1.5: 2}}, None),
     "'x' is a torch.sparse_coo tensor": ({"x": torch.eye(3).to_sparse()}, None),
-    "'x' is a torch.strided tensor of torch.complex128": ({"x": torch.zeros(2, dtype=torch.complex128)}, None),
-    "'x' is a torch.strided tensor of torch.float32 on meta": ({"x": torch.zeros(2, device="meta")}, None),
+    "'x' is a torch.strided tensor of torch.complex128": (
+        {"x": torch.zeros(2, dtype=torch.complex128)},
+        None,
+    ),
+    "'x' is a torch.strided tensor of torch.float32 on meta": (
+        {"x": torch.zeros(2, device="meta")},
+        None,
+    ),
 }
 
 
@@ -444,7 +477,9 @@ def _misfit(folder: Path, how: str) -> tuple[str, str]:
         "value": None if rank else torch.ones(4),
         "table": {"y": 1} if rank else 1,
     }.get(how)
-    state = {"x.y": 1} if how == "path" and rank else {"x": {"y": 1}} if how == "path" else {"x": odd}
+    state = (
+        {"x.y": 1} if how == "path" and rank else {"x": {"y": 1}} if how == "path" else {"x": odd}
+    )
     try:
         storage.save(state, folder)
     except CheckpointError as error:
@@ -517,13 +552,17 @@ def _save_refused(folder: Path, where: str, rank: int) -> tuple[str, str]:
                 raise OSError(28, "No space left on device", str(folder))
 
             patch.setattr(
-                *{"manifest": (shards, "Manifest"), "sync": (files, "flush"), "rename": (files, "replace_folder")}[
-                    where
-                ],
+                *{
+                    "manifest": (shards, "Manifest"),
+                    "sync": (files, "flush"),
+                    "rename": (files, "replace_folder"),
+                }[where],
                 refuse,
             )
         try:
-            with _file_limit(64 if where == "limit" and rank == dist.get_rank() else resource.RLIM_INFINITY):
+            with _file_limit(
+                64 if where == "limit" and rank == dist.get_rank() else resource.RLIM_INFINITY
+            ):
                 storage.save(spread_state(expected(9)), folder)
         except StorageError as error:
             return type(error).__name__, str(error)
@@ -531,13 +570,18 @@ def _save_refused(folder: Path, where: str, rank: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("where", "rank"), [("limit", 0), ("limit", 1), ("sync", 0), ("sync", 1), ("manifest", 0), ("rename", 0)]
+    ("where", "rank"),
+    [("limit", 0), ("limit", 1), ("sync", 0), ("sync", 1), ("manifest", 0), ("rename", 0)],
 )
-def test_a_full_disk_of_one_rank_is_one_message_on_all_and_loses_nothing(ranks, folder, where, rank):
+def test_a_full_disk_of_one_rank_is_one_message_on_all_and_loses_nothing(
+    ranks, folder, where, rank
+):
     before = {each.name: each.read_bytes() for each in (folder / "step-00000002").iterdir()}
     first, second = ranks(2)(_save_refused, folder / "step-00000002", where, rank)
     assert first == second and first[0] == "StorageError"
-    assert first[1].startswith(f"rank {rank}: cannot save a checkpoint in {folder / 'step-00000002'}: ")
+    assert first[1].startswith(
+        f"rank {rank}: cannot save a checkpoint in {folder / 'step-00000002'}: "
+    )
     assert first[1].endswith("or choose another folder.")
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
     assert {each.name: each.read_bytes() for each in (folder / "step-00000002").iterdir()} == before
@@ -551,7 +595,9 @@ def _save_elsewhere(folder: Path, told: bool) -> tuple[str, str]:
         if not told and dist.get_rank() == 1:
             patch.setattr(Path, "is_dir", lambda path: False)
         try:
-            storage.save({"x": torch.ones(2)}, folder / (f"disk {dist.get_rank()}" if told else "disk") / "a")
+            storage.save(
+                {"x": torch.ones(2)}, folder / (f"disk {dist.get_rank()}" if told else "disk") / "a"
+            )
         except (CheckpointError, StorageError) as error:
             return type(error).__name__, str(error)
     return "", ""
@@ -560,9 +606,9 @@ def _save_elsewhere(folder: Path, told: bool) -> tuple[str, str]:
 @pytest.mark.parametrize("told", [True, False])
 def test_ranks_with_disks_of_their_own_are_told_so(ranks, tmp_path, told):
     first, second = ranks(2)(_save_elsewhere, tmp_path, told)
-    assert first == second and "hoose a folder on a file system that all ranks share" in first[1].replace(
-        "Use a", "Choose a folder on a"
-    )
+    assert first == second and "hoose a folder on a file system that all ranks share" in first[
+        1
+    ].replace("Use a", "Choose a folder on a")
     assert list(tmp_path.rglob("*.json")) == []
 
 
@@ -586,7 +632,10 @@ def test_a_checkpoint_of_one_process_is_read_on_two_ranks_and_on_none(ranks, tmp
     path = store.save(
         tmp_path,
         4,
-        {"weights": {"a": weight, "tied": weight}, "scaling": {"b": torch.arange(3, dtype=torch.uint8)}},
+        {
+            "weights": {"a": weight, "tied": weight},
+            "scaling": {"b": torch.arange(3, dtype=torch.uint8)},
+        },
         facts,
     )
     wanted = {
@@ -603,12 +652,24 @@ def test_a_checkpoint_of_one_process_is_read_on_two_ranks_and_on_none(ranks, tmp
 def save_stages(folder: Path) -> None:
     """As two stages of a pipeline: each rank has layers of its own."""
     rank = dist.get_rank()
-    storage.save({"model": {f"layer{rank}": torch.full((2,), float(rank))}, "lr": 0.5, f"of rank {rank}": rank}, folder)
+    storage.save(
+        {
+            "model": {f"layer{rank}": torch.full((2,), float(rank))},
+            "lr": 0.5,
+            f"of rank {rank}": rank,
+        },
+        folder,
+    )
 
 
 def test_ranks_may_hold_different_entries(ranks, tmp_path):
     ranks(2)(save_stages, tmp_path / "a")
-    wanted = {"model": {"layer0": torch.zeros(2), "layer1": torch.ones(2)}, "lr": 0.5, "of rank 0": 0, "of rank 1": 1}
+    wanted = {
+        "model": {"layer0": torch.zeros(2), "layer1": torch.ones(2)},
+        "lr": 0.5,
+        "of rank 0": 0,
+        "of rank 1": 1,
+    }
     assert_equal(storage.read(tmp_path / "a"), wanted)
 
 
@@ -636,7 +697,9 @@ def loop_of_ones_own(folder: Path, how: str, start: int) -> list[float]:
     """The example of docs/distributed/checkpoints.md: two steps from `start` on, a checkpoint, two more; losses of a step's two halves."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     torch.manual_seed(0)
-    model: nn.Module = ng.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), "int4-hq-bs")
+    model: nn.Module = ng.convert(
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), "int4-hq-bs"
+    )
     if how == "copies":
         model = DistributedDataParallel(model)
     elif how == "shards":
@@ -646,12 +709,19 @@ def loop_of_ones_own(folder: Path, how: str, start: int) -> list[float]:
 
     def state_of(step: int) -> dict[str, Any]:
         weights, states = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": states, "agreement": distributed_state(model).state_dict(), "step": step}
+        return {
+            "model": weights,
+            "optimizer": states,
+            "agreement": distributed_state(model).state_dict(),
+            "step": step,
+        }
 
     if start:
         state = state_of(0)
         storage.load(state, folder)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         distributed_state(model).load_state_dict(state["agreement"])
         assert state["step"] == start
     losses = []

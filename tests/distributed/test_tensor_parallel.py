@@ -41,7 +41,13 @@ def _train(model: nn.Module, *, pieces: tuple[int, ...] = (0,), of: int = 1, see
         torch.manual_seed(step + 1000 * seed)
         for piece in pieces:
             (loss_of(model, step, piece, of) / len(pieces)).backward()
-        gradients.append({name: _full(each.grad) for name, each in model.named_parameters() if each.grad is not None})
+        gradients.append(
+            {
+                name: _full(each.grad)
+                for name, each in model.named_parameters()
+                if each.grad is not None
+            }
+        )
         optimizer.step()
         optimizer.zero_grad()
         ng.advance(model)
@@ -66,7 +72,9 @@ def _alone(recipe: str, pieces: int, seed: int = 0) -> Run:
         with torch.no_grad():
             for each in model.parameters():
                 each.mul_(1 + 1e-6 * torch.randn(each.shape, generator=generator))
-    return _train(ng.convert(model, {BLOCKS: recipe}), pieces=tuple(range(pieces)), of=pieces, seed=seed)
+    return _train(
+        ng.convert(model, {BLOCKS: recipe}), pieces=tuple(range(pieces)), of=pieces, seed=seed
+    )
 
 
 @cache
@@ -75,9 +83,13 @@ def _limits(recipe: str, pieces: int) -> list[float]:
     return [MOST * max(each) for each in zip(*drifts, strict=True)]
 
 
-def _on_ranks(recipe: str, sequence: bool, converts_first: bool, shards: int = 1, messages: str = "") -> Run:
+def _on_ranks(
+    recipe: str, sequence: bool, converts_first: bool, shards: int = 1, messages: str = ""
+) -> Run:
     """shards: ranks of FSDP2, each of which sees its part of the batch. messages: of our styles, '' of torch's."""
-    mesh = init_device_mesh("cpu", (shards, dist.get_world_size() // shards), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        "cpu", (shards, dist.get_world_size() // shards), mesh_dim_names=("dp", "tp")
+    )
     model = Llama()
     if converts_first:
         ng.convert(model, {BLOCKS: recipe})
@@ -96,7 +108,11 @@ def _assert_near(runs: list[Run], recipe: str, pieces: int = 1, control: str = "
     limits = _limits(control or recipe, pieces)
     for run in runs:
         drift = _drift(run, _alone(recipe, pieces))
-        assert all(each <= limit for each, limit in zip(drift, limits, strict=True)), (recipe, drift, limits)
+        assert all(each <= limit for each, limit in zip(drift, limits, strict=True)), (
+            recipe,
+            drift,
+            limits,
+        )
         for mine, first in zip(run, runs[0], strict=True):
             assert all(torch.equal(mine[name], first[name]) for name in first)
 
@@ -119,20 +135,26 @@ def test_four_ranks_with_fsdp2_are_as_near_to_one_process_as_a_perturbed_one(ran
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("converts_first", [True, False])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
-def test_ranks_are_as_near_to_one_process_as_a_perturbed_one(ranks, recipe, world, converts_first, sequence):
+def test_ranks_are_as_near_to_one_process_as_a_perturbed_one(
+    ranks, recipe, world, converts_first, sequence
+):
     _assert_near(ranks(world)(_on_ranks, recipe, sequence, converts_first), recipe)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes.names())
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
-def test_with_fsdp2_ranks_are_as_near_to_one_process_with_as_many_micro_batches(ranks, recipe, sequence):
+def test_with_fsdp2_ranks_are_as_near_to_one_process_with_as_many_micro_batches(
+    ranks, recipe, sequence
+):
     _assert_near(ranks(4)(_on_ranks, recipe, sequence, True, 2), recipe, pieces=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipes.names())
-@pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 1), (4, 2)], ids=["2 ranks", "4 ranks", "fsdp2 x tp"])
+@pytest.mark.parametrize(
+    ("world", "shards"), [(2, 1), (4, 1), (4, 2)], ids=["2 ranks", "4 ranks", "fsdp2 x tp"]
+)
 def test_with_messages_in_fp8_too(ranks, recipe, world, shards):
     """bf16 and int8 are finer than E4M3, so there the control is of fp8-current."""
     runs = ranks(world)(_on_ranks, recipe, True, True, shards, "fp8")
@@ -147,7 +169,8 @@ def _variants(recipe: str, how: str) -> list[bool]:
         # torch 2.13 cannot compile blocks one by one under SequenceParallel, without recipes either; whole models it can.
         whole = how == "compiled whole"
         model = ng.convert(
-            parallelize(Llama(layers=2), mesh, sequence=how == "checkpointed" or whole), {BLOCKS: recipe}
+            parallelize(Llama(layers=2), mesh, sequence=how == "checkpointed" or whole),
+            {BLOCKS: recipe},
         )
         if variant == "checkpointed":
             ng.memory.checkpoint(model, "full")
@@ -156,7 +179,11 @@ def _variants(recipe: str, how: str) -> list[bool]:
                 each.compile(backend="aot_eager", fullgraph=True)
         runs.append(_train(ng.distribute(model)))
     plain, other = runs
-    return [torch.equal(plain[step][name], other[step][name]) for step in range(STEPS) for name in plain[step]]
+    return [
+        torch.equal(plain[step][name], other[step][name])
+        for step in range(STEPS)
+        for name in plain[step]
+    ]
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int8", "int4-hq-bs"])

@@ -137,7 +137,9 @@ class Ragged(nn.Sequential):
 
     def __init__(self):
         torch.manual_seed(7)
-        super().__init__(nn.Linear(64, 2), nn.GELU(), nn.Linear(2, 75), nn.GELU(), nn.Linear(75, 64))
+        super().__init__(
+            nn.Linear(64, 2), nn.GELU(), nn.Linear(2, 75), nn.GELU(), nn.Linear(75, 64)
+        )
 
 
 def _ragged(weights, recipe):
@@ -174,7 +176,12 @@ def _checkpointed(weights, recipe, reentrant):
     model = Checkpointed(build(recipe), reentrant)
     _shard(model, weights, parts=model.inner)
     model.inner.requires_grad_(True)
-    losses = train(_InputWithGradient(model) if reentrant else model, [dist.get_rank()], STEPS, dist.get_world_size())
+    losses = train(
+        _InputWithGradient(model) if reentrant else model,
+        [dist.get_rank()],
+        STEPS,
+        dist.get_world_size(),
+    )
     return losses, state(model), dict(distributed_state(model).bytes_sent)
 
 
@@ -222,7 +229,9 @@ def _backward(model, step, number):
 
 
 def _each_accumulated(names):
-    return {(name, kept): _both(_accumulated, name, kept) for name in names for kept in (False, True)}
+    return {
+        (name, kept): _both(_accumulated, name, kept) for name in names for kept in (False, True)
+    }
 
 
 @pytest.mark.slow
@@ -337,7 +346,13 @@ def _sent(recipe, width):
 
 def test_bytes_sent_per_weight(ranks):
     """Two gathers of each. Scales are exchanged once: of 1x32 tiles an exponent for 32 weights, twice."""
-    for recipe, codes in (("fp8-current", 2.0), ("fp8-row", 2.0), ("mxfp8", 2.0), ("int4-hq-bs", 1.25), ("nvfp4", 1.0)):
+    for recipe, codes in (
+        ("fp8-current", 2.0),
+        ("fp8-row", 2.0),
+        ("mxfp8", 2.0),
+        ("int4-hq-bs", 1.25),
+        ("nvfp4", 1.0),
+    ):
         for sent, scales in ranks(2)(_sent, recipe, 256):
             assert sent == codes, recipe
             assert scales <= 0.0625, recipe
@@ -353,7 +368,9 @@ def _large(least):
             storage = each.untyped_storage()
             try:
                 place = storage.data_ptr()
-            except RuntimeError:  # a tensor without memory, which a test before has left to the collector
+            except (
+                RuntimeError
+            ):  # a tensor without memory, which a test before has left to the collector
                 continue
             if storage.size() >= least:
                 found[place] = storage.size()
@@ -369,11 +386,17 @@ def _kept(recipe, reshards):
     ng.advance(model)
     before = _large(2 * width * width)
     loss = model(torch.randn(4, width)).sum()
-    found.append(sum(size for place, size in _large(2 * width * width).items() if place not in before))
+    found.append(
+        sum(size for place, size in _large(2 * width * width).items() if place not in before)
+    )
     loss.backward()
-    gradients = {each.grad._local_tensor.untyped_storage().data_ptr() for each in model.parameters()}
+    gradients = {
+        each.grad._local_tensor.untyped_storage().data_ptr() for each in model.parameters()
+    }
     after = _large(2 * width * width)
-    found.append(sum(size for place, size in after.items() if place not in before and place not in gradients))
+    found.append(
+        sum(size for place, size in after.items() if place not in before and place not in gradients)
+    )
     return found
 
 
@@ -412,7 +435,9 @@ def _observed(recipe):
     seen = []
     for layer in model.modules():
         if isinstance(layer, QLinear):
-            layer.observer = lambda gemm, role, original, made: seen.append((role, bool(original.isfinite().all())))
+            layer.observer = lambda gemm, role, original, made: seen.append(
+                (role, bool(original.isfinite().all()))
+            )
     _backward(model, 0, 0)
     return seen
 
@@ -519,5 +544,7 @@ def test_compiled_blocks_never_read_the_carrier(ranks):
     """Layers compute between two graphs, as in eager mode; what is around them rounds as the compiler has it."""
     for found in ranks(2)(_each_compiled, ["mxfp8", "int4-hq-bs"]):
         for name, ((losses, _), (own_losses, own)) in found.items():
-            assert own_losses[0] == pytest.approx(losses[0], rel=0.05), name  # a carrier that is read gives NaN
+            assert own_losses[0] == pytest.approx(losses[0], rel=0.05), (
+                name
+            )  # a carrier that is read gives NaN
             assert all(tensor.isfinite().all() for tensor in own.values()), name

@@ -55,10 +55,14 @@ def judge(estimate: Estimate, exact: Tensor, seed: int = 0) -> Verdict:
     """Both tests of an estimate of `exact`; deterministic for a seed."""
     global _cases
     _cases += 1
-    assert _cases <= MOST_CASES, f"more than {MOST_CASES} cases: the stated false-alarm rate no longer holds"
+    assert _cases <= MOST_CASES, (
+        f"more than {MOST_CASES} cases: the stated false-alarm rate no longer holds"
+    )
     exact = exact.detach().double().flatten()
     errors = replicates(estimate, exact, 2 * seed)
-    directions = torch.randn(DIRECTIONS, exact.numel(), dtype=torch.float64, generator=_generator(seed))
+    directions = torch.randn(
+        DIRECTIONS, exact.numel(), dtype=torch.float64, generator=_generator(seed)
+    )
     directions = torch.cat((exact[None], directions))
     directions /= directions.norm(dim=1, keepdim=True).clamp(min=1e-300)
     z = projected(errors, directions, exact)
@@ -104,7 +108,9 @@ def assert_biased(estimate: Estimate, exact: Tensor, seed: int = 0) -> Verdict:
 def replicates(estimate: Estimate, exact: Tensor, seed: int) -> Tensor:
     """Errors of independent replicates, [R, numel] float64."""
     generator = _generator(seed)
-    estimates = torch.stack([estimate(generator).detach().double().flatten() for _ in range(REPLICATES)])
+    estimates = torch.stack(
+        [estimate(generator).detach().double().flatten() for _ in range(REPLICATES)]
+    )
     assert estimates.isfinite().all(), "the estimate is not finite"
     return estimates - exact
 
@@ -113,7 +119,9 @@ def projected(errors: Tensor, directions: Tensor, exact: Tensor) -> Tensor:
     """z of each direction."""
     a = errors @ directions.T
     standard_error = a.std(dim=0) / math.sqrt(len(a)) + ROUNDING * exact.norm()
-    return torch.where(standard_error > 0, a.mean(dim=0) / standard_error, a.mean(dim=0) * math.inf).nan_to_num(0.0)
+    return torch.where(
+        standard_error > 0, a.mean(dim=0) / standard_error, a.mean(dim=0) * math.inf
+    ).nan_to_num(0.0)
 
 
 def concentration(errors: Tensor) -> tuple[dict[int, float], dict[int, float]]:
@@ -131,7 +139,9 @@ def concentration(errors: Tensor) -> tuple[dict[int, float], dict[int, float]]:
     squares = float(inner.square().sum() - inner.diagonal().square().sum()) / (count * (count - 1))
     if variance == 0:
         biased = float(gram.abs().amax()) > 0
-        return dict.fromkeys(AVERAGED, 1.0 + biased), dict.fromkeys(AVERAGED, 0.0 if biased else 1.0)
+        return dict.fromkeys(AVERAGED, 1.0 + biased), dict.fromkeys(
+            AVERAGED, 0.0 if biased else 1.0
+        )
     freedom = max(variance**2 / max(squares, 1e-300), 1.0)
     relative, p_values = {}, {}
     for size in AVERAGED:
@@ -140,7 +150,9 @@ def concentration(errors: Tensor) -> tuple[dict[int, float], dict[int, float]]:
         relative[size] = size * float(blocks.mean()) / variance
         shape = torch.tensor(groups * freedom / 2, dtype=torch.float64)
         at = shape * relative[size]
-        p_values[size] = 2 * float(torch.minimum(torch.special.gammainc(shape, at), torch.special.gammaincc(shape, at)))
+        p_values[size] = 2 * float(
+            torch.minimum(torch.special.gammainc(shape, at), torch.special.gammaincc(shape, at))
+        )
     return relative, p_values
 
 

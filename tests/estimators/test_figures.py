@@ -16,7 +16,9 @@ SEEDS = (0, 1, 2)
 
 
 def variance(estimator, sigma: float, seed: int, replicates: int = 20) -> float:
-    return estimators.measure(estimator, *estimators.operands(sigma, seed), replicates, seed)["variance"]
+    return estimators.measure(estimator, *estimators.operands(sigma, seed), replicates, seed)[
+        "variance"
+    ]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -32,11 +34,16 @@ def test_sampling_wins_where_rows_are_heavy_tailed(seed):
 def test_a_step_per_row_is_never_noisier(seed):
     """In grad_weight, where a row is an output, a little; in grad_input, where it is a token, manifold."""
     for sigma in estimators.SIGMAS:
-        by_output = variance(estimators.whole(estimators.turned(estimators.split_by_row)), sigma, seed)
+        by_output = variance(
+            estimators.whole(estimators.turned(estimators.split_by_row)), sigma, seed
+        )
         assert by_output <= 1.05 * variance(estimators.whole(estimators.split), sigma, seed)
     gy = estimators.operands(2.5, seed)[0]
     noise = torch.rand(gy.shape, generator=torch.Generator().manual_seed(seed))
-    errors = [(rounded(gy, noise) - gy).square().sum() for rounded in (estimators.split, estimators.split_by_row)]
+    errors = [
+        (rounded(gy, noise) - gy).square().sum()
+        for rounded in (estimators.split, estimators.split_by_row)
+    ]
     assert errors[0] > 10 * errors[1]
 
 
@@ -59,7 +66,9 @@ def test_a_uniform_choice_is_worse_than_leverage_scores():
 def test_the_variance_of_grad_weight_is_predicted(keep, sigma):
     """Within 10 %: 400 replicates with at least 5 effective dimensions err by 3 %."""
     gy, x = estimators.operands(sigma, seed=1)
-    measured = estimators.measure(estimators.sampled(estimators.unrounded, keep), gy, x, 400, 0)["variance"]
+    measured = estimators.measure(estimators.sampled(estimators.unrounded, keep), gy, x, 400, 0)[
+        "variance"
+    ]
     assert estimators.predicted(gy, x, keep) == pytest.approx(measured, rel=0.1)
 
 
@@ -79,5 +88,8 @@ def test_the_variance_of_grad_input_is_predicted(sigma):
 
 def test_concentration_tells_the_tails_apart():
     """Near-uniform rows: the largest tenth holds about twice its share; heavy-tailed: most of everything."""
-    found = [estimators.concentration(estimators.operands(sigma, seed=1)[0]) for sigma in estimators.SIGMAS]
+    found = [
+        estimators.concentration(estimators.operands(sigma, seed=1)[0])
+        for sigma in estimators.SIGMAS
+    ]
     assert 0.15 < found[0] < 0.3 and found[0] < found[1] < found[2] and found[2] > 0.7

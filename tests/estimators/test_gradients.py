@@ -19,7 +19,9 @@ from tests.estimators.proof import assert_biased, assert_unbiased
 
 SIGMAS = {"near-uniform": 0.5, "heavy-tailed": 2.5}
 TOKENS, OUT, IN = 61, 23, 17
-ROUNDING_FORMATS = [format for format in formats.ALL if format is not formats.E8M0]  # a format of scales
+ROUNDING_FORMATS = [
+    format for format in formats.ALL if format is not formats.E8M0
+]  # a format of scales
 
 QUANTIZERS = {
     "min-max": estimators.integers,
@@ -40,7 +42,9 @@ GRAD_WEIGHT = {
     **{name: estimators.whole(quantizer) for name, quantizer in QUANTIZERS.items()},
     "sampled, split": estimators.sampled(estimators.split),
     "bit split, a step per output": estimators.whole(estimators.turned(estimators.split_by_row)),
-    "sampled, split, a step per output": estimators.sampled(estimators.turned(estimators.split_by_row)),
+    "sampled, split, a step per output": estimators.sampled(
+        estimators.turned(estimators.split_by_row)
+    ),
     "sampled, min-max": estimators.sampled(estimators.integers),
     "sampled a tenth, split": estimators.sampled(estimators.split, keep=0.1),
     "parts sampled, floats": estimators.sampled_parts(requantize=False),
@@ -51,7 +55,9 @@ GRAD_WEIGHT = {
 GRAD_INPUT = {
     "sampled, split": estimators.sampled_input(estimators.split, weigh_first=True),
     "split, sampled": estimators.sampled_input(estimators.split, weigh_first=False),
-    "sampled a tenth, split": estimators.sampled_input(estimators.split, weigh_first=True, keep=0.1),
+    "sampled a tenth, split": estimators.sampled_input(
+        estimators.split, weigh_first=True, keep=0.1
+    ),
     "sampled, split by row": estimators.sampled_input(estimators.split_by_row, weigh_first=True),
     "sampled, luq": estimators.sampled_input(estimators.luq, weigh_first=True),
 }
@@ -74,10 +80,16 @@ def noisy(quantizer, x: Tensor):
 def test_stochastic_rounding_of_a_format(format, sigma):
     x = operands(sigma)[0]
     values = format.values()
-    values = values[values.isfinite() & (values.abs() <= format.max)]  # codes beyond max are never produced
+    values = values[
+        values.isfinite() & (values.abs() <= format.max)
+    ]  # codes beyond max are never produced
     x = x.abs() if values.min() == 0 else x
     # The signed dynamic map ends at 1 above and at -0.993 below: beyond the nearer end it would saturate.
-    x = x / x.abs().max() * (values.max() if values.min() == 0 else min(values.max(), -values.min()))
+    x = (
+        x
+        / x.abs().max()
+        * (values.max() if values.min() == 0 else min(values.max(), -values.min()))
+    )
     assert_unbiased(noisy(format.round, x), x)
 
 
@@ -102,14 +114,18 @@ def test_a_quantizer(name, sigma):
 @pytest.mark.parametrize("name", GRAD_WEIGHT)
 def test_grad_weight(name, sigma):
     gy, x = operands(sigma)
-    assert_unbiased(lambda generator: GRAD_WEIGHT[name](gy, x, generator), gy.T.double() @ x.double())
+    assert_unbiased(
+        lambda generator: GRAD_WEIGHT[name](gy, x, generator), gy.T.double() @ x.double()
+    )
 
 
 @by_tail
 @pytest.mark.parametrize("name", GRAD_INPUT)
 def test_grad_input(name, sigma):
     gy, w = operands(sigma)[0], torch.randn(IN, OUT, generator=torch.Generator().manual_seed(2))
-    assert_unbiased(lambda generator: GRAD_INPUT[name](gy, w, generator), gy.double() @ w.T.double())
+    assert_unbiased(
+        lambda generator: GRAD_INPUT[name](gy, w, generator), gy.double() @ w.T.double()
+    )
 
 
 @pytest.mark.parametrize("name", GRAD_WEIGHT)
@@ -119,17 +135,23 @@ def test_rows_that_are_zero(name, kept):
     gy, x = operands(0.5)
     gy[kept:] = 0
     gy[0] = gy[0] if kept == 0 else torch.linspace(-1, 1, OUT)
-    assert_unbiased(lambda generator: GRAD_WEIGHT[name](gy, x, generator), gy.T.double() @ x.double())
+    assert_unbiased(
+        lambda generator: GRAD_WEIGHT[name](gy, x, generator), gy.T.double() @ x.double()
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "quantizer", "sigma"), MISTAKES, ids=[f"{name}, {sigma}" for name, _, sigma in MISTAKES]
+    ("name", "quantizer", "sigma"),
+    MISTAKES,
+    ids=[f"{name}, {sigma}" for name, _, sigma in MISTAKES],
 )
 def test_published_mistakes_are_rejected(name, quantizer, sigma):
     """As quantizers, and in the product: the bias reaches the gradient."""
     gy, x = estimators.operands(sigma, seed=1, tokens=2 * TOKENS, out=OUT, inner=IN)
     assert_biased(noisy(quantizer, gy), gy)
-    assert_biased(lambda generator: estimators.whole(quantizer)(gy, x, generator), gy.T.double() @ x.double())
+    assert_biased(
+        lambda generator: estimators.whole(quantizer)(gy, x, generator), gy.T.double() @ x.double()
+    )
 
 
 def test_sampling_with_wrong_weights_is_rejected():

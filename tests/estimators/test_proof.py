@@ -23,7 +23,9 @@ def test_noise_without_bias_passes():
 
 def test_an_exact_estimate_passes():
     proof.assert_unbiased(lambda generator: EXACT, EXACT)
-    proof.assert_unbiased(lambda generator: EXACT * (1 + 1e-8 * torch.rand(1000, generator=generator)), EXACT)
+    proof.assert_unbiased(
+        lambda generator: EXACT * (1 + 1e-8 * torch.rand(1000, generator=generator)), EXACT
+    )
     proof.assert_unbiased(lambda generator: torch.zeros(5), torch.zeros(5))
 
 

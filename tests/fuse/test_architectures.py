@@ -17,24 +17,51 @@ from tests.selection import quick
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-DECODER = SIZES | {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 32}
-T5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+DECODER = SIZES | {
+    "vocab_size": 64,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 32,
+}
+T5 = {
+    "vocab_size": 64,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
 IDS = torch.arange(24).reshape(2, 12) % 64
 
 
 def decoder(config: str, model: str, **more: Any) -> Callable[[], nn.Module]:
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    return lambda: getattr(transformers, model)(getattr(transformers, config)(**(DECODER | tokens | more)))
+    return lambda: getattr(transformers, model)(
+        getattr(transformers, config)(**(DECODER | tokens | more))
+    )
 
 
 def neox() -> nn.Module:
-    sizes = SIZES | {"vocab_size": 64, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = SIZES | {
+        "vocab_size": 64,
+        "max_position_embeddings": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes))
 
 
 def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=16, patch_size=4, **SIZES))
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=16, patch_size=4, **SIZES)
+    )
 
 
 def t5(**more: Any) -> Callable[[], nn.Module]:
@@ -45,10 +72,26 @@ def t5(**more: Any) -> Callable[[], nn.Module]:
 
 # -> functions that are fused, and how many norms that no Linear reads: of queries and keys, between sublayers and their sums, at the end
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], int]] = {
-    "qwen2": (decoder("Qwen2Config", "Qwen2ForCausalLM"), {"rms-norm": 4, "swiglu": 2, "rotary": 2}, 1),
-    "qwen3": (decoder("Qwen3Config", "Qwen3ForCausalLM"), {"rms-norm": 4, "swiglu": 2, "rotary": 2}, 5),
-    "gemma2": (decoder("Gemma2Config", "Gemma2ForCausalLM"), {"gemma-norm": 4, "geglu-tanh": 2, "rotary": 2}, 5),
-    "gemma3": (decoder("Gemma3TextConfig", "Gemma3ForCausalLM"), {"gemma-norm": 4, "geglu-tanh": 2, "rotary": 2}, 9),
+    "qwen2": (
+        decoder("Qwen2Config", "Qwen2ForCausalLM"),
+        {"rms-norm": 4, "swiglu": 2, "rotary": 2},
+        1,
+    ),
+    "qwen3": (
+        decoder("Qwen3Config", "Qwen3ForCausalLM"),
+        {"rms-norm": 4, "swiglu": 2, "rotary": 2},
+        5,
+    ),
+    "gemma2": (
+        decoder("Gemma2Config", "Gemma2ForCausalLM"),
+        {"gemma-norm": 4, "geglu-tanh": 2, "rotary": 2},
+        5,
+    ),
+    "gemma3": (
+        decoder("Gemma3TextConfig", "Gemma3ForCausalLM"),
+        {"gemma-norm": 4, "geglu-tanh": 2, "rotary": 2},
+        9,
+    ),
     "neox": (neox, {"layer-norm": 4, "gelu": 2}, 1),
     "vit": (vit, {"layer-norm": 4, "gelu": 2}, 1),
     "t5": (t5(), {"rms-norm": 10, "relu": 4}, 2),
@@ -91,7 +134,9 @@ def test_their_casts_are_read_and_their_numbers_stay(name):
     model = built(name, fuse=True)
     for a, b in zip(gradients(built(name)), gradients(model), strict=True):
         assert_same(a, b)
-    assert all(each.unused_cast_share == 0 for each in fusions(model) if each.readers and not each.reason)
+    assert all(
+        each.unused_cast_share == 0 for each in fusions(model) if each.readers and not each.reason
+    )
 
 
 @pytest.mark.parametrize("name", quick(["gemma2"], MODELS))

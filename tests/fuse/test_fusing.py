@@ -29,15 +29,29 @@ FUSED = {
 
 
 def llama() -> nn.Module:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=32, **sizes)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=64, num_hidden_layers=2, max_position_embeddings=32, **sizes
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
     """With Linears in the place of its Conv1D, as convert asks for."""
     config = transformers.GPT2Config(
-        vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        vocab_size=64,
+        n_positions=32,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
     model = transformers.GPT2LMHeadModel(config)
     for block in model.transformer.h:
@@ -45,7 +59,10 @@ def gpt2() -> nn.Module:
             for name in names:
                 conv = getattr(owner, name)
                 linear = nn.Linear(*conv.weight.shape)
-                linear.weight.data, linear.bias.data = conv.weight.data.T.contiguous(), conv.bias.data
+                linear.weight.data, linear.bias.data = (
+                    conv.weight.data.T.contiguous(),
+                    conv.bias.data,
+                )
                 setattr(owner, name, linear)
     return model
 
@@ -65,7 +82,9 @@ IDS = torch.arange(24).reshape(2, 12) % 64
 def built(name: str, recipe: str = "fp8-current", fused: bool = True) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name]()
-    for parameter in model.parameters():  # norms that begin as ones and zeros would hide a weight that is left out
+    for parameter in (
+        model.parameters()
+    ):  # norms that begin as ones and zeros would hide a weight that is left out
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
     return ng.convert(model, recipe, fuse=fused)
@@ -77,7 +96,9 @@ def trained(model: nn.Module, steps: int = 2, precision: torch.dtype | None = No
     torch.manual_seed(1)
     for _ in range(steps):
         model.zero_grad()
-        with torch.autocast("cpu", dtype=precision or torch.bfloat16, enabled=precision is not None):
+        with torch.autocast(
+            "cpu", dtype=precision or torch.bfloat16, enabled=precision is not None
+        ):
             loss = model(input_ids=IDS, labels=IDS).loss
         loss.backward()
         losses.append(loss.detach())
@@ -85,7 +106,11 @@ def trained(model: nn.Module, steps: int = 2, precision: torch.dtype | None = No
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
         ng.advance(model)
-    return [*losses, *(parameter.grad for parameter in model.parameters()), *model.state_dict().values()]
+    return [
+        *losses,
+        *(parameter.grad for parameter in model.parameters()),
+        *model.state_dict().values(),
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,7 +119,9 @@ def test_the_usual_blocks_are_found(name):
     count: dict[str, int] = {}
     for each in found:
         count[each.function] = count.get(each.function, 0) + (not each.reason)
-    assert {kind: number for kind, number in count.items() if number} == FUSED[name], "\n".join(map(str, found))
+    assert {kind: number for kind, number in count.items() if number} == FUSED[name], "\n".join(
+        map(str, found)
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +137,9 @@ def test_without_a_kernel_the_numbers_are_those_without_fusing(name, recipe):
 
 
 def test_so_they_are_in_mixed_precision_and_in_evaluation():
-    plain, fused = (trained(built("llama", "fp8-delayed", each), 3, torch.bfloat16) for each in (False, True))
+    plain, fused = (
+        trained(built("llama", "fp8-delayed", each), 3, torch.bfloat16) for each in (False, True)
+    )
     for a, b in zip(plain, fused, strict=True):
         assert_same(a, b)
     outputs = []
@@ -128,7 +157,10 @@ def test_every_reader_takes_the_cast_and_nobody_casts_again(monkeypatch):
     real = precast.Operand
     monkeypatch.setattr(precast, "Operand", Counting := type("Counting", (real,), {}))
     monkeypatch.setattr(
-        Counting, "read", lambda self: casts.append(tuple(self.tensor.shape)) or real.read(self), raising=False
+        Counting,
+        "read",
+        lambda self: casts.append(tuple(self.tensor.shape)) or real.read(self),
+        raising=False,
     )
     model = built("llama", "fp8-delayed")
     trained(model, 1)
@@ -152,10 +184,17 @@ def test_micro_batches_and_checkpointing_change_nothing():
         model = built("llama", "fp8-delayed", fused)
         for rows in (IDS[:1], IDS[1:]):
             embedded = model.model.embed_tokens(rows).requires_grad_()
-            y = checkpoint(lambda h, model=model: model.model(inputs_embeds=h)[0], embedded, use_reentrant=False)
+            y = checkpoint(
+                lambda h, model=model: model.model(inputs_embeds=h)[0],
+                embedded,
+                use_reentrant=False,
+            )
             y.square().sum().backward()
         ng.advance(model)
-        results.append([p.grad for p in model.parameters() if p.grad is not None] + list(model.state_dict().values()))
+        results.append(
+            [p.grad for p in model.parameters() if p.grad is not None]
+            + list(model.state_dict().values())
+        )
     for a, b in zip(*results, strict=True):
         assert_same(a, b)
 
@@ -164,7 +203,9 @@ def test_a_mixed_recipe_hands_over_to_those_who_ask_for_it():
     results = []
     for fused in (False, True):
         torch.manual_seed(0)
-        model = ng.convert(llama(), {"*": "fp8-delayed", "*.k_proj": "bf16", "*.v_proj": "fp8-row"}, fuse=fused)
+        model = ng.convert(
+            llama(), {"*": "fp8-delayed", "*.k_proj": "bf16", "*.v_proj": "fp8-row"}, fuse=fused
+        )
         results.append(trained(model))
     for a, b in zip(*results, strict=True):
         assert_same(a, b)
@@ -186,7 +227,10 @@ def test_what_is_not_fused_says_why():
     with pytest.raises(ConfigError):
         ng.convert(model, "fp8-current", fuse=True)
     reasons = {each.name: each.reason for each in fuse(model)}
-    assert reasons["transformer.h.0.ln_1"] == "transformer.h.0.attn.c_attn is a Conv1D, which has no recipe"
+    assert (
+        reasons["transformer.h.0.ln_1"]
+        == "transformer.h.0.attn.c_attn is a Conv1D, which has no recipe"
+    )
 
     torch.manual_seed(0)
     model = llama()
@@ -201,7 +245,9 @@ def test_what_is_not_fused_says_why():
         "a LlamaMLP does not multiply one of silu, gelu, gelu-tanh, relu of gate_proj by up_proj"
     )
     assert reasons["model.layers.0.input_layernorm"] == "its forward was replaced by somebody else"
-    assert reasons["model.layers.0.post_attention_layernorm"] == "", "up_proj reads it, whatever gate_proj does"
+    assert reasons["model.layers.0.post_attention_layernorm"] == "", (
+        "up_proj reads it, whatever gate_proj does"
+    )
 
 
 def test_a_norm_that_adds_one_to_its_weight_is_not_taken_for_one_that_does_not():
@@ -250,16 +296,25 @@ def test_a_dropout_inside_an_mlp_is_seen_in_evaluation_too():
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+            self.gate_proj, self.up_proj, self.down_proj = (
+                nn.Linear(16, 24),
+                nn.Linear(16, 24),
+                nn.Linear(24, 16),
+            )
             self.drop = nn.Dropout(0.5)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.down_proj(self.drop(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)))
+            return self.down_proj(
+                self.drop(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+            )
 
     model = nn.Sequential(Dropping()).eval()
     ng.convert(model, "fp8-current", fuse=True)
     [found] = fusions(model)
-    assert found.reason == "a Dropping does not multiply one of silu, gelu, gelu-tanh, relu of gate_proj by up_proj"
+    assert (
+        found.reason
+        == "a Dropping does not multiply one of silu, gelu, gelu-tanh, relu of gate_proj by up_proj"
+    )
     assert not any(module.training for module in model.modules())
 
 
@@ -283,7 +338,9 @@ def test_queries_and_keys_are_turned_as_the_attention_would(precision, monkeypat
 @pytest.mark.parametrize("policy", ["full", "sqrt", "selective"])
 def test_fused_blocks_are_computed_again_to_the_bit(policy, monkeypatch):
     """By the autograd function that a kernel runs in; torch hands what was saved out once while it computes a block again."""
-    monkeypatch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    monkeypatch.setattr(
+        "narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None)
+    )
     monkeypatch.setattr(FusedForward, "kernel", lambda self, registry, spec: registry.kernels[-1])
     found = []
     for chosen in (None, policy):
@@ -296,7 +353,9 @@ def test_fused_blocks_are_computed_again_to_the_bit(policy, monkeypatch):
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("angles", [(1, 6, 8), (1, 1, 16), (3, 6, 16)], ids=["part of a head", "one token", "batch"])
+@pytest.mark.parametrize(
+    "angles", [(1, 6, 8), (1, 1, 16), (3, 6, 16)], ids=["part of a head", "one token", "batch"]
+)
 def test_angles_that_no_kernel_reads_reach_the_own_code(angles, monkeypatch):
     """Part of a head is turned by models with partial_rotary_factor; torch broadcasts the others."""
 
@@ -304,7 +363,9 @@ def test_angles_that_no_kernel_reads_reach_the_own_code(angles, monkeypatch):
         return tuple(x[..., : cos.shape[-1]] * cos[:, None] * sin[:, None] for x in (q, k))  # type: ignore[return-value]
 
     attention = rotary.FusedAttention(nn.Linear(2, 2), own)
-    monkeypatch.setattr(attention, "kernel", lambda registry, spec: pytest.fail("a kernel would read it"))
+    monkeypatch.setattr(
+        attention, "kernel", lambda registry, spec: pytest.fail("a kernel would read it")
+    )
     q, k = (torch.randn(3 if angles[0] == 1 else 1, heads, 6, 16) for heads in (4, 2))
     cos, sin = torch.randn(angles), torch.randn(angles)
     for got, expected in zip(attention.embed(q, k, cos, sin), own(q, k, cos, sin), strict=True):
@@ -317,7 +378,9 @@ def test_an_attention_that_turns_otherwise_keeps_its_own_code(monkeypatch):
 
     def neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         turned = (torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k))
-        return tuple(x * cos[:, None] + y * sin[:, None] for x, y in zip((q, k), turned, strict=True))  # type: ignore[return-value]
+        return tuple(
+            x * cos[:, None] + y * sin[:, None] for x, y in zip((q, k), turned, strict=True)
+        )  # type: ignore[return-value]
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", neighbours)
     reasons = {each.name: each.reason for each in fusions(built("llama"))}
@@ -330,7 +393,9 @@ def test_describe_prints_it_and_none_takes_it_back():
     assert "Casts in the pass that computes the input:" in text
     assert "model.layers.*.mlp (swiglu) -> model.layers.*.mlp.down_proj: own code (" in text
     ng.convert(model, None)
-    assert fusions(model) == [] and all("forward" not in module.__dict__ for module in model.modules())
+    assert fusions(model) == [] and all(
+        "forward" not in module.__dict__ for module in model.modules()
+    )
     assert "Casts in" not in str(ng.describe(model))
 
 
@@ -371,7 +436,9 @@ def test_a_reader_that_never_comes_shows():
     assert found.unused_cast_share == 1 and "100% of its casts were read by nobody" in str(found)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own use of autograd.Function
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated"
+)  # Dynamo's own use of autograd.Function
 def test_compiled_code_passes_it_by_without_a_break():
     layer = built("llama", "fp8-current").model.layers[0]
     part, x = nn.Sequential(layer.post_attention_layernorm, layer.mlp), torch.randn(2, 12, 64)

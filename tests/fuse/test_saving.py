@@ -23,10 +23,14 @@ from tests.selection import quick
 @pytest.fixture
 def codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: no operand is decoded before its product."""
-    monkeypatch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    monkeypatch.setattr(
+        "narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None)
+    )
 
 
-def saving(name: str, recipe: str, save: str, together: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+def saving(
+    name: str, recipe: str, save: str, together: bool = False, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """together: what is kept twice where nothing is made again."""
     model = built(name, recipe, fused=False).to(dtype)
     fuse(model, save)
@@ -46,7 +50,9 @@ def saving(name: str, recipe: str, save: str, together: bool = False, dtype: tor
         + [("llama", recipe, policy) for recipe in ("fp8-delayed", "fp8-row") for policy in ("full", "selective", "every-2")],
     ),
 )  # fmt: skip
-def test_what_is_made_again_has_the_bits_of_what_was_kept(name, recipe, policy, codes_are_multiplied):
+def test_what_is_made_again_has_the_bits_of_what_was_kept(
+    name, recipe, policy, codes_are_multiplied
+):
     results = []
     for together in (True, False):
         model = saving(name, recipe, "exact", together)
@@ -60,7 +66,10 @@ def test_what_is_made_again_has_the_bits_of_what_was_kept(name, recipe, policy, 
 def test_what_is_kept_once_is_not_kept_twice(recipe, bytes_each, codes_are_multiplied):
     """Of a block: what two norms and an MLP hand to Linears: a tensor's codes with a scale, by rows 16 bits."""
     batch = {"input_ids": IDS}
-    kept = [saved_bytes(saving("llama", recipe, "exact", each, torch.bfloat16), batch).total for each in (True, False)]
+    kept = [
+        saved_bytes(saving("llama", recipe, "exact", each, torch.bfloat16), batch).total
+        for each in (True, False)
+    ]
     scales = 3 * 4 * (recipe == "fp8-current")
     assert kept[0] - kept[1] == 2 * (bytes_each * IDS.numel() * (64 + 64 + 96) + scales)
 

@@ -23,19 +23,35 @@ from tests.gpu_dry_run.tally import Numbers
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.gpu_dry_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.gpu_dry_run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--cases", nargs="+", help="of one part")
-    parser.add_argument("--update", action="store_true", help="write what is counted into the committed file")
     parser.add_argument(
-        "--log", type=Path, default=runtime.cache() / "log", help="folder of the logs, and of the binaries"
+        "--update", action="store_true", help="write what is counted into the committed file"
     )
-    parser.add_argument("--no-log", action="store_true", help="with --run: count nothing, to time what the host does")
     parser.add_argument(
-        "--gpu", choices=("h100", "h200"), default="h100", help="with --run: whose data sheet is played"
+        "--log",
+        type=Path,
+        default=runtime.cache() / "log",
+        help="folder of the logs, and of the binaries",
     )
-    parser.add_argument("--run", nargs=argparse.REMAINDER, help="a Python program and its arguments")
+    parser.add_argument(
+        "--no-log",
+        action="store_true",
+        help="with --run: count nothing, to time what the host does",
+    )
+    parser.add_argument(
+        "--gpu",
+        choices=("h100", "h200"),
+        default="h100",
+        help="with --run: whose data sheet is played",
+    )
+    parser.add_argument(
+        "--run", nargs=argparse.REMAINDER, help="a Python program and its arguments"
+    )
     options = parser.parse_args(arguments)
     if options.cases and len(options.only) > 1:
         parser.error("--cases: of which part? Name it by --only.")
@@ -65,7 +81,9 @@ def _compared(part: str, options: argparse.Namespace) -> int:
         return 0
     worse = len(found["rose"] + found["new"])
     if worse or found["fell"]:
-        print(f"{part}: {'where it was meant' if worse else 'to keep what was gained'}: {counts.UPDATE} --only {part}")
+        print(
+            f"{part}: {'where it was meant' if worse else 'to keep what was gained'}: {counts.UPDATE} --only {part}"
+        )
     print(f"{part}: {f'{worse} numbers rose or are new' if worse else 'nothing rose'}", flush=True)
     return 1 if worse else 0
 

@@ -24,7 +24,12 @@ def accesses(ttir: str) -> dict[str, str]:
         walk.over(ttir)
     return {
         name: "".join(
-            sorted([*kinds - {kind.upper() for kind in kinds if kind.islower()}, *"r" * (len(walk.loops[name]) - 1)])
+            sorted(
+                [
+                    *kinds - {kind.upper() for kind in kinds if kind.islower()},
+                    *"r" * (len(walk.loops[name]) - 1),
+                ]
+            )
         )
         for name, kinds in walk.found.items()
     }
@@ -68,13 +73,17 @@ class _Walk:
     def _known(self, name: str) -> set[str]:
         """What the value of that name reaches, of the innermost region that has one."""
         places = [*(region.line for region in reversed(self.regions)), 0]
-        return next((self.reaches[place, name] for place in places if (place, name) in self.reaches), set())
+        return next(
+            (self.reaches[place, name] for place in places if (place, name) in self.reaches), set()
+        )
 
     def _reach(self, value: Value, sources: set[str]) -> None:
         self.reaches[value] = self.reaches.get(value, set()) | sources
 
     def _operation(self, line: str) -> None:
-        made = re.match(r"((?:%[\w$.-]+(?::\d+)?(?:, )?)+) = ", line)  # not an argument with attributes
+        made = re.match(
+            r"((?:%[\w$.-]+(?::\d+)?(?:, )?)+) = ", line
+        )  # not an argument with attributes
         left, right = (made.group(1), line[made.end() :]) if made else ("", line)
         here = self.regions[-1].line if self.regions else 0
         given, taken = [(here, name) for name in _values(left)], _values(right)

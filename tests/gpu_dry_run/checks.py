@@ -64,12 +64,18 @@ def graphs_repeat_what_they_captured() -> None:
     with log.recorded() as replayed:
         graph.replay()
         graph.replay()
-    assert captured.captured == 2 and captured.launches in (0, 2), captured  # torch 2.11 fills the random state first
+    assert captured.captured == 2 and captured.launches in (0, 2), (
+        captured
+    )  # torch 2.11 fills the random state first
     assert replayed.graph_launches == 2 and replayed.launches == 4, replayed
 
 
 def events_and_streams_work() -> None:
-    stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream, start, end = (
+        torch.cuda.Stream(),
+        torch.cuda.Event(enable_timing=True),
+        torch.cuda.Event(enable_timing=True),
+    )
     with torch.cuda.stream(stream):
         start.record()
         torch.zeros(1 << 16, device="cuda")
@@ -107,7 +113,12 @@ def triton_kernels_are_compiled_and_their_bytes_counted() -> None:
     assert (kernel.read_bytes, kernel.written_bytes) == (8000, 4000), kernel
     (binary,) = kernel.binaries
     used = binaries.usage(log.path().parent / "cubins" / binary.cubin)
-    assert binary.piece == 256 and 0 < used.registers < 64 and 8 < used.instructions < 100 and not used.spilled, used
+    assert (
+        binary.piece == 256
+        and 0 < used.registers < 64
+        and 8 < used.instructions < 100
+        and not used.spilled
+    ), used
     a, c, count = (
         torch.zeros(64, 256, **X),
         torch.zeros(64, 64, device="cuda"),
@@ -135,7 +146,10 @@ def tensors_in_tuples_are_counted() -> None:
     x, out = torch.zeros(1000, **X), torch.zeros(500, **X)
     with log.recorded() as seen:
         _pairs[(1,)](_Pair(x, 1000), _Pair(out, 500), BLOCK=1024)
-    assert (seen.kernels["_pairs"].read_bytes, seen.kernels["_pairs"].written_bytes) == (2000, 1000), seen
+    assert (seen.kernels["_pairs"].read_bytes, seen.kernels["_pairs"].written_bytes) == (
+        2000,
+        1000,
+    ), seen
 
 
 def a_tensor_of_the_cpu_is_refused() -> None:
@@ -196,4 +210,7 @@ if __name__ == "__main__":
     for check in CHECKS:
         started_at_s = time.perf_counter()
         check()
-        print(f"{check.__name__.replace('_', ' ')}: {time.perf_counter() - started_at_s:.1f} s", flush=True)
+        print(
+            f"{check.__name__.replace('_', ' ')}: {time.perf_counter() - started_at_s:.1f} s",
+            flush=True,
+        )

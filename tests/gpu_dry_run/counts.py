@@ -45,7 +45,9 @@ def refusal() -> str:
         return f"no counts are committed for torch {torch.__version__} ({path().name})"
     made_with = json.loads(path().read_text(encoding="utf-8"))["versions"]
     if other := [
-        f"{name} {versions()[name]}, not {made_with[name]}" for name in PACKAGES if versions()[name] != made_with[name]
+        f"{name} {versions()[name]}, not {made_with[name]}"
+        for name in PACKAGES
+        if versions()[name] != made_with[name]
     ]:
         return f"the committed counts are of other versions: {'; '.join(other)}"
     return ""
@@ -97,9 +99,13 @@ def differences(old: dict[str, Any], new: Counts) -> dict[str, list[str]]:
                 was, value = before.get(name, 0), numbers.get(name, 0)
                 if value != was:
                     is_worse = (value > was) != (name in LESS_IS_WORSE)
-                    found["rose" if is_worse else "fell"].append(f"{part}: {case}: {name} {was} -> {value}")
+                    found["rose" if is_worse else "fell"].append(
+                        f"{part}: {case}: {name} {was} -> {value}"
+                    )
     gone = [
-        kernel for kernel in old.get("kernels", {}) if kernel not in new["kernels"] and kernel.startswith(_counted(new))
+        kernel
+        for kernel in old.get("kernels", {})
+        if kernel not in new["kernels"] and kernel.startswith(_counted(new))
     ]
     found["fell"] += [f"kernels: {kernel}: gone" for kernel in gone]
     return found
@@ -107,14 +113,20 @@ def differences(old: dict[str, Any], new: Counts) -> dict[str, list[str]]:
 
 def _counted(new: Counts) -> tuple[str, ...]:
     """How the names of kernels begin that were looked at."""
-    return tuple(f"{part}: {case}: " for part, cases in new.items() for case in cases if part != "kernels")
+    return tuple(
+        f"{part}: {case}: " for part, cases in new.items() for case in cases if part != "kernels"
+    )
 
 
 def update(new: Counts) -> None:
     """Writes what was counted, in place of what the file has of the same cases."""
     kept: dict[str, Any] = committed()
-    kernels = {name: each for name, each in kept["kernels"].items() if not name.startswith(_counted(new))}
-    found = {"versions": versions()} | {part: kept.get(part, {}) | new.get(part, {}) for part in PARTS}
+    kernels = {
+        name: each for name, each in kept["kernels"].items() if not name.startswith(_counted(new))
+    }
+    found = {"versions": versions()} | {
+        part: kept.get(part, {}) | new.get(part, {}) for part in PARTS
+    }
     found["kernels"] = dict(sorted((kernels | new["kernels"]).items()))
     FOLDER.mkdir(exist_ok=True)
     path().write_text(_text(found), encoding="utf-8")
@@ -124,6 +136,8 @@ def _text(counts: dict[str, Any]) -> str:
     """One case to a line: differences read well."""
     parts = []
     for part, cases in counts.items():
-        lines = ",\n".join(f"    {json.dumps(case)}: {json.dumps(numbers)}" for case, numbers in cases.items())
+        lines = ",\n".join(
+            f"    {json.dumps(case)}: {json.dumps(numbers)}" for case, numbers in cases.items()
+        )
         parts.append(f"  {json.dumps(part)}: {{\n{lines}\n  }}")
     return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -89,11 +89,15 @@ def _inductor(module: Any) -> None:
     @functools.wraps(launch)
     def run(self: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> Any:
         gigabytes = self.inductor_meta.get("kernel_num_gb")
-        if gigabytes is None:  # a Triton kernel that somebody wrote, launched by compiled code: counted as any other
+        if (
+            gigabytes is None
+        ):  # a Triton kernel that somebody wrote, launched by compiled code: counted as any other
             return launch(self, *args, stream=stream, benchmark_run=benchmark_run, **kwargs)
         arguments = dict(zip(self.fn.arg_names, args, strict=False))
         numels = [count for name, count in arguments.items() if name.endswith("numel")]
-        spans = _spans(_accesses_of_names(self.fn.arg_names), arguments, math.prod(numels) if numels else None)
+        spans = _spans(
+            _accesses_of_names(self.fn.arg_names), arguments, math.prod(numels) if numels else None
+        )
         spans["read"] = max(spans["read"], round(gigabytes * 1e9) - spans["written"])
         note(e="bytes", name=self.fn.__name__, **spans, spanned=_spanned(arguments))
         _here.inside = True
@@ -117,7 +121,10 @@ def _inductor_benchmarks(module: Any) -> None:
 def _accesses_of_names(names: Any) -> dict[str, str]:
     """Inductor's names say what an argument is for; of other kernels nothing is known, and all are taken as read."""
     kinds = {"in_ptr": "r", "out_ptr": "w", "in_out_ptr": "rw"}
-    return {name: next((kind for start, kind in kinds.items() if name.startswith(start)), "r") for name in names}
+    return {
+        name: next((kind for start, kind in kinds.items() if name.startswith(start)), "r")
+        for name in names
+    }
 
 
 # ---- Triton ----
@@ -131,12 +138,16 @@ def _triton(module: Any) -> None:
         is_new = self.module is None
         prepare(self)
         if is_new:  # the last call in Python before a launch, however it was asked for
-            self._run.launch = _told(self._run.launch, self.name, accesses(self.asm["ttir"]), _piece(self.src))
+            self._run.launch = _told(
+                self._run.launch, self.name, accesses(self.asm["ttir"]), _piece(self.src)
+            )
 
     module.CompiledKernel._init_handles = _init_handles
 
 
-def _told(launch: Callable[..., Any], name: str, kinds: dict[str, str], piece: int) -> Callable[..., Any]:
+def _told(
+    launch: Callable[..., Any], name: str, kinds: dict[str, str], piece: int
+) -> Callable[..., Any]:
     """The launch, with a line before it of the bytes that its tensors span."""
 
     def run(*args: Any) -> Any:
@@ -155,7 +166,11 @@ def _piece(source: Any) -> int:
     """Elements that a program has at a time, by the kernel's constants; 0: they do not say."""
     constants = getattr(source, "constants", {})
     names = getattr(getattr(source, "fn", None), "arg_names", [])
-    own = {names[place[0]]: value for place, value in constants.items() if len(place) == 1 and place[0] < len(names)}
+    own = {
+        names[place[0]]: value
+        for place, value in constants.items()
+        if len(place) == 1 and place[0] < len(names)
+    }
     known = dict(_named(own))
     for sides in PIECES:
         if all(isinstance(known.get(side), int) for side in sides):
@@ -167,7 +182,9 @@ def _named(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Names and values, those of constants that are several too."""
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
-            yield from _named({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
+            yield from _named(
+                {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            )
         else:
             yield name.upper(), value
 
@@ -187,7 +204,9 @@ def _tensors(values: Any) -> Iterator[Any]:
             yield value.base
 
 
-def _spans(kinds: dict[str, str], arguments: dict[str, Any], iterations: int | None = None) -> dict[str, int]:
+def _spans(
+    kinds: dict[str, str], arguments: dict[str, Any], iterations: int | None = None
+) -> dict[str, int]:
     """Bytes of the tensors that are read, that are written, and that are read or written under a condition alone."""
     read = written = conditional = 0
     for name, kind in kinds.items():
@@ -202,7 +221,11 @@ def _spans(kinds: dict[str, str], arguments: dict[str, Any], iterations: int | N
 
 def _spanned(arguments: dict[str, Any]) -> int:
     """Bytes of all tensors, each once and whole, read or written or both."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in arguments.values() if _is_tensor(tensor))
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in arguments.values()
+        if _is_tensor(tensor)
+    )
 
 
 def _is_tensor(value: Any) -> bool:
@@ -226,7 +249,9 @@ def _reached(module: Any) -> None:
     launch = module.launch
 
     @functools.wraps(launch)
-    def run(kernel: Any, programs: int, *arguments: Any, reached: Callable[[], Any] = list, **rest: Any) -> None:
+    def run(
+        kernel: Any, programs: int, *arguments: Any, reached: Callable[[], Any] = list, **rest: Any
+    ) -> None:
         tensors = list(reached()) if programs else []
         again, seen = 0, {}
         for tensor in tensors:
@@ -235,7 +260,14 @@ def _reached(module: Any) -> None:
             seen[id(tensor)] = size
         once = sum(seen.values())
         if tensors:
-            note(e="bytes", name=kernel.__name__, read=once, written=again, conditional=0, spanned=once)
+            note(
+                e="bytes",
+                name=kernel.__name__,
+                read=once,
+                written=again,
+                conditional=0,
+                spanned=once,
+            )
         launch(kernel, programs, *arguments, reached=reached, **rest)
 
     module.launch = run

@@ -23,7 +23,15 @@ from tests.gpu_dry_run.tally import Case, Numbers
 
 ROWS, LENGTH, VOCABULARY = 2, 4096, 32_000
 COMPILED = ("bf16", "torchao-tensorwise", "fp8-current", "fp8-delayed", "fp8-block", "fp8-row")
-EAGER = ("bf16", "fp8-current", "fp8-delayed", "fp8-block", "fp8-row", "fp8-current fused", "fp8-delayed fused")
+EAGER = (
+    "bf16",
+    "fp8-current",
+    "fp8-delayed",
+    "fp8-block",
+    "fp8-row",
+    "fp8-current fused",
+    "fp8-delayed fused",
+)
 
 
 def measured(name: str, mode: str) -> tuple[Summary, Numbers]:
@@ -74,7 +82,9 @@ def converted(model: nn.Module, name: str) -> nn.Module:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(recipe.removeprefix("torchao-"))
-        return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: path != "lm_head")
+        return convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda _, path: path != "lm_head"
+        )
     return model if recipe == "bf16" else ng.convert(model, recipe, fuse=option == "fused")
 
 

@@ -27,7 +27,9 @@ NAMES = [
 
 def measured(name: str) -> tuple[Summary, Numbers]:
     recipe, _, option = name.partition(" + ")
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=option == "bias", device="cuda", dtype=torch.bfloat16))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH, bias=option == "bias", device="cuda", dtype=torch.bfloat16)
+    )
     if recipe != "bf16":
         ng.convert(model, recipe, weight_codes="step" if option == "step" else "auto")
     x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -49,7 +51,9 @@ def measured(name: str) -> tuple[Summary, Numbers]:
     end()
     with log.recorded() as again, OperatorBytes() as operators:
         step()
-    assert again.launches == seen.launches, "torch's operators take another path while they are watched"
+    assert again.launches == seen.launches, (
+        "torch's operators take another path while they are watched"
+    )
     return seen, {"torch_gb": round(operators.moved_bytes / 1e9, 3)}
 
 

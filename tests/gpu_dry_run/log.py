@@ -40,7 +40,9 @@ class Kernel:
     """All launches of one name; bytes are those of Triton's and Inductor's kernels, as `hooks` counts them."""
 
     launches: int = 0
-    binaries: Counter[Binary] = field(default_factory=Counter)  # of Triton's kernels; of torch's own nothing is known
+    binaries: Counter[Binary] = field(
+        default_factory=Counter
+    )  # of Triton's kernels; of torch's own nothing is known
     read_bytes: int = 0
     written_bytes: int = 0
     conditional_bytes: int = 0  # not in those: what is read and written under an `if` of the kernel
@@ -78,7 +80,9 @@ class Summary:
 
     @property
     def launches(self) -> int:
-        launched = sum(kernel.launches for kernel in self.kernels.values()) + sum(self.products.values())
+        launched = sum(kernel.launches for kernel in self.kernels.values()) + sum(
+            self.products.values()
+        )
         return launched - self.captured + self.launches_by_graphs
 
     def total(self, what: str) -> int:
@@ -126,7 +130,9 @@ class Summary:
         kernel.spanned_bytes += event["spanned"]
         kernel.piece = event.get("piece", 0)
         if event.get("unknown", 0) > 0:
-            self.remarks[f"bytes of {event['name']}: {event['unknown']} of its tensors are not known"] += 1
+            self.remarks[
+                f"bytes of {event['name']}: {event['unknown']} of its tensors are not known"
+            ] += 1
 
     def _product(self, event: dict[str, Any]) -> None:
         self.products[described(event)] += 1
@@ -139,9 +145,7 @@ class Summary:
 
 def described(product: dict[str, Any]) -> str:
     """A product in one line, as cuBLAS sees it: column-major."""
-    line = (
-        f"{product['m']}x{product['n']}x{product['k']} {product['trans']} {product['a']}*{product['b']}->{product['c']}"
-    )
+    line = f"{product['m']}x{product['n']}x{product['k']} {product['trans']} {product['a']}*{product['b']}->{product['c']}"
     if product["batch"] > 1:
         line += f" batch {product['batch']}"
     if product.get("scale_a"):
@@ -164,7 +168,9 @@ def summed(events: Iterable[dict[str, Any]]) -> Summary:
 def path() -> Path:
     """Of this process' log."""
     if "EMPTY_CUDA_LOG" not in os.environ:
-        raise RuntimeError("No log: start the process over the empty CUDA runtime (tests/gpu_dry_run/runtime.py).")
+        raise RuntimeError(
+            "No log: start the process over the empty CUDA runtime (tests/gpu_dry_run/runtime.py)."
+        )
     return Path(os.environ["EMPTY_CUDA_LOG"]) / f"events-{os.getpid()}.jsonl"
 
 
@@ -178,7 +184,9 @@ def read(log: Path, start: int = 0) -> Iterator[dict[str, Any]]:
 
 def mark(name: str) -> None:
     """A line of the log by which a part of it is found again."""
-    ctypes.CDLL("libempty_cuda.so").empty_cuda_note(json.dumps({"e": "mark", "name": name}).encode())
+    ctypes.CDLL("libempty_cuda.so").empty_cuda_note(
+        json.dumps({"e": "mark", "name": name}).encode()
+    )
 
 
 def between(first: str, last: str) -> Summary:

@@ -17,7 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._int_mm", "aten._grouped_mm")
+PRODUCTS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_mm",
+    "aten._int_mm",
+    "aten._grouped_mm",
+)
 NOTHING = (
     "aten.empty", "aten.new_empty", "aten.set_", "aten.detach", "aten.lift_fresh", "aten._unsafe_view", "aten.record_stream",
 )  # fmt: skip
@@ -30,7 +38,9 @@ class OperatorBytes(TorchDispatchMode):
 
     @property
     def moved_bytes(self) -> int:
-        return sum(size for name, (_, size) in self.by_name.items() if not name.startswith(PRODUCTS))
+        return sum(
+            size for name, (_, size) in self.by_name.items() if not name.startswith(PRODUCTS)
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

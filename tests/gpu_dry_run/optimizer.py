@@ -32,11 +32,15 @@ WITH_CASTS = "8bit, bfloat16, stochastic"
 
 def measured(states: str, recipe: str = "", together: bool = False) -> tuple[Summary, Numbers]:
     kind, dtype, master = STATES[states]
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False, device="cuda", dtype=dtype) for _ in range(LAYERS)]
+    layers = [
+        nn.Linear(WIDTH, WIDTH, bias=False, device="cuda", dtype=dtype) for _ in range(LAYERS)
+    ]
     model = nn.Sequential(*layers)
     if recipe:
         ng.convert(model, recipe, weight_codes="step")
-    optimizer = ng.optim.AdamW(model.parameters(), lr=1e-4, states=kind, master=master, backend="triton")
+    optimizer = ng.optim.AdamW(
+        model.parameters(), lr=1e-4, states=kind, master=master, backend="triton"
+    )
     left = optimizer.cast_weights(model) if together else {}
     if any("taken after" not in words for words in left.values()):
         raise RuntimeError(f"the step leaves nothing for some layers:\n{left}")

@@ -25,7 +25,9 @@ ROOT = HERE.parent.parent
 SOURCES = HERE / "stand_in"
 LIBRARY = "libempty_cuda.so"
 # Preloaded, since torch's libraries have an RPATH, which goes before LD_LIBRARY_PATH; found there again by dlopen.
-STAND_INS = [f"{name}.so.{major}" for name in ("libcudart", "libcublas", "libcublasLt") for major in (12, 13)]
+STAND_INS = [
+    f"{name}.so.{major}" for name in ("libcudart", "libcublas", "libcublasLt") for major in (12, 13)
+]
 DRIVER = ["libcuda.so.1", "libnvidia-ml.so.1"]
 FLAGS = ["-O2", "-fPIC", "-std=gnu11", "-Wall", "-Wno-unused-parameter"]
 
@@ -66,7 +68,11 @@ def built() -> Path:
 
 
 def cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge" / "gpu_dry_run"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "narrowgauge"
+        / "gpu_dry_run"
+    )
 
 
 def _build(folder: Path) -> None:
@@ -75,18 +81,37 @@ def _build(folder: Path) -> None:
     parts.mkdir()
     # What nothing here defines: success, and a line in the log. Weak, so that a real definition wins.
     names = (SOURCES / "names.txt").read_text(encoding="utf-8").split()
-    weak = [f'__attribute__((weak)) long {name}(void) {{ return unknown("{name}"); }}' for name in names]
-    (parts / "unknown.c").write_text("\n".join(["long unknown(const char *);", *weak]), encoding="utf-8")
+    weak = [
+        f'__attribute__((weak)) long {name}(void) {{ return unknown("{name}"); }}' for name in names
+    ]
+    (parts / "unknown.c").write_text(
+        "\n".join(["long unknown(const char *);", *weak]), encoding="utf-8"
+    )
     _gcc(
-        "-w", "-shared", "-o", folder / LIBRARY, *sorted(SOURCES.glob("*.c")), parts / "unknown.c", "-ldl", "-lpthread"
+        "-w",
+        "-shared",
+        "-o",
+        folder / LIBRARY,
+        *sorted(SOURCES.glob("*.c")),
+        parts / "unknown.c",
+        "-ldl",
+        "-lpthread",
     )
     (parts / "name.c").write_text("int empty_cuda_stands_in;\n", encoding="utf-8")
     for name in STAND_INS + DRIVER:
         options: list[str | Path] = []
         if name in STAND_INS:  # whose symbols torch's libraries ask for by version
-            (parts / "versions").write_text(f"{name} {{ empty_cuda_stands_in; }};\n", encoding="utf-8")
+            (parts / "versions").write_text(
+                f"{name} {{ empty_cuda_stands_in; }};\n", encoding="utf-8"
+            )
             options = [f"-Wl,--version-script={parts / 'versions'}"]
-        linked = ["-Wl,--no-as-needed", f"-L{folder}", "-lempty_cuda", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{name}"]
+        linked = [
+            "-Wl,--no-as-needed",
+            f"-L{folder}",
+            "-lempty_cuda",
+            "-Wl,-rpath,$ORIGIN",
+            f"-Wl,-soname,{name}",
+        ]
         _gcc("-shared", "-o", folder / name, parts / "name.c", *options, *linked)
 
 
@@ -101,18 +126,23 @@ def environment(log: Path | None = None, gpu: str = "h100") -> dict[str, str]:
     """The variables of a process over the runtime. log: None to time what the host does; gpu: whose data sheet is played, or h200."""
     libraries = built()
     kept = cache() / f"kernels-{torch.__version__}"
-    variables = os.environ | {
-        "EMPTY_CUDA_GPU": gpu,
-        "LD_PRELOAD": _before(":".join(str(libraries / name) for name in STAND_INS + DRIVER), "LD_PRELOAD"),
-        "LD_LIBRARY_PATH": _before(str(libraries), "LD_LIBRARY_PATH"),
-        "PYTHONPATH": f"{HERE / 'inside'}:{_before(str(ROOT), 'PYTHONPATH')}",  # sitecustomize.py
-        "TRITON_LIBCUDA_PATH": str(libraries),
-        "TRITON_CACHE_DIR": str(kept / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"),
-        "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # Inductor then writes into each kernel how many bytes it moves
-        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
-        "CUDA_MODULE_LOADING": "LAZY",
-    }
+    variables = (
+        os.environ
+        | {
+            "EMPTY_CUDA_GPU": gpu,
+            "LD_PRELOAD": _before(
+                ":".join(str(libraries / name) for name in STAND_INS + DRIVER), "LD_PRELOAD"
+            ),
+            "LD_LIBRARY_PATH": _before(str(libraries), "LD_LIBRARY_PATH"),
+            "PYTHONPATH": f"{HERE / 'inside'}:{_before(str(ROOT), 'PYTHONPATH')}",  # sitecustomize.py
+            "TRITON_LIBCUDA_PATH": str(libraries),
+            "TRITON_CACHE_DIR": str(kept / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"),
+            "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # Inductor then writes into each kernel how many bytes it moves
+            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+            "CUDA_MODULE_LOADING": "LAZY",
+        }
+    )
     variables.pop("EMPTY_CUDA_LOG", None)
     if log is not None:
         log.mkdir(parents=True, exist_ok=True)
@@ -127,7 +157,11 @@ def _before(first: str, variable: str) -> str:
     return f"{first}:{rest}" if rest else first
 
 
-def python(arguments: list[str], log: Path | None = None, gpu: str = "h100") -> subprocess.CompletedProcess[str]:
+def python(
+    arguments: list[str], log: Path | None = None, gpu: str = "h100"
+) -> subprocess.CompletedProcess[str]:
     """This Python with these arguments, over the runtime; its output as text."""
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(log, gpu), capture_output=True, encoding="utf-8")
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(log, gpu), capture_output=True, encoding="utf-8"
+    )

@@ -41,7 +41,11 @@ def of(seen: Summary) -> Numbers:
 
 def of_kernels(seen: Summary) -> dict[str, Numbers]:
     """Of Triton's kernels that narrowgauge wrote; Inductor's change their names with what is around them."""
-    own = {name: each for name, each in seen.kernels.items() if each.is_compiled and not name.startswith("triton_")}
+    own = {
+        name: each
+        for name, each in seen.kernels.items()
+        if each.is_compiled and not name.startswith("triton_")
+    }
     return {name: _worst(kernel) for name, kernel in sorted(own.items())}
 
 
@@ -57,20 +61,31 @@ def _worst(kernel: Kernel) -> Numbers:
             "programs": binaries.programs(used.registers, binary.threads, binary.shared_bytes),
         }
         if binary.piece:
-            numbers["instructions_per_element"] = round(used.instructions * binary.threads / binary.piece, 1)
+            numbers["instructions_per_element"] = round(
+                used.instructions * binary.threads / binary.piece, 1
+            )
         for name, value in numbers.items():
             each.setdefault(name, []).append(value)
-    return {name: min(values) if name in LESS_IS_WORSE else max(values) for name, values in each.items()}
+    return {
+        name: min(values) if name in LESS_IS_WORSE else max(values) for name, values in each.items()
+    }
 
 
 def told(cases: dict[str, Case]) -> None:
     """Runs the cases that the command line names, or all; a line of JSON for each, on the output."""
     unknown = [name for name in sys.argv[1:] if name not in cases]
     if unknown:
-        raise SystemExit(f"No case {', '.join(map(repr, unknown))}. There are: {', '.join(map(repr, cases))}.")
+        raise SystemExit(
+            f"No case {', '.join(map(repr, unknown))}. There are: {', '.join(map(repr, cases))}."
+        )
     for name in sys.argv[1:] or cases:
         seen, beside = cases[name]()
         numbers = {key: value for key, value in (of(seen) | beside).items() if value}
-        found = {"case": name, "numbers": numbers, "kernels": of_kernels(seen), "products": seen.products}
+        found = {
+            "case": name,
+            "numbers": numbers,
+            "kernels": of_kernels(seen),
+            "products": seen.products,
+        }
         found["remarks"] = seen.remarks
         print(json.dumps(found), flush=True)

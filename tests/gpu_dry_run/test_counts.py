@@ -86,9 +86,9 @@ def test_an_update_writes_what_was_counted_and_keeps_the_rest(counted):
     }
     assert counted(new, "--update") == 0
     found = counts.committed()
-    assert found["linear"] == {"fp8": {"launches": 8}, "int8": {"launches": 3}} and found["versions"] == {
-        "torch": "0.0"
-    }
+    assert found["linear"] == {"fp8": {"launches": 8}, "int8": {"launches": 3}} and found[
+        "versions"
+    ] == {"torch": "0.0"}
     assert found["kernels"] == {"linear: int8: cast": {"registers": 8}, "trainer: a: b": {}}
     assert counted(new) == 0
 

@@ -60,14 +60,22 @@ def test_what_two_loops_load_is_read_twice():
     before, after = TTIR.split(f"    {load}\n")
     assert accesses("\n".join([before, loop, load, "}", loop, load, "}", after]))["x"] == "rr"
     assert accesses("\n".join([before, loop, load, loop, load, "}", "}", load, after]))["x"] == "r"
-    assert accesses("\n".join([before, loop, load, "}", "scf.if %9 {", loop, load, "}", "}", after]))["x"] == "r"
+    assert (
+        accesses("\n".join([before, loop, load, "}", "scf.if %9 {", loop, load, "}", "}", after]))[
+            "x"
+        ]
+        == "r"
+    )
 
 
 def test_names_are_used_again_in_regions_side_by_side():
     """As Triton's IR prints them: the pointers of one loop are not those of the next."""
     loops = [
         f"scf.for %i = %a to %b step %c : i32 {{\n%20 = tt.addptr %{name}, %2 : !tt.ptr<f32>\n{access}\n}}"
-        for name, access in (("out", "tt.store %20, %3 : !tt.ptr<i8>"), ("state", "%21 = tt.load %20 : !tt.ptr<i32>"))
+        for name, access in (
+            ("out", "tt.store %20, %3 : !tt.ptr<i8>"),
+            ("state", "%21 = tt.load %20 : !tt.ptr<i32>"),
+        )
     ]
     found = accesses(TTIR.replace("    tt.return", "\n".join([*loops, "tt.return"])))
     assert (found["out"], found["state"]) == ("w", "rw")
@@ -89,8 +97,23 @@ def test_programs_fit_by_registers_warps_and_shared_memory(registers, threads, s
 
 def test_the_log_is_summed():
     """A captured launch counts when its graph is launched; bytes of tensors that are not known are said."""
-    launch = {"e": "launch", "name": "cast", "grid": [8, 1, 1], "block": [256, 1, 1], "shared": 64, "cubin": "a.cubin"}
-    span = {"e": "bytes", "name": "cast", "read": 10, "written": 5, "conditional": 2, "spanned": 17, "piece": 4096}
+    launch = {
+        "e": "launch",
+        "name": "cast",
+        "grid": [8, 1, 1],
+        "block": [256, 1, 1],
+        "shared": 64,
+        "cubin": "a.cubin",
+    }
+    span = {
+        "e": "bytes",
+        "name": "cast",
+        "read": 10,
+        "written": 5,
+        "conditional": 2,
+        "spanned": 17,
+        "piece": 4096,
+    }
     product = {
         "e": "gemm", "m": 2, "n": 3, "k": 5, "batch": 1, "trans": "TN", "a": "e4m3", "b": "e4m3", "c": "bf16", "scale_a": "tensor",
         "scale_b": "row", "fast": 1, "call": "cublasLtMatmul", "workspace": 1 << 20, "captured": False,
@@ -104,7 +127,10 @@ def test_the_log_is_summed():
     assert (seen.total("read"), seen.total("written"), seen.total("spanned")) == (20, 10, 34)
     assert seen.kernels["cast"].binaries == {log.Binary("a.cubin", 256, 64, 4096): 2}
     assert seen.memcpys == {"host to device": [1, 3]} and seen.waits == {"stream": 1}
-    assert set(seen.remarks) == {"unknown: cudaNew", "bytes of cast: 1 of its tensors are not known"}
+    assert set(seen.remarks) == {
+        "unknown: cudaNew",
+        "bytes of cast: 1 of its tensors are not known",
+    }
     assert list(seen.products) == [
         "2x3x5 TN e4m3*e4m3->bf16 scales tensor*row, fast accumulation workspace 1 MiB cublasLtMatmul"
     ]

@@ -43,7 +43,9 @@ def test_gradients_do_not_change_and_bytes_fall(policy):
     assert_same(again, gradients)
     kept = saved_bytes(model, INPUTS).total
     assert kept < whole
-    assert report.recomputed and set(report.recomputed) | set(report.not_recomputed) == set(find_blocks(model))
+    assert report.recomputed and set(report.recomputed) | set(report.not_recomputed) == set(
+        find_blocks(model)
+    )
     if report.measured_bytes is not None:
         assert report.measured_bytes == kept <= (400 if policy.endswith("KiB") else 204.8) * 1024
 
@@ -99,9 +101,9 @@ def test_the_last_block_is_left_out_by_default():
     assert "lie below" not in str(checkpoint(model, "full"))
     assert checkpoint(model, "full").not_recomputed == ("model.layers.3",)
     assert checkpoint(model, "full", keep_last=False).not_recomputed == ()
-    assert checkpoint(model, "every-3").segments == (3,) and checkpoint(model, "every-3").not_recomputed == (
-        "model.layers.3",
-    )
+    assert checkpoint(model, "every-3").segments == (3,) and checkpoint(
+        model, "every-3"
+    ).not_recomputed == ("model.layers.3",)
     assert checkpoint(model, "every-3", keep_last=False).segments == (3, 1)
 
 
@@ -110,7 +112,9 @@ def test_full_keeps_the_inputs_alone():
     checkpoint(model, "full", keep_last=False)
     saved = saved_bytes(model, INPUTS)
     residual = 4 * 32 * 32 * 4
-    assert [saved.below(name) for name in find_blocks(model)][1:] == [residual + torch.get_rng_state().nbytes] * 3
+    assert [saved.below(name) for name in find_blocks(model)][1:] == [
+        residual + torch.get_rng_state().nbytes
+    ] * 3
 
 
 @pytest.mark.parametrize("policy", ["full", "sqrt"])
@@ -118,14 +122,19 @@ def test_only_forward_is_replaced_and_comes_back(policy):
     model = llama()
     names = list(model.state_dict())
     checkpoint(model, policy)
-    assert list(model.state_dict()) == names and type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    assert (
+        list(model.state_dict()) == names
+        and type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    )
     expected = step(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved_and_loaded(model)):
         assert other.model.layers[0].forward.block is other.model.layers[0]
         assert_same(step(other), expected)
         assert saved_bytes(other, INPUTS).total == saved_bytes(model, INPUTS).total
     assert checkpoint(model, None).recomputed == ()
-    assert not any("forward" in module.__dict__ or module._forward_pre_hooks for module in model.modules())
+    assert not any(
+        "forward" in module.__dict__ or module._forward_pre_hooks for module in model.modules()
+    )
 
 
 def saved_and_loaded(model):
@@ -166,7 +175,13 @@ def test_the_cache_is_off_in_training_and_on_in_generation():
 
 
 def test_an_encoder_and_pytorchs_own():
-    sizes = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, vocab_size=64)
+    sizes = BertConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=64,
+    )
     bert = BertForSequenceClassification(sizes).train()
     assert list(find_blocks(bert)) == [f"bert.encoder.layer.{n}" for n in range(3)]
     encoder = nn.TransformerEncoder(
@@ -192,11 +207,15 @@ def test_a_budget_takes_segments_where_full_is_too_much():
     at_the_end, residual = saved_bytes(model, INPUTS).total, 4 * 32 * 32 * 4
     report = checkpoint(model, f"budget:{full - 1}B", batch=INPUTS)
     assert (
-        report.segments == (4, 3, 2, 1) and report.not_recomputed == () and report.measured_bytes == at_the_end < full
+        report.segments == (4, 3, 2, 1)
+        and report.not_recomputed == ()
+        and report.measured_bytes == at_the_end < full
     )
     report = checkpoint(model, f"budget:{full}B", batch=INPUTS)
     assert report.segments == () and report.measured_bytes == full
-    few = llama(num_hidden_layers=3)  # segments of 2 and 1: what comes back is as much as full keeps
+    few = llama(
+        num_hidden_layers=3
+    )  # segments of 2 and 1: what comes back is as much as full keeps
     checkpoint(few, "full", keep_last=False)
     least = saved_bytes(few, INPUTS).total
     with raises(ConfigError, "checkpointing.budget", f"{least // 2:,}"):
@@ -218,7 +237,11 @@ def test_auto_is_the_cheapest_that_fits():
     asked.clear()
     model = llama()
     report = checkpoint(model, "auto", peak_bytes=peak, limit_bytes=400)
-    assert asked == ["none", "selective", "full"] and report.policy == "full" and len(report.recomputed) == 3
+    assert (
+        asked == ["none", "selective", "full"]
+        and report.policy == "full"
+        and len(report.recomputed) == 3
+    )
     assert "auto: full is the cheapest whose step fits into 0.00 GiB" in str(report)
     with raises(ConfigError, "checkpointing.nothing-fits", "(99", "100", "'sqrt'"):
         checkpoint(model, "auto", peak_bytes=peak, limit_bytes=99)
@@ -250,7 +273,9 @@ def test_bad_requests_are_refused_in_words():
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_it_compiles(policy):
     """Traced in one graph with its recomputation. What Inductor makes of such graphs is for tests/nn/test_linear.py to say."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)])
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)]
+    )
     x = torch.randn(8, 16)
     model(x).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]

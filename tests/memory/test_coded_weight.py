@@ -24,16 +24,22 @@ from narrowgauge.errors import ConfigError
 from tests.compare import assert_same, sqnr_db
 from tests.raising import raises
 
-CODED = [each.name for each in recipes.ALL if each.backward == "recast" and each.output.rhs is not None]
+CODED = [
+    each.name for each in recipes.ALL if each.backward == "recast" and each.output.rhs is not None
+]
 ROTATED = ("mxfp4",)  # whose cast of the decoded weight is near the codes, not equal to them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INNER, OUTER = 64, 48
 
 
-def frozen(recipe: str, dtype: torch.dtype = torch.float32, bias: bool = True, seed: int = 0) -> nn.Sequential:
+def frozen(
+    recipe: str, dtype: torch.dtype = torch.float32, bias: bool = True, seed: int = 0
+) -> nn.Sequential:
     """Two Linears; the first is frozen as codes, the second trains."""
     torch.manual_seed(seed)
-    model = ng.convert(nn.Sequential(nn.Linear(INNER, OUTER, bias), nn.Linear(OUTER, INNER)).to(dtype), recipe)
+    model = ng.convert(
+        nn.Sequential(nn.Linear(INNER, OUTER, bias), nn.Linear(OUTER, INNER)).to(dtype), recipe
+    )
     ng.memory.freeze(model, "0", codes=True)
     return model
 
@@ -80,7 +86,9 @@ READERS: dict[str, Callable[[nn.Linear], object]] = {
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer.weight)) * 1,
     "torch.save": lambda layer: saved(layer.state_dict())["weight"],
     "keep_vars": lambda layer: layer.state_dict(keep_vars=True)["weight"] * 1,
-    "safetensors": lambda layer: safetensors.torch.load(safetensors.torch.save(layer.state_dict()))["weight"],
+    "safetensors": lambda layer: safetensors.torch.load(safetensors.torch.save(layer.state_dict()))[
+        "weight"
+    ],
     "named_parameters": lambda layer: dict(layer.named_parameters())["weight"] * 1,
     "contiguous": lambda layer: layer.weight.contiguous().t().contiguous(),
     "inference": lambda layer: torch.inference_mode()(lambda: layer.weight * 1)(),
@@ -88,7 +96,9 @@ READERS: dict[str, Callable[[nn.Linear], object]] = {
     "repr": lambda layer: torch.tensor(list(repr(layer.weight).encode())),
     "isfinite": lambda layer: layer.weight.isfinite(),
     "dlpack": lambda layer: torch.from_dlpack(layer.weight).clone(),
-    "strides": lambda layer: torch.tensor([*layer.weight.stride(), layer.weight.is_contiguous(), layer.weight.nbytes]),
+    "strides": lambda layer: torch.tensor(
+        [*layer.weight.stride(), layer.weight.is_contiguous(), layer.weight.nbytes]
+    ),
 }
 
 
@@ -139,12 +149,19 @@ def test_a_reader_gets_the_decoded_weight(reader: str) -> None:
     for recipe, dtype, bias in members(4, seed=len(reader)):
         model = frozen(recipe, dtype, bias)
         expected, found = READERS[reader](thawed(model)[0]), READERS[reader](model[0])
-        pairs = zip(expected, found, strict=True) if isinstance(expected, list | tuple) else [(expected, found)]
+        pairs = (
+            zip(expected, found, strict=True)
+            if isinstance(expected, list | tuple)
+            else [(expected, found)]
+        )
         for one, other in pairs:
             if reader not in ("strides", "repr"):
                 assert one.is_floating_point() is False or one.isfinite().all()
             assert_same(other.detach(), one.detach())
-        assert model[0].frozen is not None and model[0].weight.untyped_storage().nbytes() == dtype.itemsize
+        assert (
+            model[0].frozen is not None
+            and model[0].weight.untyped_storage().nbytes() == dtype.itemsize
+        )
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -191,7 +208,10 @@ def test_states_of_before_with_codes_alone_load(recipe: str) -> None:
     state = {name: each for name, each in model.state_dict().items() if name != "0.weight"}
     again.load_state_dict(state)
     assert_same(again[0].frozen.codes, model[0].frozen.codes)
-    with pytest.raises(RuntimeError, match=r"0\.weight was saved as the codes of a frozen weight\. Call narrowgauge"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"0\.weight was saved as the codes of a frozen weight\. Call narrowgauge",
+    ):
         thawed(again).load_state_dict(state)
 
 
@@ -199,7 +219,9 @@ def test_a_weight_that_was_changed_in_the_state_wins_over_the_codes_beside_it() 
     model = frozen("fp8-current")
     state = saved(model.state_dict())
     state["0.weight"].mul_(2)
-    with pytest.warns(UserWarning, match=r"0.weight is not what 0.frozen.codes beside it decode to.*cast anew"):
+    with pytest.warns(
+        UserWarning, match=r"0.weight is not what 0.frozen.codes beside it decode to.*cast anew"
+    ):
         model.load_state_dict(state)
     assert_same(model[0].weight.data.clone(), state["0.weight"])
 
@@ -236,7 +258,10 @@ def test_moved_to_another_dtype_it_decodes_in_that(recipe: str, dtype: torch.dty
     model = frozen(recipe)
     codes = model[0].frozen.codes.clone()
     model.to(dtype)
-    assert model[0].weight.dtype == dtype and model[0].weight.untyped_storage().nbytes() == dtype.itemsize
+    assert (
+        model[0].weight.dtype == dtype
+        and model[0].weight.untyped_storage().nbytes() == dtype.itemsize
+    )
     assert_same(model[0].frozen.codes, codes)
     assert_same(model[0].weight.data.clone(), thawed(model)[0].weight.detach())
 
@@ -294,7 +319,9 @@ class DoRA(nn.Module):
         bias = 0 if self.base.bias is None else self.base.bias
         weight = self.base.weight + 2 * (self.b @ self.a)
         scale = self.magnitude / weight.norm(dim=1).detach()
-        return (self.base(x) - bias) * scale + F.linear(F.linear(x, self.a), self.b) * 2 * scale + bias
+        return (
+            (self.base(x) - bias) * scale + F.linear(F.linear(x, self.a), self.b) * 2 * scale + bias
+        )
 
     def merge(self) -> nn.Linear:
         self.base.weight.data = self.merged().detach()
@@ -331,7 +358,11 @@ def test_dora_trains_and_merges_as_on_the_decoded_weight(recipe: str, bias: bool
 def test_a_folder_of_transformers_loads_as_the_decoded_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     settings = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
     )
     for recipe in CODED:
         torch.manual_seed(0)
@@ -354,7 +385,9 @@ def test_peft_on_codes_is_peft_on_the_decoded_model() -> None:
             torch.manual_seed(0)
             adapted = peft.get_peft_model(each, peft.LoraConfig(r=4, target_modules=["0"], **kind))
             x = tenfold(torch.float32)
-            optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+            optimizer = torch.optim.SGD(
+                [p for p in adapted.parameters() if p.requires_grad], lr=0.1
+            )
             for _ in range(3):
                 loss = adapted(x).square().mean()
                 loss.backward()

@@ -13,7 +13,14 @@ from torch.nn import functional as F
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory import checkpoint, compress_activations, find_blocks, offload, offloading, saved_bytes
+from narrowgauge.memory import (
+    checkpoint,
+    compress_activations,
+    find_blocks,
+    offload,
+    offloading,
+    saved_bytes,
+)
 from narrowgauge.memory.blocks import set_technique
 from narrowgauge.recipe import Cast, Window
 from tests.compare import assert_same, assert_sqnr
@@ -94,8 +101,12 @@ def test_the_error_of_an_element_is_bounded():
     compress_activations(block, smallest=16, blocks="inner")
     block(x).sum().backward()
     kept = weight.grad[0]  # sum over rows of x', since the gradient of each output is 1
-    scale = 2.0 ** torch.ceil(torch.log2(x.detach().view(32, 2, 128).abs().amax(-1, keepdim=True) / 448))
-    bound = torch.maximum(x.detach().abs() * 2**-4, (scale * 2**-10).expand(32, 2, 128).reshape(32, 256))
+    scale = 2.0 ** torch.ceil(
+        torch.log2(x.detach().view(32, 2, 128).abs().amax(-1, keepdim=True) / 448)
+    )
+    bound = torch.maximum(
+        x.detach().abs() * 2**-4, (scale * 2**-10).expand(32, 2, 128).reshape(32, 256)
+    )
     assert bool(((kept - x.detach().sum(0)).abs() <= bound.sum(0) * (1 + 1e-6)).all())
 
 
@@ -183,7 +194,10 @@ def test_a_poisoned_activation_stays_visible(gates):
 
 def test_bad_requests_are_refused_in_words(gates):
     e4m3 = ng.formats.E4M3
-    for cast in (Cast(format=e4m3, rounding="stochastic"), Cast(format=e4m3, calibrate=Window(length=4))):
+    for cast in (
+        Cast(format=e4m3, rounding="stochastic"),
+        Cast(format=e4m3, calibrate=Window(length=4)),
+    ):
         with raises(ConfigError, "compression.cast"):
             compress_activations(gates, cast)
     with raises(ConfigError, "compression.group", "= 0"):
@@ -215,7 +229,9 @@ def test_offload_moves_each_activation_once_and_no_parameter(monkeypatch):
     assert_same([parameter.grad for parameter in model.parameters()], expected)
     addresses = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in moved]
     assert moved and len(set(addresses)) == len(addresses)
-    assert not {place for place, _, _ in addresses} & {parameter.data_ptr() for parameter in model.parameters()}
+    assert not {place for place, _, _ in addresses} & {
+        parameter.data_ptr() for parameter in model.parameters()
+    }
     assert min(tensor.nbytes for tensor in moved) >= 1024
     assert technique.moved_bytes == sum(tensor.nbytes for tensor in moved)
 

@@ -44,21 +44,27 @@ def test_patterns_name_modules_and_parameters():
 )
 def test_saved_states_are_those_that_the_optimizer_would_keep(dtype, options):
     """Exact: what it keeps for all parameters less what it keeps for those that train."""
-    model = llama(hidden_size=128, intermediate_size=160).to(dtype)  # matrices large enough for narrow states
+    model = llama(hidden_size=128, intermediate_size=160).to(
+        dtype
+    )  # matrices large enough for narrow states
     whole = ng.optim.state_bytes(ng.optim.AdamW(model, **options))
     report = freeze(model, "embed*,layers.0-2", optimizer_bytes=whole.of)
     rest = ng.optim.state_bytes(ng.optim.AdamW(model, **options))
     assert report.optimizer_bytes_saved == whole.total - rest.total > 0
     with raises(ConfigError, "state-bytes.parameter"):
         freeze(model, "layers.3.mlp", optimizer_bytes=rest.of)
-    assert model.model.layers[3].mlp.up_proj.weight.requires_grad  # refused before anything is changed
+    assert model.model.layers[
+        3
+    ].mlp.up_proj.weight.requires_grad  # refused before anything is changed
 
 
 def test_integer_parameters_have_no_state_to_save():
     model = llama()
     model.table = nn.Parameter(torch.zeros(1000, dtype=torch.int64), requires_grad=False)
     report = freeze(model, "layers.0")
-    assert report.optimizer_bytes_saved == 2 * report.gradient_bytes_saved  # float32 gradients, and two moments
+    assert (
+        report.optimizer_bytes_saved == 2 * report.gradient_bytes_saved
+    )  # float32 gradients, and two moments
 
 
 def test_freezing_adds_up_and_train_only_decides_all():
@@ -67,7 +73,9 @@ def test_freezing_adds_up_and_train_only_decides_all():
     freeze(model, ["layers.0"])
     assert trainable(model)[0] == "model.layers.1.self_attn.q_proj.weight"
     train_only(model, "layers.0,lm_head")
-    assert {name.split(".")[0] + "." + name.split(".")[-2] for name in trainable(model)} >= {"lm_head.lm_head"}
+    assert {name.split(".")[0] + "." + name.split(".")[-2] for name in trainable(model)} >= {
+        "lm_head.lm_head"
+    }
     assert all(name.startswith(("model.layers.0.", "lm_head")) for name in trainable(model))
 
 
@@ -127,10 +135,17 @@ def test_frozen_lower_layers_keep_nothing(recipe):
         ng.convert(model, recipe, weight_codes="recast")  # those of weights are no activations
     freeze(model, "embed*,layers.0-1")
     saved = saved_bytes(model, {**batch(), "use_cache": False})
-    assert saved.below("model.layers.0") == saved.below("model.layers.1") == saved.below("model.embed_tokens") == 0
+    assert (
+        saved.below("model.layers.0")
+        == saved.below("model.layers.1")
+        == saved.below("model.embed_tokens")
+        == 0
+    )
     assert saved.below("model.layers.2") > 0
     _, gradients = step(model)
-    assert {name for name, gradient in gradients.items() if gradient is not None} == set(trainable(model))
+    assert {name for name, gradient in gradients.items() if gradient is not None} == set(
+        trainable(model)
+    )
 
 
 @pytest.mark.parametrize("save", ["original", "quantized"])

@@ -16,7 +16,9 @@ from tests.compare import assert_same, sqnr_db
 from tests.raising import raises
 
 WIDTH, TOKENS = 128, 48
-CODED = [each.name for each in recipes.ALL if each.backward == "recast" and each.output.rhs is not None]
+CODED = [
+    each.name for each in recipes.ALL if each.backward == "recast" and each.output.rhs is not None
+]
 # The cast of w.T is the cast of w, transposed: backward multiplies by the same codes.
 TURNED = ("fp8-current", "fp8-delayed", "fp8-block", "nvfp4")
 
@@ -37,7 +39,9 @@ class Adapted(nn.Module):
 class Adapter(nn.Module):
     def __init__(self, inner: int, outer: int, rank: int = 16) -> None:
         super().__init__()
-        self.a, self.b = (nn.Parameter(torch.randn(*shape) / 16) for shape in ((inner, rank), (rank, outer)))
+        self.a, self.b = (
+            nn.Parameter(torch.randn(*shape) / 16) for shape in ((inner, rank), (rank, outer))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.a @ self.b
@@ -75,16 +79,22 @@ def test_forward_has_the_same_bits_and_backward_where_codes_turn(recipe, dtype):
             for mine, theirs in zip(found, expected, strict=True):
                 assert_same(mine, theirs)
         elif recipe not in ("nvfp4", "mxfp4"):
-            assert min(sqnr_db(theirs, mine) for mine, theirs in zip(found, expected, strict=True)) > 20
+            assert (
+                min(sqnr_db(theirs, mine) for mine, theirs in zip(found, expected, strict=True))
+                > 20
+            )
         else:
-            assert min(sqnr_db(theirs, mine) for mine, theirs in zip(found, expected, strict=True)) > 5
+            assert (
+                min(sqnr_db(theirs, mine) for mine, theirs in zip(found, expected, strict=True)) > 5
+            )
 
 
 def test_no_copy_in_16_bits_stays():
     model = built("fp8-current", True, torch.bfloat16)
     frozen = model.up.frozen
     assert (
-        frozen.nbytes - frozen.words.nbytes == 2 * WIDTH * WIDTH + 4 and model.up.weight.untyped_storage().nbytes() == 2
+        frozen.nbytes - frozen.words.nbytes == 2 * WIDTH * WIDTH + 4
+        and model.up.weight.untyped_storage().nbytes() == 2
     )
     assert model.up.weight.shape == (2 * WIDTH, WIDTH) and not model.up.weight.isnan().any()
     assert model.up.weight.untyped_storage().nbytes() == 2  # and reading it kept nothing
@@ -100,7 +110,10 @@ def test_states_copies_and_moves(recipe):
     model = built(recipe, True)
     y, _ = trip(model)
     state = model.state_dict()
-    assert state["up.frozen.codes"].nbytes == model.up.frozen.codes.nbytes and state["up.weight"].isfinite().all()
+    assert (
+        state["up.frozen.codes"].nbytes == model.up.frozen.codes.nbytes
+        and state["up.weight"].isfinite().all()
+    )
     other = built(recipe, True)
     nn.init.zeros_(other.up.bias)
     for each in (other.up, other.down):
@@ -117,19 +130,25 @@ def test_states_copies_and_moves(recipe):
 
 def test_what_cannot_be_loaded_says_why():
     state = built("fp8-current", True).state_dict()
-    for name in ("up.weight", "down.weight"):  # as states were before they had the decoded weight as well
+    for name in (
+        "up.weight",
+        "down.weight",
+    ):  # as states were before they had the decoded weight as well
         del state[name]
     with pytest.raises(
-        RuntimeError, match=r"up.weight was saved as the codes of a frozen weight. Call narrowgauge.memory.freeze"
+        RuntimeError,
+        match=r"up.weight was saved as the codes of a frozen weight. Call narrowgauge.memory.freeze",
     ):
         built("fp8-current", False).load_state_dict(state)
     with pytest.raises(
-        RuntimeError, match=r"made by the cast 'e4m3 tensor fp32', recipe 'mxfp8' has 'e4m3 1x32 e8m0-ceil'"
+        RuntimeError,
+        match=r"made by the cast 'e4m3 tensor fp32', recipe 'mxfp8' has 'e4m3 1x32 e8m0-ceil'",
     ):
         built("mxfp8", True).load_state_dict(state)
     wrong = Adapted().state_dict() | {"up.weight": torch.zeros(3, 3)}
     with pytest.raises(
-        RuntimeError, match=r"size mismatch for up.weight: \[3, 3\] in the state, \[256, 128\] in the model"
+        RuntimeError,
+        match=r"size mismatch for up.weight: \[3, 3\] in the state, \[256, 128\] in the model",
     ):
         built("fp8-current", True).load_state_dict(wrong)
 
@@ -140,7 +159,11 @@ def test_thawed_weights_compute_what_their_codes_did(recipe):
     model = built(recipe, True)
     y, _ = trip(model)
     assert ng.memory.thaw(model) == 2
-    assert model.up.frozen is None and not model.up.weight.requires_grad and model.up.weight.isfinite().all()
+    assert (
+        model.up.frozen is None
+        and not model.up.weight.requires_grad
+        and model.up.weight.isfinite().all()
+    )
     assert sqnr_db(y, trip(model)[0]) > (20 if recipe == "mxfp4" else 60)
     ng.convert(model, None)
     with raises(ConfigError, "thaw.no-codes", "'*'"):
@@ -166,7 +189,10 @@ def test_what_would_need_the_weight_is_refused():
 
 def test_tied_weights_stay_and_the_report_and_describe_say_so():
     model = ng.convert(
-        nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(64, 64)), "fp8-block"
+        nn.Sequential(
+            nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+        ),
+        "fp8-block",
     )
     model.append(nn.Embedding(64, 64))
     model[3].weight = model[0].weight
@@ -187,7 +213,9 @@ def test_suspended_and_evaluated():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it at a graph's beginning
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # Dynamo asks for it at a graph's beginning
 def test_compiled():
     """Between graphs, to the rounding of what a compiler fuses."""
     model = built("fp8-current", True)
@@ -198,7 +226,9 @@ def test_compiled():
 
 def test_copies_are_distributed_before_torch_wraps_them():
     """DistributedDataParallel writes rank 0's parameters into all ranks: not those without memory."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         model, x = built("fp8-current", True), torch.randn(8, WIDTH)
         y = model(x).detach()

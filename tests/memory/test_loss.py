@@ -16,7 +16,9 @@ from narrowgauge.ops.registry import Device
 from tests.compare import assert_same, assert_sqnr
 from tests.raising import coded, raises
 
-SAME = 1e-6  # relative in the norm, float32: sums of a few hundred terms in another order, 2**-24 each
+SAME = (
+    1e-6  # relative in the norm, float32: sums of a few hundred terms in another order, 2**-24 each
+)
 
 
 def made(tokens=50, hidden=24, vocabulary=40, dtype=torch.float32, bias=False, ignored=0.0):
@@ -40,11 +42,18 @@ def plain(x, weight, bias, targets, softcap=None, z_loss=0.0):
 
 
 def gradients(loss, tensors):
-    return [each for each in torch.autograd.grad(loss / 7, [t for t in tensors if t is not None and t.requires_grad])]
+    return [
+        each
+        for each in torch.autograd.grad(
+            loss / 7, [t for t in tensors if t is not None and t.requires_grad]
+        )
+    ]
 
 
 def distance(found, expected):
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+    return float(
+        (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64, None])
@@ -63,11 +72,15 @@ def distance(found, expected):
 def test_it_equals_the_plain_path(options, chunk):
     extra = {key: options[key] for key in ("softcap", "z_loss") if key in options}
     tensors = made(**{key: value for key, value in options.items() if key not in extra})
-    loss, count = chunked_cross_entropy(tensors[0], tensors[1], tensors[3], bias=tensors[2], chunk=chunk, **extra)
+    loss, count = chunked_cross_entropy(
+        tensors[0], tensors[1], tensors[3], bias=tensors[2], chunk=chunk, **extra
+    )
     expected, expected_count = plain(*tensors, **extra)
     assert_same(count, expected_count)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=SAME)
-    for found, reference in zip(gradients(loss, tensors[:3]), gradients(expected, tensors[:3]), strict=True):
+    for found, reference in zip(
+        gradients(loss, tensors[:3]), gradients(expected, tensors[:3]), strict=True
+    ):
         assert distance(found, reference) <= SAME
 
 
@@ -76,26 +89,40 @@ def test_gradients_are_those_of_finite_differences():
     *tensors, targets = made(5, 4, 6, torch.float64, bias=True, ignored=0.3)
 
     def value(x, weight, bias):
-        return chunked_cross_entropy(x, weight, targets, bias=bias, softcap=1.5, z_loss=0.2, chunk=2)[0]
+        return chunked_cross_entropy(
+            x, weight, targets, bias=bias, softcap=1.5, z_loss=0.2, chunk=2
+        )[0]
 
     found = torch.autograd.grad(value(*tensors), tensors)
     for place, gradient in enumerate(found):
         direction = torch.randn_like(gradient)
         ends = []
         for h in (1e-5, -1e-5):
-            moved = [t.detach() + h * direction if i == place else t.detach() for i, t in enumerate(tensors)]
+            moved = [
+                t.detach() + h * direction if i == place else t.detach()
+                for i, t in enumerate(tensors)
+            ]
             ends.append(float(value(*moved)))
-        assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(float((gradient * direction).sum()), rel=1e-7)
+        assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(
+            float((gradient * direction).sum()), rel=1e-7
+        )
 
 
-@given(tokens=st.integers(0, 20), vocabulary=st.integers(1, 30), chunk=st.integers(1, 25), ignored=st.floats(0, 1))
+@given(
+    tokens=st.integers(0, 20),
+    vocabulary=st.integers(1, 30),
+    chunk=st.integers(1, 25),
+    ignored=st.floats(0, 1),
+)
 def test_any_sizes(tokens, vocabulary, chunk, ignored):
     x, weight, _, targets = made(tokens, 3, vocabulary, torch.float64, ignored=ignored)
     loss, count = chunked_cross_entropy(x, weight, targets, chunk=chunk)
     expected, expected_count = plain(x, weight, None, targets)
     assert int(count) == int(expected_count)
     torch.testing.assert_close(loss, expected)
-    for found, reference in zip(gradients(loss, (x, weight)), gradients(expected, (x, weight)), strict=True):
+    for found, reference in zip(
+        gradients(loss, (x, weight)), gradients(expected, (x, weight)), strict=True
+    ):
         torch.testing.assert_close(found, reference)
 
 
@@ -180,7 +207,9 @@ def test_a_kept_graph_gives_the_same_gradients_again():
     loss.backward(retain_graph=True)
     (loss * 0.5).backward()
     again, _ = chunked_cross_entropy(x, weight, targets, bias=bias, chunk=8)
-    for tensor, once in zip((x, weight, bias), torch.autograd.grad(again, [x, weight, bias]), strict=True):
+    for tensor, once in zip(
+        (x, weight, bias), torch.autograd.grad(again, [x, weight, bias]), strict=True
+    ):
         assert_same(tensor.grad, once * 1.5)
 
 
@@ -217,12 +246,16 @@ def test_bad_input_is_refused_in_words():
         chunked_cross_entropy(x, weight, targets, softcap=-1.0)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own use of autograd.Function
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated"
+)  # Dynamo's own use of autograd.Function
 def test_it_compiles_without_a_break():
     """Traced in one graph, forward and backward; no code is generated."""
     x, weight, bias, targets = made(bias=True, ignored=0.3)
     compiled = torch.compile(
-        lambda: chunked_cross_entropy(x, weight, targets, bias=bias, chunk=25), fullgraph=True, backend="aot_eager"
+        lambda: chunked_cross_entropy(x, weight, targets, bias=bias, chunk=25),
+        fullgraph=True,
+        backend="aot_eager",
     )
     (loss, count), (expected, expected_count) = compiled(), plain(x, weight, bias, targets)
     assert int(count) == int(expected_count)
@@ -263,7 +296,9 @@ def test_autocast_does_not_choose_the_type_of_the_products(device_is):
 )
 def test_options_that_would_make_the_loss_nan_are_refused(options, words):
     with raises(ConfigError, words):
-        chunked_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), **options)
+        chunked_cross_entropy(
+            torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), **options
+        )
 
 
 # --- over slices of the vocabulary ---------------------------------------------------------------------------------------------
@@ -285,12 +320,21 @@ def test_slices_equal_the_plain_path(options, chunk, checked):
     extra = {key: options[key] for key in ("softcap", "z_loss") if key in options}
     tensors = made(**{key: value for key, value in options.items() if key not in extra})
     loss, count = chunked_cross_entropy(
-        tensors[0], tensors[1], tensors[3], bias=tensors[2], chunk=chunk, slices=True, checked=checked, **extra
+        tensors[0],
+        tensors[1],
+        tensors[3],
+        bias=tensors[2],
+        chunk=chunk,
+        slices=True,
+        checked=checked,
+        **extra,
     )
     expected, expected_count = plain(*tensors, **extra)
     assert_same(count, expected_count)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=SAME)
-    for found, reference in zip(gradients(loss, tensors[:3]), gradients(expected, tensors[:3]), strict=True):
+    for found, reference in zip(
+        gradients(loss, tensors[:3]), gradients(expected, tensors[:3]), strict=True
+    ):
         assert distance(found, reference) <= SAME
 
 
@@ -315,7 +359,9 @@ def test_slices_keep_a_number_per_token():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         loss, _ = chunked_cross_entropy(x, weight, targets, slices=True)
     own = [
-        each for each in kept if each.data_ptr() not in (x.data_ptr(), weight.data_ptr()) and each.is_floating_point()
+        each
+        for each in kept
+        if each.data_ptr() not in (x.data_ptr(), weight.data_ptr()) and each.is_floating_point()
     ]
     assert [tuple(each.shape) for each in own] == [(64,)]
     loss.backward()
@@ -324,7 +370,10 @@ def test_slices_keep_a_number_per_token():
     chunked_cross_entropy(x, weight, targets, slices=True)[0].backward()
     assert (
         x.grad is not None
-        and distance(weight.grad, 2 * gradients(plain(x, weight, None, targets)[0] * 7, (weight,))[0]) < SAME
+        and distance(
+            weight.grad, 2 * gradients(plain(x, weight, None, targets)[0] * 7, (weight,))[0]
+        )
+        < SAME
     )
 
 
@@ -332,7 +381,9 @@ def test_slices_by_finite_differences():
     *tensors, targets = made(5, 4, 6, torch.float64, bias=True, ignored=0.3)
 
     def value(x, weight, bias):
-        return chunked_cross_entropy(x, weight, targets, bias=bias, softcap=1.5, z_loss=0.2, chunk=2, slices=True)[0]
+        return chunked_cross_entropy(
+            x, weight, targets, bias=bias, softcap=1.5, z_loss=0.2, chunk=2, slices=True
+        )[0]
 
     assert torch.autograd.gradcheck(value, tensors)
 
@@ -345,5 +396,7 @@ def test_slices_compile():
         return chunked_cross_entropy(x, weight, targets, chunk=10, slices=True)[0]
 
     found = torch.compile(step, fullgraph=True, backend="aot_eager")(x, weight)
-    for a, b in zip(gradients(found, (x, weight)), gradients(step(x, weight), (x, weight)), strict=True):
+    for a, b in zip(
+        gradients(found, (x, weight)), gradients(step(x, weight), (x, weight)), strict=True
+    ):
         assert distance(a, b) <= SAME

@@ -28,7 +28,9 @@ class Twice(nn.Module):
     def forward(self, x):
         y = x * 2.0
         return (
-            (y @ self.weight).sum() + (y.view(-1) ** 2 * self.weight.sum()).sum() + (self.table * self.weight[0]).sum()
+            (y @ self.weight).sum()
+            + (y.view(-1) ** 2 * self.weight.sum()).sum()
+            + (self.table * self.weight[0]).sum()
         )
 
 
@@ -42,7 +44,11 @@ def test_a_storage_counts_once_and_parameters_do_not():
 
 def test_modules_and_their_sum():
     saved = saved_bytes(llama(), {**batch(), "use_cache": False})
-    assert saved.total == sum(saved.by_module.values()) == saved.below("model") + saved.below("lm_head")
+    assert (
+        saved.total
+        == sum(saved.by_module.values())
+        == saved.below("model") + saved.below("lm_head")
+    )
     tokens, hidden, intermediate = 4 * 32, 32, 48
     # Input of gate and up; gate, silu(gate), up, their product.
     assert saved.below("model.layers.1.mlp") == 4 * tokens * (hidden + 4 * intermediate)
@@ -53,7 +59,9 @@ def test_the_loss_counts_if_given():
     model, inputs = llama(), {**batch(), "use_cache": False}
     plain = saved_bytes(model, inputs).total
     logits = 4 * 32 * 64 * 4
-    with_loss = saved_bytes(model, inputs, lambda output: output.logits.log_softmax(-1).square().sum()).total
+    with_loss = saved_bytes(
+        model, inputs, lambda output: output.logits.log_softmax(-1).square().sum()
+    ).total
     assert with_loss - plain == logits  # log_softmax and square keep one and the same result
 
 
@@ -93,7 +101,11 @@ def test_codes_of_weights_count_before_the_first_step_too():
     assert not any(layer.kept_casts() for layer in model.modules() if isinstance(layer, ng.QLinear))
     ng.advance(model)
     assert saved_bytes(model, inputs).total == before
-    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, ng.QLinear) and layer.recipe)
+    weights = sum(
+        layer.weight.numel()
+        for layer in model.modules()
+        if isinstance(layer, ng.QLinear) and layer.recipe
+    )
     recast = ng.convert(llama(), "fp8-row", weight_codes="recast")
     assert before - saved_bytes(recast, inputs).total >= weights
 
@@ -103,13 +115,22 @@ def test_codes_of_weights_count_before_the_first_step_too():
     [
         (lambda model: ng.memory.checkpoint(model, 3.5), coded("checkpointing.policy", "3.5")),
         (lambda model: ng.memory.checkpoint(model, "full", blocks=3), coded("blocks.names", "= 3")),
-        (lambda model: ng.memory.checkpoint(model, "full", blocks=[]), coded("blocks.names", "= []")),
-        (lambda model: ng.memory.freeze(model, None), coded("pattern.not-a-string", "freeze", "None")),
+        (
+            lambda model: ng.memory.checkpoint(model, "full", blocks=[]),
+            coded("blocks.names", "= []"),
+        ),
+        (
+            lambda model: ng.memory.freeze(model, None),
+            coded("pattern.not-a-string", "freeze", "None"),
+        ),
         (
             lambda model: ng.memory.freeze(model, ["model", 3]),
             coded("pattern.not-a-string", "freeze", "freeze: 3", "3 is"),
         ),
-        (lambda model: ng.memory.compress_activations(model, 5), coded("compression.arguments", "= 5", "5 and")),
+        (
+            lambda model: ng.memory.compress_activations(model, 5),
+            coded("compression.arguments", "= 5", "5 and"),
+        ),
         (
             lambda model: ng.memory.compress_activations(model, smallest="a"),
             coded("compression.arguments", "smallest = 'a'"),
@@ -145,9 +166,14 @@ def test_counting_in_the_middle_of_training_changes_no_number(recipe, place):
 @pytest.mark.parametrize("way", ["counted", "compressed"])
 def test_a_forward_pass_without_backward_holds_nothing(way):
     """An operation that saves its own result is not to hold itself through a hook."""
-    model, passed = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(2)]), []
+    model, passed = (
+        nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(2)]),
+        [],
+    )
     for block in model:
-        block[1].register_forward_hook(lambda module, given, output: passed.append(weakref.ref(output)))
+        block[1].register_forward_hook(
+            lambda module, given, output: passed.append(weakref.ref(output))
+        )
     x = torch.randn(48, 64)
     if way == "counted":
         saved_bytes(model, x)

@@ -59,8 +59,14 @@ def test_lengths_are_the_shortest_that_hold_them():
         lengths = sqrt_lengths(number)
         most = most_inputs(lengths)
         assert sum(lengths) == number and most * (most + 1) // 2 >= number > most * (most - 1) // 2
-        assert most <= min(most_inputs(equal_lengths(number, length)) for length in range(1, number + 1))
-    assert sqrt_lengths(31) == [8, 7, 6, 5, 4, 1] and equal_lengths(11, 4) == [4, 4, 3] and sqrt_lengths(0) == []
+        assert most <= min(
+            most_inputs(equal_lengths(number, length)) for length in range(1, number + 1)
+        )
+    assert (
+        sqrt_lengths(31) == [8, 7, 6, 5, 4, 1]
+        and equal_lengths(11, 4) == [4, 4, 3]
+        and sqrt_lengths(0) == []
+    )
 
 
 def inputs_at_the_peak(policy, number, keep_last=False):
@@ -78,7 +84,9 @@ def inputs_at_the_peak(policy, number, keep_last=False):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(4, 16), pytest.param((4, 8, 16, 32, 64), marks=pytest.mark.slow)], ids=["4 and 16", "4 to 64"]
+    "numbers",
+    [(4, 16), pytest.param((4, 8, 16, 32, 64), marks=pytest.mark.slow)],
+    ids=["4 and 16", "4 to 64"],
 )
 def test_memory_grows_with_the_square_root(numbers):
     """By the whole step, allocation by allocation: the inputs of `most_inputs` and, whatever the depth, one block at work."""
@@ -98,7 +106,10 @@ def test_memory_grows_with_the_square_root(numbers):
 
 @pytest.mark.parametrize("number", [12, pytest.param(32, marks=pytest.mark.slow)])
 def test_every_4_keeps_less_than_every_2_and_sqrt_no_more(number):
-    peaks = {policy: inputs_at_the_peak(policy, number, True) for policy in ("full", "every-2", "every-4", "sqrt")}
+    peaks = {
+        policy: inputs_at_the_peak(policy, number, True)
+        for policy in ("full", "every-2", "every-4", "sqrt")
+    }
     little = 0.2  # gradients of weights that are there or not, in inputs of a block
     assert peaks["sqrt"] <= peaks["every-4"] + little
     assert peaks["every-4"] < peaks["every-2"] - 1 < peaks["full"] - 2
@@ -123,8 +134,9 @@ def test_calls_are_those_that_the_report_counts(policy):
         "full": [2] * 7, "every-2": [3, 2, 3, 2, 3, 2, 2], "sqrt": [3, 3, 3, 2, 3, 3, 2],
     }[policy]  # fmt: skip
     if policy == "sqrt":
-        assert "7 of 7 blocks are computed again in backward, 5 of them twice, in 2 segments of 4, 3 blocks" in str(
-            report
+        assert (
+            "7 of 7 blocks are computed again in backward, 5 of them twice, in 2 segments of 4, 3 blocks"
+            in str(report)
         )
 
 
@@ -169,13 +181,16 @@ def test_what_every_block_is_given_is_kept_once():
     assert_same(gradients(model), expected)
 
 
-@pytest.mark.parametrize("between", [lambda x: x * 0.5, lambda x: x.mul_(0.5)], ids=["another", "in place"])
+@pytest.mark.parametrize(
+    "between", [lambda x: x * 0.5, lambda x: x.mul_(0.5)], ids=["another", "in place"]
+)
 def test_a_changed_input_is_kept_and_said(between):
     model = Stack(between)
     expected = gradients(model)
     checkpoint(model, "sqrt", keep_last=False)
     with pytest.warns(
-        UserWarning, match="the input of blocks.2 is not what the block before it returned, so it is kept"
+        UserWarning,
+        match="the input of blocks.2 is not what the block before it returned, so it is kept",
     ):
         found = gradients(model)
     assert_same(found, expected)
@@ -187,7 +202,9 @@ def test_a_graph_that_is_kept_goes_back_twice():
     checkpoint(model, "sqrt")
     torch.manual_seed(2)
     loss = model(torch.randn(8, 16)).square().sum()
-    found = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)]
+    found = [
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)
+    ]
     assert_same(found[0], found[1])
 
 
@@ -213,7 +230,9 @@ def test_graphs_go_when_backward_has_ended():
         for backward in (True, False):
             x = torch.randn(8, 16).requires_grad_()
             y = model(x * 1.0)
-            calls = [weakref.ref(block.forward.recompute.args[0].last()) for block in list(model)[:5]]
+            calls = [
+                weakref.ref(block.forward.recompute.args[0].last()) for block in list(model)[:5]
+            ]
             if backward:
                 y.sum().backward()
             del y
@@ -264,9 +283,18 @@ def test_the_optimizer_in_backward():
 
 def test_an_encoder_and_a_decoder():
     """Blocks of T5 return a bias for the next one beside the hidden state; those of the decoder are given the encoder's."""
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 5, "num_heads": 2, "vocab_size": 64}
+    sizes = {
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 48,
+        "num_layers": 5,
+        "num_heads": 2,
+        "vocab_size": 64,
+    }
     torch.manual_seed(0)
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)).train()
+    model = T5ForConditionalGeneration(
+        T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
+    ).train()
     ids, found = batch()["input_ids"], []
     for policy in (None, "sqrt"):
         report = checkpoint(model, policy)
@@ -275,11 +303,18 @@ def test_an_encoder_and_a_decoder():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
     assert_same(found[1], found[0])
-    assert report.segments == (3, 2, 3, 1)  # of the encoder, and of the decoder without its last block
+    assert report.segments == (
+        3,
+        2,
+        3,
+        1,
+    )  # of the encoder, and of the decoder without its last block
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it itself
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo asks for it itself
 def test_compiled_blocks():
     """Each block is compiled by itself; what compiles the whole model leaves them alone, and says where nobody compiled them."""
     model = blocks(3)

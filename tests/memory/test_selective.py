@@ -50,7 +50,9 @@ def test_between_full_and_everything():
     assert products["selective"] == products["none"]
 
 
-@pytest.mark.parametrize("name", quick(["fp8-delayed", "int4-hq-bs", "nvfp4"], list(ng.recipes.names())))
+@pytest.mark.parametrize(
+    "name", quick(["fp8-delayed", "int4-hq-bs", "nvfp4"], list(ng.recipes.names()))
+)
 def test_no_product_and_no_cast_of_a_weight_is_repeated(name, monkeypatch):
     """By whatever kernel: counted where the Linear calls it."""
     calls: Counter[str] = Counter()
@@ -99,7 +101,10 @@ def test_a_kernel_that_torch_does_not_see(monkeypatch):
     for policy in ("none", "selective", "full"):
 
         def build(policy=policy):
-            blocks = (nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()) for _ in range(2))
+            blocks = (
+                nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+                for _ in range(2)
+            )
             model = ng.convert(nn.Sequential(*blocks), "fp8-block")
             checkpoint(model, policy, keep_last=False)
             x = torch.zeros(512, 256)
@@ -129,17 +134,22 @@ def test_what_is_kept_may_not_be_changed(name):
     checkpoint(model, "selective", keep_last=False)
     loss = model(torch.randn(4, 16)).square().sum()
     with pytest.raises(
-        RuntimeError, match=r"which 'selective' keeps, was changed in place\. Write it without, or take 'full'"
+        RuntimeError,
+        match=r"which 'selective' keeps, was changed in place\. Write it without, or take 'full'",
     ):
         loss.backward()
 
 
 def test_a_graph_goes_back_once():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+    )
     checkpoint(model, "selective", keep_last=False)
     loss = model(torch.randn(4, 8)).square().sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a graph has one backward pass: take 'full' for retain_graph=True"):
+    with pytest.raises(
+        RuntimeError, match="a graph has one backward pass: take 'full' for retain_graph=True"
+    ):
         loss.backward()
 
 
@@ -158,7 +168,8 @@ def test_a_block_that_computes_something_else():
     checkpoint(model, "selective", keep_last=False)
     loss = model(torch.randn(8, 8)).square().sum()
     with pytest.raises(
-        RuntimeError, match=r"the repetition computes aten\.bmm\.default there\. A block must compute the same"
+        RuntimeError,
+        match=r"the repetition computes aten\.bmm\.default there\. A block must compute the same",
     ):
         loss.backward()
 

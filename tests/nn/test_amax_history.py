@@ -71,7 +71,9 @@ def test_zero_and_unseen_tensors_keep_history_and_scale() -> None:
 @pytest.mark.parametrize("length", [1, 16, 1024])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
-def test_nonfinite_amax_never_enters_and_recovery_takes_one_step(length: int, algorithm: str, poison: float) -> None:
+def test_nonfinite_amax_never_enters_and_recovery_takes_one_step(
+    length: int, algorithm: str, poison: float
+) -> None:
     """A peer keeps its old scale for length - 1 steps after one infinity (fp8-numerics, section 2.1)."""
     state = window(length=length, algorithm=algorithm)
     step(state, 1.0)
@@ -148,7 +150,11 @@ def test_two_windows_for_one_tensor_are_refused() -> None:
     assert forward is not None
     other = replace(forward, calibrate=Window(length=16))
     with raises(ConfigError, "recipe.two-windows"):
-        Recipe(name="two", output=Gemm(lhs=forward, rhs=forward), grad_weight=Gemm(lhs=forward, rhs=other))
+        Recipe(
+            name="two",
+            output=Gemm(lhs=forward, rhs=forward),
+            grad_weight=Gemm(lhs=forward, rhs=other),
+        )
 
 
 def test_windows_are_float32_whatever_the_default_type() -> None:

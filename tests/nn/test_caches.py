@@ -61,8 +61,16 @@ def step(model: nn.Module, through: str = "plain") -> tuple[list[Tensor], int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         h = x * 1.5
         known.add(h.untyped_storage().data_ptr())
-        y = model(h) if through == "plain" else checkpoint(model, h, use_reentrant=through == "reentrant")
-    kept = sum(tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in known)
+        y = (
+            model(h)
+            if through == "plain"
+            else checkpoint(model, h, use_reentrant=through == "reentrant")
+        )
+    kept = sum(
+        tensor.untyped_storage().nbytes()
+        for address, tensor in held.items()
+        if address not in known
+    )
     y.square().sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], kept
@@ -143,7 +151,11 @@ def test_casts_go_with_the_last_reader_of_the_pass_before():
     assert shared._entry.made
     ng.advance(model)
     model(x)
-    assert not shared._entry.made and [each.reads_last for each in (model.q, model.k, model.v)] == [False, False, True]
+    assert not shared._entry.made and [each.reads_last for each in (model.q, model.k, model.v)] == [
+        False,
+        False,
+        True,
+    ]
     model.q(x)
     model.v(x * 2)
     assert [each.reads_last for each in (model.q, model.k, model.v)] == [True, False, True]
@@ -161,7 +173,9 @@ def test_codes_are_made_once_and_never_for_another_tensor_or_version(monkeypatch
 
     made = []
     encode = straight_through.encode
-    monkeypatch.setattr(straight_through, "encode", lambda y, *a, **o: made.append(len(y)) or encode(y, *a, **o))
+    monkeypatch.setattr(
+        straight_through, "encode", lambda y, *a, **o: made.append(len(y)) or encode(y, *a, **o)
+    )
     model = built("int4-hq-bs").eval()
     x = torch.randn(TOKENS, WIDTH)
 
@@ -188,7 +202,9 @@ def test_codes_are_made_once_and_never_for_another_tensor_or_version(monkeypatch
 @pytest.mark.parametrize("recipe", ["fp8-current", "int4-hq-bs"])
 def test_a_buffer_that_is_refilled_behind_its_version_is_cast_again(recipe):
     """As numpy, shared memory and `.data` do; the head reads the hidden state, so no other entry comes in between."""
-    model = ng.convert(nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 8)), recipe).eval()
+    model = ng.convert(
+        nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 8)), recipe
+    ).eval()
     x, other = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)
     with torch.no_grad():
         model(x)

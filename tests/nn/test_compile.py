@@ -14,7 +14,9 @@ from tests.selection import quick
 RECIPES = ("bf16", "fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "int8", "int4-lsq-luq")
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own use of autograd.Function
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated"
+)  # Dynamo's own use of autograd.Function
 # Once for each way to a gradient: no cast, casts of this step, with a window, with learned steps.
 @pytest.mark.parametrize(
     ("recipe", "bias"),
@@ -68,7 +70,10 @@ def test_both_operands_of_a_compiled_product_are_rotated_by_the_same_signs():
     model, x, target = _two_layers("mxfp4")
     with ng.suspended(model):
         exact = _backward(model, model, x, target)
-    eager, compiled = (_backward(call, model, x, target) for call in (model, torch.compile(model, backend="aot_eager")))
+    eager, compiled = (
+        _backward(call, model, x, target)
+        for call in (model, torch.compile(model, backend="aot_eager"))
+    )
     for name, gradient in exact.items():
         assert sqnr_db(compiled[name], gradient) > sqnr_db(eager[name], gradient) - 1, name
 
@@ -88,7 +93,11 @@ def _two_layers(recipe):
 def _backward(call, model, x, target):
     model.zero_grad()
     (call(x) - target).square().sum().backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if name.endswith("weight")}
+    return {
+        name: each.grad.clone()
+        for name, each in model.named_parameters()
+        if name.endswith("weight")
+    }
 
 
 def test_eager_outputs_may_be_changed_in_place():

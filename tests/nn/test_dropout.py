@@ -14,7 +14,9 @@ from narrowgauge.nn import dropout as counted
 from narrowgauge.nn.dropout import CountedDropout, reference, use_counted_dropout
 from tests.compare import assert_same
 
-pytestmark = pytest.mark.skipif(bool(counted.LIBRARY.missing), reason=counted.LIBRARY.missing or "built")
+pytestmark = pytest.mark.skipif(
+    bool(counted.LIBRARY.missing), reason=counted.LIBRARY.missing or "built"
+)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1.0, 2.0**-20])
@@ -56,9 +58,9 @@ def test_the_share_that_is_left_out_and_its_neighbours(p):
     assert abs(float(gone.sum()) - n * p) < 5 * math.sqrt(n * p * (1 - p))
     variance = n * (p**2 * (1 - p**2) + 2 * p**3 * (1 - p))
     assert abs(float(pairs) - (n - 1) * p**2) < 5 * math.sqrt(variance)
-    assert not torch.equal(counted.dropout(torch.ones(64), p), counted.dropout(torch.ones(64), p)), (
-        "the next draws others"
-    )
+    assert not torch.equal(
+        counted.dropout(torch.ones(64), p), counted.dropout(torch.ones(64), p)
+    ), "the next draws others"
 
 
 def test_checkpointing_repeats_it_and_nothing_is_kept():
@@ -70,7 +72,9 @@ def test_checkpointing_repeats_it_and_nothing_is_kept():
         own = copy.deepcopy(layer)
         torch.manual_seed(3)
         kept: list[torch.Size] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t
+        ):
             y = checkpoint(own, x, use_reentrant=False) if again else own(x)
         y.sum().backward()
         found.append(own[0].weight.grad)

@@ -68,14 +68,20 @@ def test_forward_and_gradients_are_lsq(codes):
     ratio = weight[IDS] / step
     inside, q = ratio.abs() <= most, ratio.clamp(-most, most).round()
     assert 0.02 < (~inside).double().mean() < 0.6
-    far = ((ratio - ratio.floor()) - 0.5).abs() > 1e-3  # of halves: there float32 may round to the other side
+    far = (
+        (ratio - ratio.floor()) - 0.5
+    ).abs() > 1e-3  # of halves: there float32 may round to the other side
     assert torch.allclose(y.detach().double()[far], (q * step)[far], rtol=1e-6, atol=0)
     expected = torch.zeros_like(weight).index_add_(
         0, IDS.flatten(), torch.where(inside, gy.double(), 0.0).flatten(0, 1)
     )
     assert torch.allclose(layer.weight.grad.double(), expected, rtol=1e-6, atol=1e-6)
-    by_step = (gy.double() * (q - torch.where(inside, ratio, 0.0))).sum() / math.sqrt(weight.numel() * most)
-    assert float(layer.steps.w.grad) == pytest.approx(float(by_step) / (float(step) * RATE), rel=1e-3)
+    by_step = (gy.double() * (q - torch.where(inside, ratio, 0.0))).sum() / math.sqrt(
+        weight.numel() * most
+    )
+    assert float(layer.steps.w.grad) == pytest.approx(
+        float(by_step) / (float(step) * RATE), rel=1e-3
+    )
 
 
 def test_the_step_begins_with_the_weights_and_then_learns():
@@ -87,9 +93,13 @@ def test_the_step_begins_with_the_weights_and_then_learns():
     losses = trained(model, 30)
     assert losses[-1] < losses[0] / 2
     assert not model.words.steps.is_cold
-    assert float((model.words.steps.w.detach() * RATE).exp()) != pytest.approx(float(start), rel=1e-3)
+    assert float((model.words.steps.w.detach() * RATE).exp()) != pytest.approx(
+        float(start), rel=1e-3
+    )
     untouched = [row for row in range(31) if row not in IDS]
-    assert (model.words.weight.detach()[untouched] - first[untouched]).abs().max() < 0.05  # weight decay alone
+    assert (
+        model.words.weight.detach()[untouched] - first[untouched]
+    ).abs().max() < 0.05  # weight decay alone
 
 
 def test_a_checkpoint_goes_on_to_the_bit():

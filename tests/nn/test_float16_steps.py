@@ -13,12 +13,19 @@ import narrowgauge as ng
 OPTIMIZERS = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-4),
     "fused AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
-    "8bit": lambda model: ng.optim.AdamW(model.parameters(), lr=1e-4, states="8bit", master="stochastic"),
+    "8bit": lambda model: ng.optim.AdamW(
+        model.parameters(), lr=1e-4, states="8bit", master="stochastic"
+    ),
 }
 
 
 def told(
-    model: nn.Module, optimizer, steps: int = 4, scale: float = 1.0, dtype=torch.float16, scaler=None
+    model: nn.Module,
+    optimizer,
+    steps: int = 4,
+    scale: float = 1.0,
+    dtype=torch.float16,
+    scaler=None,
 ) -> list[str]:
     """What was warned of; gradients are about 1e-2 times scale."""
     torch.manual_seed(1)
@@ -43,7 +50,9 @@ def converted() -> nn.Module:
 
 
 @pytest.mark.parametrize("which", OPTIMIZERS)
-@pytest.mark.parametrize("scale, words", [(1e-8, "are 0"), (1e-3, "loses digits"), (1e7, "not finite")])
+@pytest.mark.parametrize(
+    "scale, words", [(1e-8, "are 0"), (1e-3, "loses digits"), (1e7, "not finite")]
+)
 def test_gradients_that_float16_loses_are_told_once(which: str, scale: float, words: str) -> None:
     model = converted().half()
     (message,) = told(model, OPTIMIZERS[which](model), scale=scale)

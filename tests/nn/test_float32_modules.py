@@ -12,7 +12,14 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import fusions, unfuse
-from narrowgauge.nn.float32_modules import EMBEDDINGS, NORMS, Float32Forward, kept_modules, summary, to_16_bits
+from narrowgauge.nn.float32_modules import (
+    EMBEDDINGS,
+    NORMS,
+    Float32Forward,
+    kept_modules,
+    summary,
+    to_16_bits,
+)
 from narrowgauge.ops.norm_act import Kind, value
 from tests.compare import assert_same
 from tests.raising import raises
@@ -41,7 +48,9 @@ GPT2 = {
 }
 MODELS = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=16)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, head_dim=16)
+    ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
     "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
@@ -68,7 +77,9 @@ def test_norms_keep_float32_and_hand_over_bfloat16(name):
     torch.manual_seed(0)
     model = MODELS[name]()
     kept = to_16_bits(model, torch.bfloat16, [NORMS])
-    assert set(kept) == {path for path, module in model.named_modules() if "norm" in type(module).__name__.lower()}
+    assert set(kept) == {
+        path for path, module in model.named_modules() if "norm" in type(module).__name__.lower()
+    }
     assert inputs_of_linears(model) == {torch.bfloat16}
     for path, parameter in model.named_parameters():
         wide = path.rpartition(".")[0] in kept
@@ -88,15 +99,22 @@ def test_a_norm_is_rounded_once(name, fused):
     model = copy.deepcopy(wide)
     kept = to_16_bits(model, torch.bfloat16, [NORMS])
     ng.convert(model, "fp8-current", fuse=fused)
-    assert fused == any(not each.reason and each.function.endswith("norm") for each in fusions(model))
+    assert fused == any(
+        not each.reason and each.function.endswith("norm") for each in fusions(model)
+    )
     assert set(kept_modules(model)) == set(kept)
     x = torch.randn(3, 32).to(torch.bfloat16)
     for path in kept:
-        assert_same(model.get_submodule(path)(x), wide.get_submodule(path)(x.float()).to(torch.bfloat16))
+        assert_same(
+            model.get_submodule(path)(x), wide.get_submodule(path)(x.float()).to(torch.bfloat16)
+        )
     if fused:
         assert inputs_of_linears(model) == {torch.bfloat16}
         unfuse(model)
-        assert all(isinstance(module.__dict__["forward"], Float32Forward) for module in kept_modules(model).values())
+        assert all(
+            isinstance(module.__dict__["forward"], Float32Forward)
+            for module in kept_modules(model).values()
+        )
 
 
 def test_the_definition_of_a_wide_norm_rounds_once():
@@ -104,7 +122,9 @@ def test_the_definition_of_a_wide_norm_rounds_once():
     torch.manual_seed(0)
     x, weight = torch.randn(5, 48).to(torch.bfloat16), torch.randn(48)
     wide = x.float()
-    exact = (weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(torch.bfloat16)
+    exact = (weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(
+        torch.bfloat16
+    )
     found = value(Kind("rms-norm", 1e-6, wide=True), (x, weight))
     assert_same(found, exact)
     assert value(Kind("rms-norm", 1e-6), (x, weight)).dtype == torch.float32  # as autocast's norms
@@ -114,7 +134,10 @@ def test_tied_weights_are_kept_in_all_who_hold_them():
     model = MODELS["gpt2"]()
     kept = to_16_bits(model, torch.bfloat16, [EMBEDDINGS])
     assert set(kept) == {"transformer.wte", "transformer.wpe", "lm_head"}
-    assert model.lm_head.weight is model.transformer.wte.weight and model.lm_head.weight.dtype == torch.float32
+    assert (
+        model.lm_head.weight is model.transformer.wte.weight
+        and model.lm_head.weight.dtype == torch.float32
+    )
     assert model(input_ids=torch.arange(8)[None]).logits.dtype == torch.bfloat16
 
 
@@ -126,7 +149,9 @@ def test_a_pattern_names_modules_and_what_is_below_them():
     }  # fmt: skip
     ng.convert(model, "fp8-current")
     assert inputs_of_linears(model) == {torch.bfloat16}
-    assert "Weights and arithmetic in float32: " + summary(kept_modules(model)) in str(ng.describe(model))
+    assert "Weights and arithmetic in float32: " + summary(kept_modules(model)) in str(
+        ng.describe(model)
+    )
     assert "model.layers.*.input_layernorm (2)" in summary(kept)
 
 
@@ -136,4 +161,6 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_closest():
         to_16_bits(model, torch.bfloat16, ["layers.0.mlp.gate"])
     with raises(ConfigError, "pattern.no-match", "'norms'"):
         to_16_bits(model, torch.bfloat16, ["norm_s"])
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}, "nothing was changed"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}, (
+        "nothing was changed"
+    )

@@ -30,11 +30,15 @@ ENDINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_ends_without_a_word(ending: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SETUP + ENDINGS[ending]], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + ENDINGS[ending]], capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_input_that_goes_after_torch_needs_nothing_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_goes_after_torch_needs_nothing_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At the end of the interpreter `nn.Module.__setattr__` fails, since the classes that it looks for have gone."""
     model, x = ng.convert(nn.Sequential(nn.Linear(32, 32)), "fp8-current"), torch.randn(4, 32)
     model(x)

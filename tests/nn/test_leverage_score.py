@@ -35,7 +35,9 @@ def iterated(scores: Tensor, budget: int) -> Tensor:
 
 
 score_lists = st.lists(
-    st.one_of(st.just(0.0), st.floats(1e-6, 1e6), st.sampled_from([1.0, 2.0])), min_size=1, max_size=40
+    st.one_of(st.just(0.0), st.floats(1e-6, 1e6), st.sampled_from([1.0, 2.0])),
+    min_size=1,
+    max_size=40,
 )
 
 
@@ -62,7 +64,9 @@ def test_probabilities_are_a_capped_multiple_of_the_scores(values, keep):
 def test_the_closed_form_is_where_the_iteration_ends(sigma, keep):
     scores = torch.exp(sigma * torch.randn(501, dtype=torch.float64))
     n = leverage_score.budget(501, keep)
-    torch.testing.assert_close(leverage_score.probabilities(scores, n), iterated(scores, n), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        leverage_score.probabilities(scores, n), iterated(scores, n), rtol=0, atol=1e-9
+    )
 
 
 def test_fewer_rows_than_the_budget_are_all_taken():
@@ -101,7 +105,9 @@ def test_a_draw_is_distinct_and_of_static_size(values, keep, seed):
     scores = torch.tensor(values, dtype=torch.float64)
     n = leverage_score.budget(len(values), keep)
     p = leverage_score.probabilities(scores, n)
-    sample = leverage_score.systematic(p, n, torch.rand(len(values) + 1, generator=torch.Generator().manual_seed(seed)))
+    sample = leverage_score.systematic(
+        p, n, torch.rand(len(values) + 1, generator=torch.Generator().manual_seed(seed))
+    )
     assert sample.rows.shape == sample.weights.shape == (n,)
     assert len(set(sample.rows.tolist())) == n
     drawn = sample.weights > 0
@@ -131,7 +137,9 @@ def test_rows_are_drawn_with_their_probability():
 
     def drawn(noise: Tensor) -> Tensor:
         sample = leverage_score.systematic(p, 4, noise)
-        return torch.zeros(12, dtype=torch.float64).scatter(0, sample.rows, (sample.weights > 0).double())
+        return torch.zeros(12, dtype=torch.float64).scatter(
+            0, sample.rows, (sample.weights > 0).double()
+        )
 
     counts = torch.vmap(drawn)(torch.rand(draws, 13)).sum(dim=0)
     certain = (p == 0) | (p == 1)
@@ -143,7 +151,9 @@ def test_rows_are_drawn_with_their_probability():
 def test_scores_are_products_of_row_norms():
     gradient, other = torch.randn(5, 3), torch.randn(5, 7)
     expected = gradient.double().norm(dim=1) * other.double().norm(dim=1)
-    torch.testing.assert_close(leverage_score.leverage_scores(gradient, other), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        leverage_score.leverage_scores(gradient, other), expected, rtol=1e-6, atol=0
+    )
     codes = torch.tensor([[3, -4], [0, 0]], dtype=torch.int8)
     assert leverage_score.leverage_scores(codes).tolist() == [5, 0]
 
@@ -151,7 +161,9 @@ def test_scores_are_products_of_row_norms():
 @pytest.mark.parametrize("size", [1e-38, 1e-25, 1e25, 1e38])
 def test_norms_neither_underflow_nor_overflow(size):
     x = torch.tensor([[3.0, 4.0], [0.3, 0.4]]) / 4 * size
-    torch.testing.assert_close(leverage_score.row_norms(x), x.double().norm(dim=1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        leverage_score.row_norms(x), x.double().norm(dim=1), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
@@ -182,8 +194,12 @@ def test_budgets_are_rounded_up_and_bounded():
 def test_a_sample_is_gathered_weighed_and_spread():
     rows = torch.arange(12.0).reshape(4, 3)
     sample = leverage_score.Sample(torch.tensor([3, 1]), torch.tensor([2.0, 0.5]))
-    assert_same(leverage_score.importance_weighted(rows, sample), torch.stack((rows[3] * 2, rows[1] / 2)))
-    spread = leverage_score.scatter_rows(leverage_score.importance_weighted(rows, sample), sample, 4)
+    assert_same(
+        leverage_score.importance_weighted(rows, sample), torch.stack((rows[3] * 2, rows[1] / 2))
+    )
+    spread = leverage_score.scatter_rows(
+        leverage_score.importance_weighted(rows, sample), sample, 4
+    )
     assert_same(spread, torch.stack((torch.zeros(3), rows[1] / 2, torch.zeros(3), rows[3] * 2)))
 
 

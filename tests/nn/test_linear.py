@@ -62,7 +62,10 @@ def floor_db(gemm: Gemm) -> float:
     """
     powers = {(E4M3, "nearest"): 31.5, (E5M2, "nearest"): 25.5, (INT8, "nearest"): 40.0}
     powers |= {(E2M1, "nearest"): 18.7, (E2M1, "stochastic"): 15.4}
-    noise = [10 ** (-(powers[cast.format, cast.rounding] if cast else 50.0) / 10) for cast in (gemm.lhs, gemm.rhs)]
+    noise = [
+        10 ** (-(powers[cast.format, cast.rounding] if cast else 50.0) / 10)
+        for cast in (gemm.lhs, gemm.rhs)
+    ]
     return float(-10 * torch.log10(torch.tensor(sum(noise)))) - 1.5
 
 
@@ -79,7 +82,11 @@ def test_products_reach_the_quality_of_their_formats(recipe: Recipe) -> None:
 def test_published_floors_of_peers_hold_with_their_inputs() -> None:
     """torchao's block-wise test asks 25 / 30 / 30 dB, its row-wise one 18 / - / 17, with the loss `y.sum()`: gy is all ones."""
     x, gy = torch.randn(256, 256), torch.ones(256, 256)
-    for name, floors in {"fp8-block": (25, 30, 30), "fp8-row": (18, 17, 17), "mxfp8": (26, 25, 24)}.items():
+    for name, floors in {
+        "fp8-block": (25, 30, 30),
+        "fp8-row": (18, 17, 17),
+        "mxfp8": (26, 25, 24),
+    }.items():
         layer = layer_of(recipes.get(name), 256, 256)
         found, truth = run(layer, x, gy), exact(layer, x, gy)
         for key, floor in zip(("y", "x", "w"), floors, strict=True):
@@ -153,7 +160,9 @@ def test_frozen_weight_keeps_no_input() -> None:
     layer = layer_of(recipes.FP8_CURRENT)
     layer.weight.requires_grad_(False)
     shapes: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: shapes.append(t.shape) or t, lambda t: t
+    ):
         x = torch.randn(40, 64, requires_grad=True)
         layer(x).sum().backward()
     assert torch.Size([40, 64]) not in shapes
@@ -213,11 +222,18 @@ def test_the_input_is_gone_when_its_gradient_is_made(monkeypatch, keeps_graph: b
 def test_activation_checkpointing_is_bitwise_neutral(recipe: Recipe) -> None:
     def results(checkpointed: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        model = torch.nn.Sequential(QLinear(32, 48, recipe=recipe), torch.nn.Tanh(), QLinear(48, 16, recipe=recipe))
+        model = torch.nn.Sequential(
+            QLinear(32, 48, recipe=recipe), torch.nn.Tanh(), QLinear(48, 16, recipe=recipe)
+        )
         x = torch.randn(24, 32, requires_grad=True)
         y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
         y.square().sum().backward()
-        return [y.detach(), x.grad, *[p.grad for p in model.parameters()], *[b.clone() for b in model.buffers()]]
+        return [
+            y.detach(),
+            x.grad,
+            *[p.grad for p in model.parameters()],
+            *[b.clone() for b in model.buffers()],
+        ]
 
     assert_same(results(checkpointed=True), results(checkpointed=False))
 
@@ -249,7 +265,9 @@ def test_autocast_decides_the_output() -> None:
         with torch.autocast("cpu", dtype=dtype):
             assert layer(x).dtype == dtype
     found = run(layer.bfloat16(), x.bfloat16(), torch.randn(8, 32))
-    assert {name: value.dtype for name, value in found.items()} == dict.fromkeys("yxwb", torch.bfloat16)
+    assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(
+        "yxwb", torch.bfloat16
+    )
 
 
 def test_bias_is_added_before_the_only_rounding() -> None:
@@ -268,7 +286,9 @@ def test_bias_is_added_before_the_only_rounding() -> None:
 def test_weight_is_quantized_once_per_step_after_advance() -> None:
     layer = layer_of(recipes.FP8_CURRENT)
     casts: list[int] = []
-    layer.observer = lambda gemm, role, original, operand: casts.append(id(operand)) if role == "w" else None
+    layer.observer = lambda gemm, role, original, operand: (
+        casts.append(id(operand)) if role == "w" else None
+    )
     layer.empty_cache(keep=True)
     x = torch.randn(8, 64, requires_grad=True)
     first = run(layer, x, torch.randn(8, 32))
@@ -354,7 +374,9 @@ def test_wrong_last_axis_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [recipes.FP8_CURRENT, recipes.INT4_HQ_BS, recipes.BF16], ids=lambda recipe: recipe.name
+    "recipe",
+    [recipes.FP8_CURRENT, recipes.INT4_HQ_BS, recipes.BF16],
+    ids=lambda recipe: recipe.name,
 )
 def test_second_derivatives_raise(recipe: Recipe) -> None:
     layer = layer_of(recipe)
@@ -369,15 +391,25 @@ def test_second_derivatives_raise(recipe: Recipe) -> None:
         lambda: torch.autograd.functional.hessian(loss, x),
         lambda: torch.autograd.functional.hvp(loss, x, torch.ones_like(x)),
     ):
-        with pytest.raises(RuntimeError, match=r"a Linear with a recipe has no second derivatives.*suspended"):
+        with pytest.raises(
+            RuntimeError, match=r"a Linear with a recipe has no second derivatives.*suspended"
+        ):
             ask()
     with suspended(layer):
-        [twice] = torch.autograd.grad(torch.autograd.grad(loss(x), x, create_graph=True)[0].sum(), x)
-    torch.testing.assert_close(twice, (torch.ones(4, 64) @ layer.weight.T @ layer.weight * 2).detach())
+        [twice] = torch.autograd.grad(
+            torch.autograd.grad(loss(x), x, create_graph=True)[0].sum(), x
+        )
+    torch.testing.assert_close(
+        twice, (torch.ones(4, 64) @ layer.weight.T @ layer.weight * 2).detach()
+    )
 
 
-@pytest.mark.parametrize("recipe", [recipes.FP8_CURRENT, recipes.INT4_HQ_BS], ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "recipe", [recipes.FP8_CURRENT, recipes.INT4_HQ_BS], ids=lambda recipe: recipe.name
+)
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda f: f.__name__
+)
 def test_transforms_of_torch_func_are_refused_in_words(recipe: Recipe, transform: Any) -> None:
     layer, x = layer_of(recipe), torch.randn(4, 64)
     with raises(ConfigError, "transform.functorch"):
@@ -385,10 +417,14 @@ def test_transforms_of_torch_func_are_refused_in_words(recipe: Recipe, transform
     with suspended(layer):
         transform(lambda x: layer(x).sum())(x)
     parameters = {name: value.clone() for name, value in layer.named_parameters()}
-    assert_same(torch.func.functional_call(layer, parameters, (x,)), layer(x))  # no transform: calls the layer as it is
+    assert_same(
+        torch.func.functional_call(layer, parameters, (x,)), layer(x)
+    )  # no transform: calls the layer as it is
 
 
-@pytest.mark.parametrize("recipe", [recipes.FP8_DELAYED, recipes.INT4_HQ_LSS], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [recipes.FP8_DELAYED, recipes.INT4_HQ_LSS], ids=lambda recipe: recipe.name
+)
 def test_what_a_transform_left_behind_is_read(recipe: Recipe) -> None:
     """A tensor of torch.func.grad that outlives it has no memory of its own; torch's own functions look inside, and so does the Linear."""
     layer, x, left = layer_of(recipe), torch.randn(4, 64), []
@@ -434,7 +470,9 @@ def test_compiled_agrees_with_eager() -> None:
     """
     torch.manual_seed(0)
     torch._dynamo.reset()
-    eager = torch.nn.Sequential(QLinear(64, 48, recipe="fp8-delayed"), torch.nn.ReLU(), QLinear(48, 32, recipe="mxfp8"))
+    eager = torch.nn.Sequential(
+        QLinear(64, 48, recipe="fp8-delayed"), torch.nn.ReLU(), QLinear(48, 32, recipe="mxfp8")
+    )
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True)
     for _ in range(2):
@@ -446,9 +484,13 @@ def test_compiled_agrees_with_eager() -> None:
             outputs.append(y.detach())
         assert_same(outputs[1], outputs[0])
     for (key, left), (_, right) in zip(eager.named_buffers(), twin.named_buffers(), strict=True):
-        torch.testing.assert_close(right, left, rtol=2e-6, atol=0, msg=key)  # gy's sums may differ in their order
+        torch.testing.assert_close(
+            right, left, rtol=2e-6, atol=0, msg=key
+        )  # gy's sums may differ in their order
     for left, right in zip(eager.parameters(), twin.parameters(), strict=True):
-        assert sqnr_db(left.grad, right.grad) > 90  # float32 sums in another order; a flipped code would leave 60
+        assert (
+            sqnr_db(left.grad, right.grad) > 90
+        )  # float32 sums in another order; a flipped code would leave 60
 
 
 def test_averaged_weights_are_seen_after_a_change_of_mode() -> None:
@@ -502,7 +544,9 @@ def test_a_view_of_the_weight_at_the_same_address_is_another_weight() -> None:
 X, W = torch.zeros(8, 32), torch.zeros(16, 32)
 
 
-@pytest.mark.parametrize("recipe", [recipes.BF16, recipes.FP8_CURRENT], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [recipes.BF16, recipes.FP8_CURRENT], ids=lambda recipe: recipe.name
+)
 @pytest.mark.parametrize(
     ("x", "weight", "bias", "words"),
     [
@@ -513,7 +557,12 @@ X, W = torch.zeros(8, 32), torch.zeros(16, 32)
         (X.to_sparse(), W, None, "x is a torch.float32 torch.sparse_coo"),
         ([1.0], W, None, "x is a list"),
         (X.numpy(), W, None, "x is a ndarray"),
-        (torch.tensor(1.0), W, None, r"x is \[\], weight \[16, 32\]; the last axis of x must be 32"),
+        (
+            torch.tensor(1.0),
+            W,
+            None,
+            r"x is \[\], weight \[16, 32\]; the last axis of x must be 32",
+        ),
         (X, W.int(), None, "weight is a torch.int32"),
         (X, None, None, "weight is a NoneType"),
         (X, W[0], None, r"weight is \[32\]; it must be \[out_features, in_features\]"),
@@ -549,7 +598,8 @@ def test_autocast_leaves_float64_alone_as_it_does_for_a_linear() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq", "fp8-current", "fp8-delayed", "nvfp4", "int8"]
+    "recipe",
+    ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq", "fp8-current", "fp8-delayed", "nvfp4", "int8"],
 )
 @pytest.mark.parametrize("caches", [False, True])
 def test_what_inference_mode_computed_does_not_enter_training(recipe, caches):
@@ -569,7 +619,11 @@ def test_what_inference_mode_computed_does_not_enter_training(recipe, caches):
         model.train()
         model(x).sum().backward()
         model(torch.randn(32, 64)).sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+    assert all(
+        parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
 
 
 @pytest.mark.parametrize("recipe", recipes.ALL, ids=lambda recipe: recipe.name)

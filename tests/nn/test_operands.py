@@ -42,7 +42,9 @@ def test_the_end_of_a_step_calls_little_for_each_layer(recipe, most):
     """Python calls of `advance`, torch's own included: setting an attribute of a module takes eight."""
     calls = {}
     for count in (2, 10):
-        model = ng.convert(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(count))), recipe)
+        model = ng.convert(
+            torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(count))), recipe
+        )
         for _ in range(3):
             model(torch.randn(4, 16)).sum().backward()
             calls[count] = python_calls(partial(ng.advance, model))
@@ -50,7 +52,9 @@ def test_the_end_of_a_step_calls_little_for_each_layer(recipe, most):
 
 
 def test_importing_the_linear_brings_few_lines():
-    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True
+    )
     assert int(done.stdout) <= 3200  # of code: docstrings and comments may grow
 
 

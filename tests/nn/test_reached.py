@@ -55,7 +55,9 @@ def trained(model: nn.Module, steps: int, frozen: bool) -> list[str]:
     random.seed(0)
     if frozen:
         model.second.requires_grad_(False)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-2
+    )
     torch.manual_seed(1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -77,14 +79,21 @@ def test_a_weight_that_is_multiplied_without_its_layer_is_told_once(how: str, fr
     model = ng.convert(copy.deepcopy(plain), "fp8-delayed")
     twin = ng.convert(copy.deepcopy(plain), {"*": "fp8-delayed", "second": None})
     told = trained(model, 12, frozen)
-    assert len(told) == 1 and "'second' is multiplied without calling" in told[0] and "fp8-delayed" in told[0]
+    assert (
+        len(told) == 1
+        and "'second' is multiplied without calling" in told[0]
+        and "fp8-delayed" in told[0]
+    )
     assert "narrowgauge.convert(model, {'second': None})" in told[0]
     assert (
-        "was multiplied without calling it in training" in {row.name: row.note for row in ng.describe(model)}["second"]
+        "was multiplied without calling it in training"
+        in {row.name: row.note for row in ng.describe(model)}["second"]
     )
     assert not trained(twin, 12, frozen)
     assert type(model.second.weight) is nn.Parameter
-    assert_same(model.second.weight.detach(), twin.second.weight.detach())  # watching changes no number
+    assert_same(
+        model.second.weight.detach(), twin.second.weight.detach()
+    )  # watching changes no number
     assert_same(model.first.weight.detach(), twin.first.weight.detach())
 
 

@@ -15,12 +15,16 @@ from tests.compare import assert_same
 
 @pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "fp8-delayed"])
 @pytest.mark.parametrize("assign", [False, True])
-def test_a_checkpoint_of_an_unconverted_model_leaves_what_the_recipe_added(name: str, assign: bool) -> None:
+def test_a_checkpoint_of_an_unconverted_model_leaves_what_the_recipe_added(
+    name: str, assign: bool
+) -> None:
     """Exact: converting first and loading then is loading first and converting then."""
     torch.manual_seed(0)
     saved = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 64))
     plain = saved.state_dict()
-    converted = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 64)), name)
+    converted = ng.convert(
+        torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 64)), name
+    )
     with pytest.warns(
         UserWarning,
         match=f"has no (learned steps|amax).* for recipe '{name}': it was saved before the model was converted",
@@ -52,7 +56,9 @@ def test_a_state_of_another_recipe_is_refused_once_in_words(other: str) -> None:
     """int4-hq-lss has the steps of int4-lsq-luq and more: what is loaded lacks a part, and torch names it."""
 
     def model(recipe: str) -> torch.nn.Module:
-        return ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 64)), recipe)
+        return ng.convert(
+            torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 64)), recipe
+        )
 
     whole, target = model("int4-lsq-luq").state_dict(), model(other)
     with warnings.catch_warnings(record=True) as caught:
@@ -64,8 +70,14 @@ def test_a_state_of_another_recipe_is_refused_once_in_words(other: str) -> None:
         assert said == []
     else:
         [words] = said
-        assert f"was saved with another recipe than '{other}', which has no place for learned steps" in words
-        assert f"Convert the model as the one that was saved was, load, and convert again to '{other}'" in words
+        assert (
+            f"was saved with another recipe than '{other}', which has no place for learned steps"
+            in words
+        )
+        assert (
+            f"Convert the model as the one that was saved was, load, and convert again to '{other}'"
+            in words
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         target.load_state_dict(whole, strict=False)
@@ -91,7 +103,10 @@ def test_a_training_loop_without_advance_is_told(name: str) -> None:
         model(x).sum().backward()
     assert steps(PATIENCE) == []
     [words] = steps(10)
-    assert "narrowgauge.advance was not called" in words and "Call narrowgauge.advance(model) after each" in words
+    assert (
+        "narrowgauge.advance was not called" in words
+        and "Call narrowgauge.advance(model) after each" in words
+    )
     ng.advance(model)
     assert steps(PATIENCE) == []
     ng.advance(model)
@@ -161,7 +176,9 @@ def test_an_averaged_copy_that_is_written_through_data_follows(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "fp8-delayed"])
-@pytest.mark.parametrize("own", [False, True], ids=["of an unconverted model", "of a converted one"])
+@pytest.mark.parametrize(
+    "own", [False, True], ids=["of an unconverted model", "of a converted one"]
+)
 @pytest.mark.filterwarnings("ignore:load_state_dict")
 def test_a_model_on_meta_takes_a_state_by_assignment(name: str, own: bool) -> None:
     saved = torch.nn.Sequential(torch.nn.Linear(32, 32))
@@ -196,17 +213,24 @@ def test_a_parametrized_weight_is_computed_once_in_a_forward(name: str) -> None:
     assert counted.count == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own use of autograd.Function
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated"
+)  # Dynamo's own use of autograd.Function
 @pytest.mark.parametrize("written", ["in place", "through data", "in a copy"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_evaluation_scales_a_weight_that_was_written_by_itself(written: str, compiled: bool) -> None:
+def test_evaluation_scales_a_weight_that_was_written_by_itself(
+    written: str, compiled: bool
+) -> None:
     """Merged adapters, averaged weights: the window of delayed scaling knows nothing of them, and they saturated, at 0.81 (bounded).
 
     Two operands in e4m3 are off by 0.037 of the product.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "fp8-delayed"), torch.randn(64, 64)
+    model, x = (
+        ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "fp8-delayed"),
+        torch.randn(64, 64),
+    )
     for _ in range(3):
         model(x).square().mean().backward()
         ng.advance(model)

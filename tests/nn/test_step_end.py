@@ -38,7 +38,9 @@ def accumulated(model: nn.Module, micro_batches: int = 2) -> list[torch.Tensor]:
     return losses
 
 
-def trained(recipe: str, line: bool, optimizers: int = 1, steps: int = 4, **options) -> dict[str, object]:
+def trained(
+    recipe: str, line: bool, optimizers: int = 1, steps: int = 4, **options
+) -> dict[str, object]:
     """Losses and state; options: of torch's AdamW, of which each layer may have its own."""
     model = built(recipe)
     parts = [model] if optimizers == 1 else [model[0], model[2]]
@@ -58,7 +60,10 @@ def trained(recipe: str, line: bool, optimizers: int = 1, steps: int = 4, **opti
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_loop_without_the_line_is_one_with_it(recipe, fused, optimizers):
-    assert_same(trained(recipe, False, optimizers, fused=fused), trained(recipe, True, optimizers, fused=fused))
+    assert_same(
+        trained(recipe, False, optimizers, fused=fused),
+        trained(recipe, True, optimizers, fused=fused),
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -96,7 +101,9 @@ def test_the_line_ends_a_step_that_began_after_the_optimizers():
     with torch.no_grad():
         model[0].weight.mul_(0.9)
     ng.advance(model)
-    assert float(model[0].window("x").live[1]) == 0 and float(model[0].window("x").history[1]) == float(history[0])
+    assert float(model[0].window("x").live[1]) == 0 and float(
+        model[0].window("x").history[1]
+    ) == float(history[0])
 
 
 def test_layers_are_made_in_one_thread_while_an_optimizer_steps_in_another():

@@ -34,7 +34,9 @@ LSQ = Cast(format=INT4, calibrate=LearnedStep(residual_every=1))
 FINE = Cast(format=INT8)  # gradients rounded to nearest: equations can be checked without chance
 
 
-def recipe_of(forward: Cast, block: int | None, gradient: Cast = FINE, **gradient_options: object) -> Recipe:
+def recipe_of(
+    forward: Cast, block: int | None, gradient: Cast = FINE, **gradient_options: object
+) -> Recipe:
     rotate = None if block is None else Hadamard(block=block)
     gemm = Gemm(lhs=gradient, rhs=forward, **gradient_options)  # type: ignore[arg-type]
     return Recipe(
@@ -43,13 +45,18 @@ def recipe_of(forward: Cast, block: int | None, gradient: Cast = FINE, **gradien
     )  # fmt: skip
 
 
-def layer_of(recipe: Recipe, k: int = 64, n: int = 48, tokens: int = 40) -> tuple[QLinear, torch.Tensor, torch.Tensor]:
+def layer_of(
+    recipe: Recipe, k: int = 64, n: int = 48, tokens: int = 40
+) -> tuple[QLinear, torch.Tensor, torch.Tensor]:
     """A layer past its cold start, with inputs some of which are clipped."""
     torch.manual_seed(1)
     layer = QLinear(k, n, recipe=recipe)
     with torch.no_grad():
         layer.weight.mul_(1 + 5 * (torch.rand(n, k) < 0.02))
-    x, gy = torch.randn(tokens, k) * (1 + 4 * (torch.rand(tokens, k) < 0.02)), torch.randn(tokens, n)
+    x, gy = (
+        torch.randn(tokens, k) * (1 + 4 * (torch.rand(tokens, k) < 0.02)),
+        torch.randn(tokens, n),
+    )
     if layer.steps is not None:
         layer(x)
         layer.steps.cold_left.fill_(1)
@@ -73,13 +80,18 @@ def run(layer: QLinear, x: torch.Tensor, gy: torch.Tensor) -> dict[str, torch.Te
 def block_hadamard(size: int, block: int | None) -> torch.Tensor:
     if block is None:
         return torch.eye(size, dtype=torch.float64)
-    two, h = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    two, h = (
+        torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64),
+        torch.ones(1, 1, dtype=torch.float64),
+    )
     while h.shape[0] < block:
         h = torch.kron(two, h) / math.sqrt(2)
     return torch.block_diag(*[h] * -(-size // block))
 
 
-def by_the_equations(layer: QLinear, x: torch.Tensor, gy: torch.Tensor, block: int | None) -> dict[str, torch.Tensor]:
+def by_the_equations(
+    layer: QLinear, x: torch.Tensor, gy: torch.Tensor, block: int | None
+) -> dict[str, torch.Tensor]:
     """Equations 1 to 4 of arXiv 2306.11987 and LSQ's gradient, line by line in float64, gy rounded to INT8."""
     w, k = layer.weight.detach().double(), layer.in_features
     h = block_hadamard(k, block)
@@ -110,7 +122,9 @@ def by_the_equations(layer: QLinear, x: torch.Tensor, gy: torch.Tensor, block: i
 @pytest.mark.parametrize("forward", [RMS, LSQ], ids=["rms", "learned"])
 @pytest.mark.parametrize("block", [None, 2, 16, 32])
 @pytest.mark.parametrize("k", [64, 37])
-def test_output_and_gradients_are_those_of_the_equations(forward: Cast, block: int | None, k: int) -> None:
+def test_output_and_gradients_are_those_of_the_equations(
+    forward: Cast, block: int | None, k: int
+) -> None:
     """float32 against float64: 90 dB; one element rounded or masked otherwise leaves less than 50.
 
     The step of x has rounding errors kept in float16, each within 2**-11 of itself, in a sum that may cancel.
@@ -187,7 +201,9 @@ def test_gradients_are_unbiased_around_the_straight_through_ones(recipe: Recipe)
     truth = run(layer, x, gy)
     for name in ("x", "weight"):
         direction = truth[name].double()
-        a = torch.stack([(draw[name].double() * direction).sum() / direction.square().sum() for draw in draws])
+        a = torch.stack(
+            [(draw[name].double() * direction).sum() / direction.square().sum() for draw in draws]
+        )
         assert a.std() > 0
         # The reference itself is rounded to INT8 rows, to nearest: 40 dB, a slope within 1e-3 of the exact one.
         assert abs(a.mean() - 1) < 4.5 * a.std() / math.sqrt(200) + 1e-3, name
@@ -225,7 +241,9 @@ def test_a_frozen_weight_keeps_one_bit_per_element() -> None:
     layer.weight.requires_grad_(False)
     sizes: list[tuple[torch.dtype, int]] = []
     leaf = x.clone().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append((t.dtype, t.numel())) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append((t.dtype, t.numel())) or t, lambda t: t
+    ):
         layer(leaf).backward(gy)
     assert [count for dtype, count in sizes if dtype == torch.uint8] == [40 * 64 // 8]
     assert leaf.grad is not None and leaf.grad.shape == whole["x"].shape
@@ -241,7 +259,9 @@ def test_cold_start_takes_the_step_from_the_data_and_then_learns() -> None:
         x = torch.randn(40, 64) * scale
         found = run(layer, x, torch.randn(40, 48))
         expected = 2 * x.abs().mean() / math.sqrt(7)
-        torch.testing.assert_close(layer.steps.get("x").detach(), expected.reshape(1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            layer.steps.get("x").detach(), expected.reshape(1), rtol=1e-5, atol=0
+        )
         assert found["steps.x"] == found["steps.w"] == 0, "not learned yet"
         ng.advance(layer)
     before = layer.steps.x.detach().clone()
@@ -261,7 +281,9 @@ def test_evaluation_before_training_uses_the_data_and_writes_nothing() -> None:
     assert layer.steps.get("x") == 1
 
 
-@pytest.mark.parametrize(("driven", "bound"), [(-30.0, SMALLEST_STEP), (-1e30, SMALLEST_STEP), (30.0, LARGEST_STEP)])
+@pytest.mark.parametrize(
+    ("driven", "bound"), [(-30.0, SMALLEST_STEP), (-1e30, SMALLEST_STEP), (30.0, LARGEST_STEP)]
+)
 def test_a_step_driven_away_stays_at_its_bound(driven: float, bound: float) -> None:
     """At the smallest everything is clipped, and the gradient pushes the step up; at the largest everything is zero."""
     layer, x, gy = layer_of(recipe_of(LSQ, 16))
@@ -271,7 +293,9 @@ def test_a_step_driven_away_stays_at_its_bound(driven: float, bound: float) -> N
     assert all(found[name].isfinite().all() for name in ("y", "x", "weight", "bias", "steps.w"))
     assert not (found["x"] if bound == SMALLEST_STEP else found["weight"]).any()
     ng.advance(layer)
-    torch.testing.assert_close(layer.steps.get("x").detach(), torch.tensor([bound]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        layer.steps.get("x").detach(), torch.tensor([bound]), rtol=1e-4, atol=0
+    )
     torch.testing.assert_close(run(layer, x, gy)["y"], found["y"], rtol=1e-3, atol=1e-4)
 
 
@@ -295,9 +319,13 @@ def test_an_update_by_sgd_moves_a_step_as_lsq_does() -> None:
     layer, x, gy = layer_of(recipe_of(LSQ, 16))
     step = float(layer.steps.get("x").detach())
     layer(x).backward(gy)
-    lsq = float(layer.steps.x.grad) * step * RATE  # the gradient of the step itself; see by_the_equations
+    lsq = (
+        float(layer.steps.x.grad) * step * RATE
+    )  # the gradient of the step itself; see by_the_equations
     torch.optim.SGD(layer.steps.parameters(), lr=1e-4 * step / abs(lsq)).step()
-    assert float(layer.steps.get("x").detach()) / step == pytest.approx(1 - 1e-4 * math.copysign(1, lsq), rel=1e-6)
+    assert float(layer.steps.get("x").detach()) / step == pytest.approx(
+        1 - 1e-4 * math.copysign(1, lsq), rel=1e-6
+    )
 
 
 def test_a_poisoned_batch_of_the_cold_start_is_seen_and_forgotten() -> None:
@@ -322,7 +350,9 @@ def test_steps_and_readings_are_in_the_state_dict_and_survive_a_change_of_type()
     moved = twin.to(torch.bfloat16)
     assert moved.steps.x.dtype == torch.float32 and moved.steps.x == layer.steps.x
     built = QLinear(64, 48, recipe=recipes.get("int4-hq-lss"), device="meta").to_empty(device="cpu")
-    assert built.steps.x.device.type == "cpu" and built.steps.is_cold and built.steps.cold_left == 16
+    assert (
+        built.steps.x.device.type == "cpu" and built.steps.is_cold and built.steps.cold_left == 16
+    )
     moved.sampling.reset_parameters()
     assert moved.sampling.active == () and (moved.sampling.variance == UNREAD).all()
 
@@ -338,7 +368,9 @@ OPTIMIZERS = {
 }
 
 
-def train_late(kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: object) -> list[int]:
+def train_late(
+    kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: object
+) -> list[int]:
     """The steps at which something was warned of; `late`: the model is converted after the optimizer was built."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
@@ -371,13 +403,17 @@ def train_late(kind: str, late: bool, steps: int, lr: object = 1e-3, **changes: 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_that_an_optimizer_does_not_hold_are_told_of_once(kind: str) -> None:
     assert train_late(kind, late=True, steps=40) == [WATCHED]
-    assert train_late(kind, late=True, steps=40, lr=0.0) == [WATCHED], "whatever it does to the others"
+    assert train_late(kind, late=True, steps=40, lr=0.0) == [WATCHED], (
+        "whatever it does to the others"
+    )
     assert train_late(kind, late=False, steps=40) == []
 
 
 def test_steps_that_nothing_should_move_are_not_told_of() -> None:
     late = {"kind": "adamw", "late": True, "steps": 40}
-    assert train_late("adamw", late=False, steps=80, lr=lambda step: 1e-9 * step) == [], "a warm-up in very small steps"
+    assert train_late("adamw", late=False, steps=80, lr=lambda step: 1e-9 * step) == [], (
+        "a warm-up in very small steps"
+    )
     assert train_late(**late, weight=False) == [], "frozen layers"
     assert train_late(**late, x=False, w=False) == [], "frozen steps"
     assert train_late(**late, updates=False) == [], "no optimizer step"
@@ -404,7 +440,9 @@ def test_steps_may_have_an_optimizer_of_their_own_or_get_into_one_late() -> None
     assert train(WATCHED - 4, optimizer) == 0
     assert train(1, optimizer, steps_alone) == 0 == train(40, optimizer)
     layer.steps.reset_parameters()
-    assert copy.deepcopy(layer).steps.missed == 0 and train(WATCHED, optimizer) == 0, "one of them was the cold start"
+    assert copy.deepcopy(layer).steps.missed == 0 and train(WATCHED, optimizer) == 0, (
+        "one of them was the cold start"
+    )
     assert train(1, optimizer) == 1 and train(40, optimizer) == 0
 
 
@@ -434,7 +472,9 @@ def test_rows_are_sampled_where_few_carry_the_gradient_and_kept_where_all_do() -
     assert (layer.sampling.variance < 1e-4).all()
     assert layer.sampling.active == ("grad_input", "grad_weight")
     shapes: dict[str, tuple[int, ...]] = {}
-    layer.observer = lambda gemm, role, original, operand: shapes.update({f"{gemm} {role}": tuple(operand.shape)})
+    layer.observer = lambda gemm, role, original, operand: shapes.update(
+        {f"{gemm} {role}": tuple(operand.shape)}
+    )
     found = run(layer, x, heavy)
     assert shapes["grad_input gy"] == (32, 48) and shapes["grad_weight gy"] == (48, 32)
     exact, _, _ = layer_of(recipe_of(LSQ, 32), tokens=64)
@@ -515,7 +555,9 @@ def test_one_huge_input_is_clipped_and_poisons_nothing(recipe: Recipe) -> None:
 def test_reentrant_checkpointing_draws_the_same_dropout_again(name: str, past: int) -> None:
     """Its first pass has no gradients: what an inner layer would draw for its step must be drawn there too (exact)."""
     torch.manual_seed(0)
-    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)), name)
+    model = ng.convert(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)), name
+    )
     dropout = torch.nn.Dropout(0.5)
     for _ in range(past):
         model(torch.randn(8, 64)).sum().backward()
@@ -527,7 +569,9 @@ def test_reentrant_checkpointing_draws_the_same_dropout_again(name: str, past: i
     assert_same(model[2].bias.grad, (y != 0).float().sum(0) * 2)
 
 
-@pytest.mark.parametrize("products", [("grad_weight",), ("grad_input",), ("grad_input", "grad_weight")], ids=str)
+@pytest.mark.parametrize(
+    "products", [("grad_weight",), ("grad_input",), ("grad_input", "grad_weight")], ids=str
+)
 @pytest.mark.parametrize("name", ["int4-hq-bs", "int4-hq-lss", "int4-lsq-luq"])
 def test_gradients_alone_can_be_put_back_to_16_bits(name: str, products: tuple[str, ...]) -> None:
     """By `with_gemm` and by `switch`; the weight's gradient is then that of the product (bounded)."""
@@ -542,7 +586,9 @@ def test_gradients_alone_can_be_put_back_to_16_bits(name: str, products: tuple[s
         y.backward(gy)
         assert x.grad is not None and layer.weight.grad is not None
         if "grad_weight" in products:
-            assert sqnr_db(layer.weight.grad, (gy.T @ x).detach()) > 45  # 52: two operands rounded to bfloat16
+            assert (
+                sqnr_db(layer.weight.grad, (gy.T @ x).detach()) > 45
+            )  # 52: two operands rounded to bfloat16
     with raises(ConfigError, "switch.straight-through"):
         ng.switch(ng.convert(QLinear(64, 48), name), "fp8-current", products=products)
 
@@ -566,7 +612,9 @@ def test_checkpointing_is_bitwise_neutral(forward: Cast, signs: str) -> None:
 
     def results(checkpointed: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        model = torch.nn.Sequential(QLinear(32, 48, recipe=recipe), torch.nn.Tanh(), QLinear(48, 16, recipe=recipe))
+        model = torch.nn.Sequential(
+            QLinear(32, 48, recipe=recipe), torch.nn.Tanh(), QLinear(48, 16, recipe=recipe)
+        )
         x = torch.randn(24, 32, requires_grad=True)
         y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
         y.square().sum().backward()
@@ -618,7 +666,9 @@ def test_compiled_agrees_with_eager(sampled: bool, backend: str, steps: tuple[in
     Each of the two is a graph of its own; code is generated for the one that a run spends its time in.
     """
     sample = LeverageScore(keep=0.5, max_variance=math.inf) if sampled else None
-    recipe = recipe_of(replace(LSQ, calibrate=LearnedStep(cold_steps=1, residual_every=1)), 16, sample=sample)
+    recipe = recipe_of(
+        replace(LSQ, calibrate=LearnedStep(cold_steps=1, residual_every=1)), 16, sample=sample
+    )
     torch.manual_seed(0)
     torch._dynamo.reset()
     eager = torch.nn.Sequential(QLinear(64, 32, recipe=recipe))
@@ -637,15 +687,25 @@ def test_compiled_agrees_with_eager(sampled: bool, backend: str, steps: tuple[in
             ng.advance(base)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
         assert sampled or sqnr_db(*gradients) > 40
-        for (name, left), (_, right) in zip(eager.named_parameters(), twin.named_parameters(), strict=True):
+        for (name, left), (_, right) in zip(
+            eager.named_parameters(), twin.named_parameters(), strict=True
+        ):
             if sampled or not left.grad.any():
-                assert right.grad.isfinite().all() and bool(right.grad.any()) == bool(left.grad.any()), name
+                assert right.grad.isfinite().all() and bool(right.grad.any()) == bool(
+                    left.grad.any()
+                ), name
             else:
-                assert sqnr_db(left.grad, right.grad) > 40, name  # a code may flip where a float32 sum differs
+                assert sqnr_db(left.grad, right.grad) > 40, (
+                    name
+                )  # a code may flip where a float32 sum differs
 
 
-@pytest.mark.parametrize("lhs, rhs", [(None, FINE), (FINE, None)], ids=["x in 16 bits", "w in 16 bits"])
-def test_an_operand_in_16_bits_is_rotated_as_the_other_one_is(lhs: Cast | None, rhs: Cast | None) -> None:
+@pytest.mark.parametrize(
+    "lhs, rhs", [(None, FINE), (FINE, None)], ids=["x in 16 bits", "w in 16 bits"]
+)
+def test_an_operand_in_16_bits_is_rotated_as_the_other_one_is(
+    lhs: Cast | None, rhs: Cast | None
+) -> None:
     """Bounded: INT8 by the largest element leaves an error of about -40 dB, operands in two bases one of +3 dB."""
     recipe = Recipe(
         name="r", output=Gemm(lhs=lhs, rhs=rhs, rotate=Hadamard()), grad_input=Gemm(rhs=rhs), grad_weight=Gemm(rhs=lhs),
@@ -699,7 +759,9 @@ def test_one_cast_of_the_gradient_serves_both_products_if_it_has_one_scale() -> 
 def test_a_layer_that_is_not_used_at_first_begins_with_steps_from_its_data():
     """As an expert or a second head: its cold start does not run out while it sees nothing, or nothing but zeros."""
     torch.manual_seed(0)
-    model = ng.convert(torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(2)]), "int4-hq-lss")
+    model = ng.convert(
+        torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(2)]), "int4-hq-lss"
+    )
     x = torch.randn(32, 64)
     for step in range(20):
         model[0](x).sum().backward()
@@ -722,7 +784,9 @@ def test_steps_from_the_data_fit_any_magnitude(scale):
     usual = (layer(x) - x @ weight.T).norm() / (x @ weight.T).norm()
     layer.weight.data.mul_(scale)
     expected = x.double() @ layer.weight.detach().double().T
-    assert float((layer(x).double() - expected).norm() / expected.norm()) == pytest.approx(float(usual), rel=0.05)
+    assert float((layer(x).double() - expected).norm() / expected.norm()) == pytest.approx(
+        float(usual), rel=0.05
+    )
 
 
 def test_a_gradient_whose_squares_overflow_is_no_reason_to_sample():
@@ -754,7 +818,9 @@ def test_observers_see_what_an_operand_was_cast_from(name: str, signs: str) -> N
     def observe(gemm: str, role: str, original: torch.Tensor, operand: QTensor) -> None:
         decoded = ng.dequantize(operand)
         decoded = (
-            decoded.T if (gemm, role) in (("grad_input", "w"), ("grad_weight", "x"), ("grad_weight", "gy")) else decoded
+            decoded.T
+            if (gemm, role) in (("grad_input", "w"), ("grad_weight", "x"), ("grad_weight", "gy"))
+            else decoded
         )
         assert decoded.shape == original.shape
         errors[gemm, role] = float((decoded - original).norm() / original.norm())
@@ -777,15 +843,21 @@ def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, devi
         with torch.no_grad():
             layer.weight.copy_(weight)
         layer.observer = lambda gemm, role, original, operand, seen=seen: seen.update(
-            {(gemm, role): operand_statistics(original, operand)} if isinstance(operand, QTensor) else {}
+            {(gemm, role): operand_statistics(original, operand)}
+            if isinstance(operand, QTensor)
+            else {}
         )
         layer(x.clone().requires_grad_()).sum().backward()
-        assert layer.plan(x.device).output.choice.kernel.name == ("native-int8" if int8_gemm else "reference")
+        assert layer.plan(x.device).output.choice.kernel.name == (
+            "native-int8" if int8_gemm else "reference"
+        )
         found.append(seen)
     of_codes = (("output", "x"), ("output", "w"), ("grad_input", "w"), ("grad_weight", "x"))
     assert {found[0][each]["format"] for each in of_codes} == {"int4"}
     assert found[0] == found[1]
-    if name == "int4-hq-bs":  # clips at 2.475 standard deviations: 1.33 % of normal numbers, of 4,096 never below 0.5 %
+    if (
+        name == "int4-hq-bs"
+    ):  # clips at 2.475 standard deviations: 1.33 % of normal numbers, of 4,096 never below 0.5 %
         assert found[0]["output", "x"]["saturated"] > 0.005
 
 
@@ -801,9 +873,15 @@ def test_buffers_can_be_averaged(kind, name):
         layer(torch.randn(8, 32)).square().mean().backward()
         ng.advance(layer)
         averaged.update_parameters(layer)
-        now = {key: value.double() for key, value in layer.named_buffers() if value.is_floating_point()}
+        now = {
+            key: value.double() for key, value in layer.named_buffers() if value.is_floating_point()
+        }
         share = 0.1 if kind == "ema" else 1 / (step + 1)
-        expected = now if expected is None else {key: (1 - share) * expected[key] + share * now[key] for key in now}
+        expected = (
+            now
+            if expected is None
+            else {key: (1 - share) * expected[key] + share * now[key] for key in now}
+        )
     found = dict(averaged.module.named_buffers())
     for key, value in expected.items():  # 40 roundings of float32
         torch.testing.assert_close(found[key].double(), value, rtol=40 * 2.0**-23, atol=0)

@@ -69,7 +69,9 @@ class Case:
         if "dtype" not in named and self.info.name not in ("nn.TransformerEncoder",):
             named["dtype"] = self.dtype
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of TransformerEncoder, that it will not use nested tensors
+            warnings.simplefilter(
+                "ignore"
+            )  # of TransformerEncoder, that it will not use nested tensors
             return self.info.module_cls(*copy.deepcopy(given.args), **named).to(self.dtype)
 
     def module(self) -> nn.Module:
@@ -77,7 +79,9 @@ class Case:
 
     def call(self, module: nn.Module, args: Any = None, named: Any = None) -> Any:
         torch.manual_seed(7)  # dropout, and rounding that draws
-        return module(*(self.args if args is None else args), **(self.named if named is None else named))
+        return module(
+            *(self.args if args is None else args), **(self.named if named is None else named)
+        )
 
 
 def convert(module: nn.Module, recipe: str) -> nn.Module:
@@ -93,7 +97,9 @@ def cases(name: str, recipe: str, dtype: torch.dtype = torch.float32) -> Iterato
     info = infos()[name]
     for training in (True, False):
         torch.manual_seed(3)
-        entries = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=training)
+        entries = info.module_inputs_func(
+            info, device="cpu", dtype=dtype, requires_grad=False, training=training
+        )
         for entry in entries if name in SINGLE else entries[:: max(len(entries) // 2, 1)]:
             yield Case(info, entry, recipe, dtype)
 
@@ -168,7 +174,9 @@ def saved_and_loaded(case: Case) -> None:
 def deep_copied(case: Case) -> None:
     module = case.module()
     copied = copy.deepcopy(module)
-    assert not {id(each) for each in copied.parameters()} & {id(each) for each in module.parameters()}
+    assert not {id(each) for each in copied.parameters()} & {
+        id(each) for each in module.parameters()
+    }
     assert_same(outputs(case.call(copied)).detach(), outputs(case.call(module)).detach())
 
 
@@ -182,9 +190,15 @@ def non_contiguous(case: Case) -> None:
         wide[..., 0] = x.detach()
         return wide[..., 0].requires_grad_(x.requires_grad)
 
-    for way in (spread, lambda x: x.detach().T.contiguous().T.requires_grad_(x.requires_grad) if x.ndim == 2 else x):
+    for way in (
+        spread,
+        lambda x: x.detach().T.contiguous().T.requires_grad_(x.requires_grad) if x.ndim == 2 else x,
+    ):
         found = []
-        for args in (case.args, [way(each) if isinstance(each, Tensor) else each for each in case.args]):
+        for args in (
+            case.args,
+            [way(each) if isinstance(each, Tensor) else each for each in case.args],
+        ):
             module = case.module().train()
             y = outputs(case.call(module, args))
             inputs = [each for each in args if isinstance(each, Tensor) and each.requires_grad]
@@ -195,18 +209,25 @@ def non_contiguous(case: Case) -> None:
 def grad(case: Case) -> None:
     """gradcheck inside `suspended`; outside the gradients are finite, and near those of the module before it was converted."""
     module = case.module().double()
-    floats = tuple(each.detach().double().requires_grad_() if each.is_floating_point() else each for each in case.args)
+    floats = tuple(
+        each.detach().double().requires_grad_() if each.is_floating_point() else each
+        for each in case.args
+    )
     named = {
         key: each.double() if isinstance(each, Tensor) and each.is_floating_point() else each
         for key, each in case.named.items()
     }
-    weights = [each for each in module.parameters() if each.dtype == torch.float64]  # learned steps are float32
+    weights = [
+        each for each in module.parameters() if each.dtype == torch.float64
+    ]  # learned steps are float32
 
     def function(*tensors: Tensor) -> Any:
         return outputs(case.call(module, tensors[: len(floats)], named))
 
     with ng.suspended(module):
-        assert torch.autograd.gradcheck(function, (*floats, *weights), fast_mode=True, check_undefined_grad=False)
+        assert torch.autograd.gradcheck(
+            function, (*floats, *weights), fast_mode=True, check_undefined_grad=False
+        )
     y = function(*floats)
     found = gradients(module, y, [])
     assert all(each.isfinite().all() for each in found)
@@ -220,7 +241,9 @@ def grad(case: Case) -> None:
 def gradgrad(case: Case) -> None:
     module = case.module()
     y = outputs(case.call(module))
-    weight = next(each.weight for each in module.modules() if isinstance(each, QLinear | QEmbedding))
+    weight = next(
+        each.weight for each in module.modules() if isinstance(each, QLinear | QEmbedding)
+    )
     torch.autograd.grad(y.square().sum(), weight, create_graph=True)
 
 
@@ -246,8 +269,12 @@ def cast_to_other_types(case: Case) -> None:
     module = case.module()
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         module.to(dtype)
-        assert {each.dtype for name, each in module.named_parameters() if ".steps." not in f".{name}"} == {dtype}
-        y = outputs(case.call(module, [_to(each, dtype) for each in case.args], _all_to(case.named, dtype)))
+        assert {
+            each.dtype for name, each in module.named_parameters() if ".steps." not in f".{name}"
+        } == {dtype}
+        y = outputs(
+            case.call(module, [_to(each, dtype) for each in case.args], _all_to(case.named, dtype))
+        )
         assert y.dtype == dtype and y.isfinite().all()
 
 
@@ -308,10 +335,15 @@ def _built(case: Case) -> nn.Module:
 def test_errors_of_embeddings_are_those_of_torch(codes: str | None) -> None:
     """The class and the words of the database."""
     info = infos()["nn.Embedding"]
-    entries = info.module_error_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=True)
+    entries = info.module_error_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=False, training=True
+    )
     assert entries
     for entry in entries:
-        given, called = entry.module_error_input.constructor_input, entry.module_error_input.forward_input
+        given, called = (
+            entry.module_error_input.constructor_input,
+            entry.module_error_input.forward_input,
+        )
         with pytest.raises(entry.error_type, match=entry.error_regex):
             module = info.module_cls(*given.args, **given.kwargs)
             module = convert(module, "bf16") if codes else module

@@ -38,14 +38,22 @@ from tests.selection import quick
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated:DeprecationWarning"),  # torch 2.13
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # Dynamo's own use of autograd.Function
+    pytest.mark.filterwarnings(
+        "ignore:.*should not be instantiated"
+    ),  # Dynamo's own use of autograd.Function
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:must run observer before calling calculate_qparams:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:must run observer before calling calculate_qparams:UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel and other:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:torch.quantize_per_tensor, torch.quantize_per_channel and other:UserWarning"
+    ),
     # Of torch.func.linearize, about the graph that it makes itself.
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node with no underlying reference:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Attempted to insert a get_attr Node with no underlying reference:UserWarning"
+    ),
 ]
 
 K, N = 32, 16
@@ -193,7 +201,9 @@ def averaged(model: Model, x: Tensor) -> Tensor:
 
 def with_hooks(model: Model, x: Tensor) -> Tensor:
     seen: list[Any] = []
-    model[1].register_forward_pre_hook(lambda module, args, named: seen.append(args or named), with_kwargs=True)
+    model[1].register_forward_pre_hook(
+        lambda module, args, named: seen.append(args or named), with_kwargs=True
+    )
     model[1].register_full_backward_hook(lambda *_: seen.append(1))
     y = model(x)
     y.sum().backward()
@@ -245,7 +255,10 @@ def test_a_transform_gives_the_numbers_of_the_layer(name: str, recipe: str) -> N
     if name == "torch.export":  # its graph sums in another order
         torch.testing.assert_close(found, y)
         return
-    assert_same(found if isinstance(found, list) else found.detach(), want if isinstance(found, list) else want[0])
+    assert_same(
+        found if isinstance(found, list) else found.detach(),
+        want if isinstance(found, list) else want[0],
+    )
 
 
 @pytest.mark.parametrize("recipe", quick(list(QUICK), list(RECIPES)))
@@ -276,13 +289,17 @@ def with_tangent(model: Model, x: Tensor) -> Any:
 
 def with_tangents_of_weights(model: Model, x: Tensor) -> Any:
     with forward_ad.dual_level():
-        duals = {name: forward_ad.make_dual(each, each + 1) for name, each in model.named_parameters()}
+        duals = {
+            name: forward_ad.make_dual(each, each + 1) for name, each in model.named_parameters()
+        }
         return tuple(forward_ad.unpack_dual(torch.func.functional_call(model, duals, (x,))))
 
 
 def func_grad(model: Model, x: Tensor) -> Any:
     weights = {name: each for name, each in model.named_parameters() if "steps" not in name}
-    return torch.func.grad(lambda each: torch.func.functional_call(model, each, (x,)).square().sum())(weights)
+    return torch.func.grad(
+        lambda each: torch.func.functional_call(model, each, (x,)).square().sum()
+    )(weights)
 
 
 def many_gradients(model: Model, x: Tensor) -> Any:
@@ -306,7 +323,9 @@ def graph_of_gradients(model: Model, x: Tensor) -> Any:
 
 
 def gradgradcheck(model: Model, x: Tensor) -> Any:
-    return torch.autograd.gradgradcheck(model.double(), x[:3].double().requires_grad_(), fast_mode=True)
+    return torch.autograd.gradgradcheck(
+        model.double(), x[:3].double().requires_grad_(), fast_mode=True
+    )
 
 
 _SUSPENDED = r"inside `with narrowgauge\.suspended\(model\):`"
@@ -382,7 +401,11 @@ def test_a_transform_without_a_rule_ends_in_a_sentence(name: str, recipe: str) -
     torch.testing.assert_close(found, want)
 
 
-RECORDED = {"fp8-current": True, "int8": True, "bf16": True}  # the others draw noise, or remember something
+RECORDED = {
+    "fp8-current": True,
+    "int8": True,
+    "bf16": True,
+}  # the others draw noise, or remember something
 
 
 @pytest.mark.parametrize("recipe", quick(["fp8-current", "nvfp4"], RECIPES[:-1]))
@@ -406,7 +429,9 @@ def quantized_aware(model: Model, x: Tensor) -> Any:
 
 def quantized_by_class(model: Model, x: Tensor) -> Any:
     kind = type(model[1])
-    return type(torch.ao.quantization.quantize_dynamic(model, {kind}, dtype=torch.qint8)[1]).__module__
+    return type(
+        torch.ao.quantization.quantize_dynamic(model, {kind}, dtype=torch.qint8)[1]
+    ).__module__
 
 
 def quantized_by_fx(model: Model, x: Tensor) -> Any:
@@ -423,7 +448,9 @@ def quantized_by_fx(model: Model, x: Tensor) -> Any:
 )
 def test_what_looks_into_a_layer_asks_for_a_copy_without_recipes(run: Run, recipe: str) -> None:
     model, x = converted(recipe), given()
-    with pytest.raises(TransformError, match=r"narrowgauge.convert\(copy.deepcopy\(model\), None\)"):
+    with pytest.raises(
+        TransformError, match=r"narrowgauge.convert\(copy.deepcopy\(model\), None\)"
+    ):
         run(copy.deepcopy(model), x)
     found = run(ng.convert(copy.deepcopy(model), None), x)  # type: ignore[arg-type]
     want = run(plain(), x)
@@ -443,7 +470,9 @@ def test_gradcheck_passes_where_there_is_something_to_check(recipe: str) -> None
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1])
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_copy_made_in_inference_mode_computes_there_and_does_not_train(recipe: str, is_training: bool) -> None:
+def test_a_copy_made_in_inference_mode_computes_there_and_does_not_train(
+    recipe: str, is_training: bool
+) -> None:
     """nn.Linear raises torch's RuntimeError in the same place."""
     model, x = converted(recipe).train(is_training), given()
     want = copy.deepcopy(model)(x).detach()
@@ -459,7 +488,9 @@ def test_a_copy_made_in_inference_mode_computes_there_and_does_not_train(recipe:
 
 def embedding() -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(1)
-    model = ng.convert(nn.Sequential(nn.Embedding(20, K), nn.Linear(K, N)), "bf16", embeddings="int8")
+    model = ng.convert(
+        nn.Sequential(nn.Embedding(20, K), nn.Linear(K, N)), "bf16", embeddings="int8"
+    )
     assert type(model[0]) is QEmbedding
     return nn.Sequential(model[0]), torch.arange(20).reshape(4, 5)
 

@@ -24,7 +24,17 @@ from narrowgauge.nn.step_watch import PATIENCE
 from narrowgauge.ops import fingerprint
 from tests.compare import assert_same
 
-RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-block", "fp8-row", "int8", "nvfp4", "int4-hq-bs", "int4-hq-lss")
+RECIPES = (
+    "bf16",
+    "fp8-delayed",
+    "fp8-current",
+    "fp8-block",
+    "fp8-row",
+    "int8",
+    "nvfp4",
+    "int4-hq-bs",
+    "int4-hq-lss",
+)
 ROWS, IN, OUT = 8, 32, 48
 
 
@@ -143,7 +153,10 @@ class Side:
         torch.manual_seed(seed + 1)
         self.model.zero_grad()
         y.square().sum().backward()
-        return [x.grad, *(None if p.grad is None else p.grad.clone() for p in self.model.parameters())]
+        return [
+            x.grad,
+            *(None if p.grad is None else p.grad.clone() for p in self.model.parameters()),
+        ]
 
 
 def story(recipe: str, seed: int, length: int = 14) -> None:
@@ -171,7 +184,10 @@ def story(recipe: str, seed: int, length: int = 14) -> None:
     for number in range(length):
         now = 1000 * seed + 10 * number
         what = numbers.choice(
-            ["forward"] * 4 + ["backward"] * 2 + ["write"] * 4 + ["step", "advance", "train", "eval", "test"]
+            ["forward"] * 4
+            + ["backward"] * 2
+            + ["write"] * 4
+            + ["step", "advance", "train", "eval", "test"]
         )
         if what == "forward":
             assert_same(*([each.detach() for each in side.model.parameters()] for side in sides))
@@ -183,8 +199,15 @@ def story(recipe: str, seed: int, length: int = 14) -> None:
             ):  # recomputation writes learned steps of the cold start: its order is that of the reference
                 backward()
         elif what == "write":
-            writer, index, perturbs = numbers.choice(WRITERS), numbers.choice([0, 2]), numbers.random() < 0.3
-            while waiting and writer in (swapped, set_memory):  # torch refuses the backward pass after it
+            writer, index, perturbs = (
+                numbers.choice(WRITERS),
+                numbers.choice([0, 2]),
+                numbers.random() < 0.3,
+            )
+            while waiting and writer in (
+                swapped,
+                set_memory,
+            ):  # torch refuses the backward pass after it
                 backward()
             for side in sides:
                 torch.manual_seed(now)
@@ -212,13 +235,19 @@ def story(recipe: str, seed: int, length: int = 14) -> None:
                 if what == "step":
                     torch.manual_seed(now)
                     for parameter in side.model.parameters():
-                        parameter.grad = torch.randn(parameter.shape) if parameter.requires_grad else None
-                    torch.optim.SGD(side.model.parameters(), lr=0.05).step()  # anew: parameters were replaced
+                        parameter.grad = (
+                            torch.randn(parameter.shape) if parameter.requires_grad else None
+                        )
+                    torch.optim.SGD(
+                        side.model.parameters(), lr=0.05
+                    ).step()  # anew: parameters were replaced
                 else:
                     ng.advance(side.model)
             writes += 1
         elif what in ("train", "eval"):
-            while waiting and through != "plain":  # a checkpoint recomputes in the mode of its backward pass
+            while (
+                waiting and through != "plain"
+            ):  # a checkpoint recomputes in the mode of its backward pass
                 backward()
             for side in sides:
                 side.model.train(what == "train")
@@ -226,7 +255,9 @@ def story(recipe: str, seed: int, length: int = 14) -> None:
         backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*an optimizer step ended in eval mode", "ignore:.*advance was not called")
+@pytest.mark.filterwarnings(
+    "ignore:.*an optimizer step ended in eval mode", "ignore:.*advance was not called"
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_forward_pass_reads_the_weight_as_it_is(recipe):
     for seed in range(6):
@@ -234,7 +265,9 @@ def test_each_forward_pass_reads_the_weight_as_it_is(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*an optimizer step ended in eval mode", "ignore:.*advance was not called")
+@pytest.mark.filterwarnings(
+    "ignore:.*an optimizer step ended in eval mode", "ignore:.*advance was not called"
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_forward_pass_reads_the_weight_as_it_is_in_long_stories(recipe):
     for seed in range(100, 140):
@@ -291,7 +324,10 @@ def test_an_optimizer_with_flat_masters_is_reported_within_sixteen_steps(recipe)
         counts.append(messages(step))
     words = [each for found in counts for each in found]
     assert len(words) == 2, "one for each layer"
-    assert "advance was not called" in words[0] and "Call narrowgauge.advance(model) after each" in words[0]
+    assert (
+        "advance was not called" in words[0]
+        and "Call narrowgauge.advance(model) after each" in words[0]
+    )
     assert not [each for _ in range(2) for each in messages(lambda: (step(), ng.advance(model)))]
 
 
@@ -325,8 +361,14 @@ def test_on_a_gpu_kept_codes_are_reported_and_given_up_after_a_write(on_a_gpu):
         return found
 
     words = messages(lambda: [losses(model) for _ in range(PATIENCE)])
-    assert len(words) == 1 and "the weights of 1 layers, the first '0', were written through .data" in words[0]
-    assert "Call narrowgauge.advance(model) after such writes, or convert with weight_codes='recast'" in words[0]
+    assert (
+        len(words) == 1
+        and "the weights of 1 layers, the first '0', were written through .data" in words[0]
+    )
+    assert (
+        "Call narrowgauge.advance(model) after such writes, or convert with weight_codes='recast'"
+        in words[0]
+    )
     wide = copy.deepcopy(model)
     assert_same(losses(model), losses(wide))
     assert float(losses(model)[1]) > 2 * float(losses(model)[0])
@@ -355,9 +397,13 @@ def pointed_elsewhere(weight: Tensor) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("weight_codes", ["auto", "step"])
-@pytest.mark.parametrize("perturb", [written, pointed_elsewhere], ids=lambda perturb: perturb.__name__)
+@pytest.mark.parametrize(
+    "perturb", [written, pointed_elsewhere], ids=lambda perturb: perturb.__name__
+)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_backward_casts_of_a_perturbed_weight_is_not_found_by_others(recipe, perturb, weight_codes):
+def test_what_backward_casts_of_a_perturbed_weight_is_not_found_by_others(
+    recipe, perturb, weight_codes
+):
     """Forward, a perturbation, backward, restored: the next forward pass has the bytes of the first."""
     torch.manual_seed(0)
     model = ng.convert(nn.Sequential(nn.Linear(IN, OUT)), recipe, weight_codes=weight_codes)
@@ -394,7 +440,9 @@ def test_backward_takes_the_codes_of_its_forward_pass():
 def with_amax_histories() -> nn.Sequential:
     """A model in `fp8-delayed` behind one training step."""
     torch.manual_seed(0)
-    model = ng.convert(nn.Sequential(nn.Linear(IN, OUT), nn.Tanh(), nn.Linear(OUT, IN)), "fp8-delayed")
+    model = ng.convert(
+        nn.Sequential(nn.Linear(IN, OUT), nn.Tanh(), nn.Linear(OUT, IN)), "fp8-delayed"
+    )
     model(torch.randn(ROWS, IN)).square().sum().backward()
     ng.advance(model)
     model.zero_grad()
@@ -453,7 +501,11 @@ def test_codes_go_with_the_backward_pass_and_stay_for_a_second_one():
 
 def test_loops_of_one_forward_pass_per_step_take_no_fingerprint(monkeypatch):
     taken = []
-    monkeypatch.setattr(weight_cache, "fingerprint", lambda weight: taken.append(1) or fingerprint.fingerprint(weight))
+    monkeypatch.setattr(
+        weight_cache,
+        "fingerprint",
+        lambda weight: taken.append(1) or fingerprint.fingerprint(weight),
+    )
     model = ng.convert(nn.Sequential(nn.Linear(IN, OUT)), "fp8-current")
     for passes, expected in ((1, 1), (1, 0), (1, 0), (2, 1), (2, 1), (1, 1), (1, 0)):
         ng.advance(model)

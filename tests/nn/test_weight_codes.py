@@ -20,7 +20,9 @@ from tests.compare import assert_same
 from tests.raising import raises
 
 
-def trained(recipe: str | Recipe, weight_codes: str, again: bool = False) -> tuple[list[Tensor], nn.Module]:
+def trained(
+    recipe: str | Recipe, weight_codes: str, again: bool = False
+) -> tuple[list[Tensor], nn.Module]:
     """Outputs and gradients of three steps of two micro-batches, then all state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
@@ -95,7 +97,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each[None, None] for each in self.qkv(x).chunk(3, dim=-1))
-        return self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).view(len(x), 64))
+        return self.o(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).view(len(x), 64)
+        )
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
@@ -121,9 +125,10 @@ def test_nothing_is_kept_between_forward_and_backward():
         _, model = trained("fp8-current", weight_codes)
         model(torch.randn(8, 64, requires_grad=True))
         layers = [module for module in model.modules() if isinstance(module, QLinear)]
-        assert [any(any(True for _ in each.tensors()) for each in layer.kept_casts()) for layer in layers] == [
-            keeps
-        ] * 2
+        assert [
+            any(any(True for _ in each.tensors()) for each in layer.kept_casts())
+            for layer in layers
+        ] == [keeps] * 2
 
 
 def test_a_cpu_keeps_them_and_a_gpu_does_not(device_is):
@@ -138,14 +143,21 @@ def test_auto_keeps_codes_for_further_micro_batches_where_a_plan_says_that_they_
     assert [chosen("auto", "cuda", micro_batches=n, step_fits=fits) for n, fits in ((1, True), (4, True), (4, False), (4, None))] == [
         "recast", "step", "recast", "recast"
     ]  # fmt: skip
-    assert chosen("auto", "cpu") == chosen("step", "cuda") == "step" and chosen("recast", "cpu") == "recast"
+    assert (
+        chosen("auto", "cpu") == chosen("step", "cuda") == "step"
+        and chosen("recast", "cpu") == "recast"
+    )
 
 
 def test_convert_takes_it_and_leaves_layers_that_are_not_named():
-    model = ng.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8-current", weight_codes="recast")
+    model = ng.convert(
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8-current", weight_codes="recast"
+    )
     ng.convert(model, {"1": "fp8-row"}, weight_codes="step")
     assert [layer.weight_codes for layer in model] == ["recast", "step"]
-    with raises(ConfigError, "convert.weight-codes", "weight_codes = 'both'", "'auto', 'recast', 'step'"):
+    with raises(
+        ConfigError, "convert.weight-codes", "weight_codes = 'both'", "'auto', 'recast', 'step'"
+    ):
         ng.convert(model, "fp8-row", weight_codes="both")
 
 
@@ -153,7 +165,9 @@ def test_codes_that_are_kept_are_counted():
     """2 bytes per weight with two orientations, 4 where a CPU keeps decoded values."""
     found = []
     for weight_codes in ("recast", "step"):
-        model = ng.convert(nn.Sequential(nn.Linear(256, 256, bias=False)), "fp8-row", weight_codes=weight_codes)
+        model = ng.convert(
+            nn.Sequential(nn.Linear(256, 256, bias=False)), "fp8-row", weight_codes=weight_codes
+        )
         ng.advance(model)
         found.append(ng.memory.saved_bytes(model, torch.randn(8, 256)).total)
     assert found[1] - found[0] >= 256 * 256

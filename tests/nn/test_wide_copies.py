@@ -58,7 +58,9 @@ def test_a_reference_without_recipes_is_told_once_and_computes_on() -> None:
     ng.convert(policy, "fp8-current")
     found = told(policy, reference)
     assert (
-        len(found) == 1 and "A second Model with the weights of the one that trains in recipe 'fp8-current'" in found[0]
+        len(found) == 1
+        and "A second Model with the weights of the one that trains in recipe 'fp8-current'"
+        in found[0]
     )
     assert not told(policy, reference) and not reference._forward_pre_hooks
 

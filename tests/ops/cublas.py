@@ -17,9 +17,13 @@ def scaled_mm(lhs, rhs, bias, output_dtype):
     """As `cublas.scaled_mm`, which hands a [M, K] and b [K, N], column-major, to torch -> [M, N]."""
     (a, scale_a, how_a, swizzle_a), (b, scale_b, how_b, swizzle_b) = lhs, rhs
     how_a, how_b = ([ScalingType(value) for value in how] for how in (how_a, how_b))
-    swizzle_a, swizzle_b = ([SwizzleType(value) for value in swizzle] for swizzle in (swizzle_a, swizzle_b))
+    swizzle_a, swizzle_b = (
+        [SwizzleType(value) for value in swizzle] for swizzle in (swizzle_a, swizzle_b)
+    )
     b = b.T
-    if a.dtype != torch.float4_e2m1fn_x2 or len(how_a) == 2:  # of MXFP4 the shape function is wrong, see test_mm_blocks
+    if (
+        a.dtype != torch.float4_e2m1fn_x2 or len(how_a) == 2
+    ):  # of MXFP4 the shape function is wrong, see test_mm_blocks
         with FakeTensorMode():
             torch_scaled_mm(
                 fake(a), fake(b), fakes(scale_a), how_a, fakes(scale_b), how_b,

@@ -50,7 +50,9 @@ def test_a_damaged_library_is_built_anew(cache, left):
 @needs_compiler
 def test_a_library_is_built_once(cache, monkeypatch):
     """Also of several sources: the next process finds it by a name that comes from all of them."""
-    (cache.parent / "sources" / "eight.h").write_text("// what tiny.cpp may include\n", encoding="utf-8")
+    (cache.parent / "sources" / "eight.h").write_text(
+        "// what tiny.cpp may include\n", encoding="utf-8"
+    )
     sources = (*SOURCES, "eight.h")
     assert build.library(PACKAGE, sources, "a test", "do without").seven() == 7
     monkeypatch.setattr(build, "_build", lambda *arguments: pytest.fail("built again"))

@@ -41,14 +41,33 @@ from tests.compare import assert_same, sqnr_db
 from tests.raising import raises
 from tests.selection import needs_compiler
 
-needs_gemm = pytest.mark.skipif(bool(cpp.LIBRARY.missing) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler")
+needs_gemm = pytest.mark.skipif(
+    bool(cpp.LIBRARY.missing) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler"
+)
 SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (4, 8), (7, 33), (16, 64), (13, 130)]
-EDGES = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-42, 3.4e38, 7.0, 7.0000005, -7.0, 0.5, 1.5, -2.5]
+EDGES = [
+    0.0,
+    -0.0,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e-42,
+    3.4e38,
+    7.0,
+    7.0000005,
+    -7.0,
+    0.5,
+    1.5,
+    -2.5,
+]
 
 
 def matrix(rows: int, columns: int, spread: float = 4.0) -> Tensor:
     """Normal numbers with ties, the edges of the format, and what is not finite, as far as they find room."""
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 1000 + columns)) * spread
+    x = (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 1000 + columns))
+        * spread
+    )
     flat = x.view(-1)
     flat[: min(len(EDGES), len(flat))] = torch.tensor(EDGES)[: len(flat)]
     return x
@@ -61,7 +80,8 @@ def matrix(rows: int, columns: int, spread: float = 4.0) -> Tensor:
 def test_encode_is_the_reference(shape, scale, format):
     x, step = matrix(*shape), torch.tensor([[scale]])
     found, expected = (
-        encode(x, step, format, packed=True, bits=True, backend=backend) for backend in ("native-cpp", "reference")
+        encode(x, step, format, packed=True, bits=True, backend=backend)
+        for backend in ("native-cpp", "reference")
     )
     for mine, theirs in zip(found, expected, strict=True):
         assert_same(mine, theirs)
@@ -89,19 +109,24 @@ def butterflies(x: Tensor, block: int) -> Tensor:
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("signs", ["none", "fixed"])
-@pytest.mark.parametrize(("block", "inner"), [(2, 1), (4, 10), (8, 8), (32, 33), (32, 384), (64, 100), (1024, 1030)])
+@pytest.mark.parametrize(
+    ("block", "inner"), [(2, 1), (4, 10), (8, 8), (32, 33), (32, 384), (64, 100), (1024, 1030)]
+)
 def test_butterflies_are_the_matrix(block, inner, signs, dtype):
     """Float32 sums of 2**k terms in either order: each errs by less than 2**-24 k of the row's norm, 120 dB for k <= 10."""
     hadamard = Hadamard(block=block, signs=signs)
     drawn, whole = draw_signs(hadamard, inner, torch.device("cpu")), rotated_length(inner, hadamard)
     x = torch.randn(9, inner).to(dtype)
-    found, expected = (rotate(x, hadamard, drawn, backend=backend) for backend in ("native-cpp", "reference"))
+    found, expected = (
+        rotate(x, hadamard, drawn, backend=backend) for backend in ("native-cpp", "reference")
+    )
     assert found.shape == (9, whole) and sqnr_db(expected, found) > 120
     full = torch.nn.functional.pad(x.float(), (0, whole - inner))
     assert_same(found, butterflies(full if drawn is None else full * drawn, block))
     bits = pack_bits(torch.rand(9, whole) < 0.9)
     back, same = (
-        unrotate(found, hadamard, inner, drawn, bits, backend=backend) for backend in ("native-cpp", "reference")
+        unrotate(found, hadamard, inner, drawn, bits, backend=backend)
+        for backend in ("native-cpp", "reference")
     )
     assert back.shape == (9, inner) and sqnr_db(same, back) > 120
 
@@ -145,9 +170,14 @@ def test_stochastic_rounding_reads_a_matrix_of_any_strides_as_the_reference(dtyp
     """With scales from sums, whose order follows the memory."""
     x = (torch.randn(301, 402) * torch.randn(301, 402).exp()).to(dtype)
     x = {"columns": x.T, "strided": x[:, ::2]}[layout]
-    for tile, calibrate in itertools.product(((WHOLE, WHOLE), (1, WHOLE)), (Current(), ClippedRms())):
+    for tile, calibrate in itertools.product(
+        ((WHOLE, WHOLE), (1, WHOLE)), (Current(), ClippedRms())
+    ):
         cast = Cast(format=INT4, tile=tile, rounding="stochastic", calibrate=calibrate)
-        found, expected = (quantize(x, cast, noise=Key((5, 6)), backend=each) for each in ("native-cpp", "reference"))
+        found, expected = (
+            quantize(x, cast, noise=Key((5, 6)), backend=each)
+            for each in ("native-cpp", "reference")
+        )
         assert_same(found.data, expected.data)
         assert_same(found.scale, expected.scale)
 
@@ -158,7 +188,9 @@ NARROW = [format for format in formats.ALL if rounds(format)]
 @needs_compiler
 @pytest.mark.parametrize("special", ["plain", "poisoned", "edges"])
 @pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
-@pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (5, 7), (WHOLE, 16)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (5, 7), (WHOLE, 16)], ids=str
+)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rounding_to_nearest_is_the_reference(threads, tile, layout, special, monkeypatch):
     """Scales, values of every format in both types, and codes of integers, to the bit; a NaN of a poisoned tile may be any NaN.
@@ -171,14 +203,28 @@ def test_rounding_to_nearest_is_the_reference(threads, tile, layout, special, mo
     if special == "poisoned":
         x[3, 5], x[20, 40] = math.nan, -math.inf
     if special == "edges":
-        x[::3], x[1::3], x[2::3] = 0.0, torch.tensor([1e-38, -1e-38]).repeat(35), torch.arange(70) * 0.5 - 17
-        x[0, 0], x[3, :13] = -0.0, torch.tensor([0.0 if not math.isfinite(edge) else edge for edge in EDGES])
+        x[::3], x[1::3], x[2::3] = (
+            0.0,
+            torch.tensor([1e-38, -1e-38]).repeat(35),
+            torch.arange(70) * 0.5 - 17,
+        )
+        x[0, 0], x[3, :13] = (
+            -0.0,
+            torch.tensor([0.0 if not math.isfinite(edge) else edge for edge in EDGES]),
+        )
     x = {"rows": x, "columns": x.T, "strided": x[:, ::2]}[layout]
-    for format, scale, dtype in itertools.product(NARROW, (FP32, POW2, E8M0_FLOOR), (torch.float32, torch.bfloat16)):
+    for format, scale, dtype in itertools.product(
+        NARROW, (FP32, POW2, E8M0_FLOOR), (torch.float32, torch.bfloat16)
+    ):
         cast = Cast(format=format, tile=tile, scale=scale)
-        for expand in (torch.float32, torch.bfloat16) if isinstance(format, FloatFormat) else (torch.float32, None):
+        for expand in (
+            (torch.float32, torch.bfloat16)
+            if isinstance(format, FloatFormat)
+            else (torch.float32, None)
+        ):
             found, expected = (
-                quantize(x.to(dtype), cast, expand=expand, backend=backend) for backend in ("native-cpp", "reference")
+                quantize(x.to(dtype), cast, expand=expand, backend=backend)
+                for backend in ("native-cpp", "reference")
             )
             assert_same(found.data, expected.data, any_nan=True)
             assert_same(found.scale, expected.scale, any_nan=True)
@@ -190,7 +236,11 @@ def test_rounding_by_a_given_amax_and_with_headroom_is_the_reference(monkeypatch
     monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x, amax = torch.randn(50, 90), torch.tensor([[0.7]])
-    for cast in (Cast(format=E4M3), Cast(format=E4M3, tile=(1, 32), headroom=1.25), Cast(format=INT8)):
+    for cast in (
+        Cast(format=E4M3),
+        Cast(format=E4M3, tile=(1, 32), headroom=1.25),
+        Cast(format=INT8),
+    ):
         found, expected = (
             quantize(x, cast, amax=amax, expand=torch.float32, backend=backend)
             for backend in ("native-cpp", "reference")
@@ -203,7 +253,12 @@ def test_what_the_pass_to_nearest_leaves_to_the_reference():
     x = torch.randn(4, 32)
     for cast, dtype, expand, words in (
         (Cast(format=E3M0, tile=(1, 32)), torch.float32, torch.float32, "floats with a mantissa"),
-        (Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL), torch.float32, torch.float32, "one scale per tile"),
+        (
+            Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
+            torch.float32,
+            torch.float32,
+            "one scale per tile",
+        ),
         (Cast(format=E4M3), torch.float32, None, "not their codes"),
         (Cast(format=E4M3), torch.float16, torch.float32, "not float16"),
     ):
@@ -214,7 +269,11 @@ def test_what_the_pass_to_nearest_leaves_to_the_reference():
 def test_stochastic_rounding_of_poison_is_seen_in_the_scale():
     x = torch.randn(4, 6)
     x[1, 2] = math.nan
-    assert quantize(x, Cast(format=INT4X2, rounding="stochastic"), noise=Key((1, 2))).scale.isnan().all()
+    assert (
+        quantize(x, Cast(format=INT4X2, rounding="stochastic"), noise=Key((1, 2)))
+        .scale.isnan()
+        .all()
+    )
 
 
 def coded(rows: int, inner: int, format: object, tile: tuple[int, int], largest: bool) -> QTensor:
@@ -235,13 +294,18 @@ def coded(rows: int, inner: int, format: object, tile: tuple[int, int], largest:
 @pytest.mark.parametrize("largest", [False, True], ids=["random", "largest"])
 @pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (1, WHOLE)], ids=str)
 @pytest.mark.parametrize("formats", [(INT4, INT4), (INT4X2, INT4), (INT4, INT4X2)], ids=str)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (5, 3, 7), (6, 16, 4), (13, 33, 130), (7, 17, 2049)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 1, 1), (5, 3, 7), (6, 16, 4), (13, 33, 130), (7, 17, 2049)]
+)
 def test_products_of_codes_are_exact(m, n, k, formats, tile, largest):
-    lhs, rhs = (coded(rows, k, format, tile, largest) for rows, format in zip((m, n), formats, strict=True))
+    lhs, rhs = (
+        coded(rows, k, format, tile, largest) for rows, format in zip((m, n), formats, strict=True)
+    )
     bias = torch.randn(n)
     for dtype in (torch.float32, torch.bfloat16):
         found, expected = (
-            mm(lhs, rhs, bias=bias, out_dtype=dtype, backend=backend) for backend in ("native-cpp", "reference")
+            mm(lhs, rhs, bias=bias, out_dtype=dtype, backend=backend)
+            for backend in ("native-cpp", "reference")
         )
         assert_same(found, expected)
 
@@ -265,17 +329,24 @@ def test_a_sum_that_no_float32_holds_is_rounded_once():
     for format, least in ((INT4, 5), (INT4X2, 90)):
         codes = torch.randint(least, int(format.max) + 1, (4, k), dtype=torch.int8)
         data = format.pack(codes) if format is INT4 else codes
-        operands.append(QTensor(data=data, scale=torch.ones(1, 1), cast=Cast(format=format), inner=k))
+        operands.append(
+            QTensor(data=data, scale=torch.ones(1, 1), cast=Cast(format=format), inner=k)
+        )
     assert_same(mm(*operands, backend="native-cpp"), mm(*operands, backend="reference"))
 
 
 @needs_gemm
 def test_threads_change_nothing(monkeypatch):
-    lhs, rhs = coded(50, 90, INT4X2, (WHOLE, WHOLE), False), coded(40, 90, INT4, (WHOLE, WHOLE), False)
+    lhs, rhs = (
+        coded(50, 90, INT4X2, (WHOLE, WHOLE), False),
+        coded(40, 90, INT4, (WHOLE, WHOLE), False),
+    )
     alone = mm(lhs, rhs, backend="native-cpp"), Key((3, 4)).uniform((50, 90))
     monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for mine, theirs in zip((mm(lhs, rhs, backend="native-cpp"), Key((3, 4)).uniform((50, 90))), alone, strict=True):
+    for mine, theirs in zip(
+        (mm(lhs, rhs, backend="native-cpp"), Key((3, 4)).uniform((50, 90))), alone, strict=True
+    ):
         assert_same(mine, theirs)
 
 
@@ -287,6 +358,9 @@ def test_without_a_compiler_the_reference_computes_and_says_why(monkeypatch):
     with raises(BackendError, "kernel.refused", "hadamard", "native-cpp"):
         encode(x, step, INT4, backend="native-cpp")
     monkeypatch.setitem(vars(cast_kernel.LIBRARY), "missing", "cpp: no C++ compiler 'g++' is here")
-    assert_same(quantize(x, Cast(format=E4M3), expand=torch.float32).data, E4M3.round(x / (x.abs().max() / 448)))
+    assert_same(
+        quantize(x, Cast(format=E4M3), expand=torch.float32).data,
+        E4M3.round(x / (x.abs().max() / 448)),
+    )
     with raises(BackendError, "kernel.refused", "quantize", "native-cpp"):
         quantize(x, Cast(format=E4M3), expand=torch.float32, backend="native-cpp")

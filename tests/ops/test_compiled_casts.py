@@ -32,7 +32,9 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.o(self.q(x).sigmoid() * self.k(x) + self.v(x))
@@ -46,30 +48,43 @@ def casts_of(recipe: str, device_is, **options) -> list[Counter[str]]:
 
     def count(graph, given):
         names = [
-            str(node.args[0] if "functionalized" in str(node.target) else node.target) for node in graph.graph.nodes
+            str(node.args[0] if "functionalized" in str(node.target) else node.target)
+            for node in graph.graph.nodes
         ]
-        found.append(Counter(name.split(".")[1] for name in names if name.startswith("narrowgauge.cast")))
-        results = [node and node.meta["val"] for node in graph.graph.find_nodes(op="output")[0].args[0]]
+        found.append(
+            Counter(name.split(".")[1] for name in names if name.startswith("narrowgauge.cast"))
+        )
+        results = [
+            node and node.meta["val"] for node in graph.graph.find_nodes(op="output")[0].args[0]
+        ]
         forms = [None if each is None else (tuple(each.shape), each.dtype) for each in results]
         # A CPU has not all of these products: nothing is computed.
-        return make_boxed_func(lambda *_: [form and torch.zeros(form[0], dtype=form[1]) for form in forms])
+        return make_boxed_func(
+            lambda *_: [form and torch.zeros(form[0], dtype=form[1]) for form in forms]
+        )
 
     model = ng.convert(Attention(), recipe, **options)
     cut = min_cut_rematerialization_partition  # Inductor's; before it cuts, it makes one of what is computed alike
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=cut)
-    torch.compile(model, backend=backend, fullgraph=True)(torch.randn(64, 32, dtype=torch.bfloat16)).sum().backward()
+    torch.compile(model, backend=backend, fullgraph=True)(
+        torch.randn(64, 32, dtype=torch.bfloat16)
+    ).sum().backward()
     return found
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-def test_a_tensor_is_read_once_for_both_orientations_and_once_for_all_that_read_it(device_is, triton_installed) -> None:
+def test_a_tensor_is_read_once_for_both_orientations_and_once_for_all_that_read_it(
+    device_is, triton_installed
+) -> None:
     """Two inputs and four weights in forward, four gradients in backward; backward casts no weight."""
     assert casts_of("fp8-current", device_is) == [{"cast": 6}, {"cast": 4}]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-def test_a_weight_is_cast_again_in_backward_where_no_codes_are_kept(device_is, triton_installed) -> None:
+def test_a_weight_is_cast_again_in_backward_where_no_codes_are_kept(
+    device_is, triton_installed
+) -> None:
     """Of the last layer alone: the input of the others needs no gradient."""
     assert casts_of("fp8-current", device_is, weight_codes="recast") == [{"cast": 6}, {"cast": 5}]
 
@@ -77,7 +92,9 @@ def test_a_weight_is_cast_again_in_backward_where_no_codes_are_kept(device_is, t
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize(("recipe", "op"), [("fp8-delayed", "cast_delayed"), ("fp8-block", "cast")])
-def test_windows_and_blocks_take_one_read_too(recipe: str, op: str, device_is, triton_installed) -> None:
+def test_windows_and_blocks_take_one_read_too(
+    recipe: str, op: str, device_is, triton_installed
+) -> None:
     """A window is its layer's own: there q, k and v cast their input each by itself."""
     assert casts_of(recipe, device_is) == [{op: 8 if recipe == "fp8-delayed" else 6}, {op: 4}]
 
@@ -124,7 +141,9 @@ def test_torch_checks_the_operators(cast: Cast, cols: bool) -> None:
     format, tile, rule, headroom = as_words(cast)
     words = (format, list(tile), rule, headroom)
     amax = torch.tensor([[2.0]]) if cast.is_per_tensor else None
-    torch.library.opcheck(torch.ops.narrowgauge.cast.default, (torch.randn(48, 34), amax, *words, cols))
+    torch.library.opcheck(
+        torch.ops.narrowgauge.cast.default, (torch.randn(48, 34), amax, *words, cols)
+    )
     if cast.is_per_tensor:
         given = (torch.randn(48, 34), torch.tensor([3.0, 0.5, 0.0]), *words, True, cols)
         torch.library.opcheck(torch.ops.narrowgauge.cast_delayed.default, given)

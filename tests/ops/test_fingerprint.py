@@ -11,7 +11,9 @@ from narrowgauge.ops import fingerprint
 from narrowgauge.ops.fingerprint import Exact, Readback, Sampled
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-needs_compiler = pytest.mark.skipif(bool(fingerprint.LIBRARY.missing), reason=fingerprint.LIBRARY.missing)
+needs_compiler = pytest.mark.skipif(
+    bool(fingerprint.LIBRARY.missing), reason=fingerprint.LIBRARY.missing
+)
 
 
 def definition(data: bytes) -> tuple[int, int]:
@@ -76,7 +78,9 @@ def test_every_write_is_detected_and_restoring_the_bytes_as_well(either, dtype):
             x.data[0, 0] = 0.0
             found, before = Exact(x), x.clone()
             x.data[0, 0] = -0.0 if write == "minus zero" else float("nan")
-        is_written = not torch.equal(x.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
+        is_written = not torch.equal(
+            x.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8)
+        )
         assert found.is_same() != is_written, (write, shape)
         x.data.copy_(before)
         assert found.is_same()
@@ -100,7 +104,11 @@ def test_storage_that_shrank_below_a_view_is_not_read(either, monkeypatch):
     found = Exact(x)
     x.untyped_storage().resize_(x.nbytes)
     for reads in (fingerprint, torch):
-        monkeypatch.setattr(reads, "sums" if reads is fingerprint else "equal", lambda *_: pytest.fail("it was read"))
+        monkeypatch.setattr(
+            reads,
+            "sums" if reads is fingerprint else "equal",
+            lambda *_: pytest.fail("it was read"),
+        )
     assert not found.is_same()
 
 
@@ -120,4 +128,7 @@ def test_a_sample_detects_what_was_written_to_the_whole_and_never_waits():
 def test_a_sample_visits_all_columns():
     for shape in ((4096, 1024), (512, 256), (300, 40)):
         found = Sampled(torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape))
-        assert len(set((found.seen % shape[1]).tolist())) >= min(shape[1], fingerprint.SAMPLE) * 9 // 10
+        assert (
+            len(set((found.seen % shape[1]).tolist()))
+            >= min(shape[1], fingerprint.SAMPLE) * 9 // 10
+        )

@@ -57,7 +57,9 @@ def tie_rows():
 ORDINARY = {
     "random": lambda: random_rows(0),
     "random, wide": lambda: random_rows(1, spread=2.0),
-    "one large element": lambda: torch.cat((torch.full((64, 1), 3000.0), random_rows(2, 64, 63)), dim=1),
+    "one large element": lambda: torch.cat(
+        (torch.full((64, 1), 3000.0), random_rows(2, 64, 63)), dim=1
+    ),
     "gradients": lambda: random_rows(3) * 1e-7,
     "tiny": lambda: random_rows(4, 64, 64, 0.5) * 1e-28,
     "large": lambda: random_rows(5, 64, 64, 0.5) * 1e36,
@@ -80,7 +82,9 @@ def test_nvfp4_is_torchaos(kind, dtype):
 
 def test_nvfp4_is_torchaos_at_ties():
     """Tiles at 2**k of a tensor whose own scale is a power of two, so that ties are ties (exact)."""
-    rows = tie_rows()[16:26] * 448  # the smallest tile is 2**-9 of the largest: scales of 0.875 and more
+    rows = (
+        tie_rows()[16:26] * 448
+    )  # the smallest tile is 2**-9 of the largest: scales of 0.875 and more
     scale, whole, codes = torchao_nvfp4(rows)
     q = quantize(rows, NVFP4)
     assert_same(q.scale, scale)
@@ -161,9 +165,13 @@ def test_rounding_up_is_exact_next_to_powers_of_two():
 # --- guards ------------------------------------------------------------------------------------------------------------------
 
 GUARDED = {
-    "MXFP4 4/3": Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
+    "MXFP4 4/3": Cast(
+        format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3
+    ),
     "MXFP4 ceil": Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL, rounding="stochastic"),
-    "NVFP4 17/16": Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL, rounding="stochastic", headroom=17 / 16),
+    "NVFP4 17/16": Cast(
+        format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL, rounding="stochastic", headroom=17 / 16
+    ),
     "NVFP4 ceil": Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic"),
 }
 UNGUARDED = {
@@ -218,7 +226,9 @@ def test_unguarded_casts_are_biased(cast):
 def test_guarded_casts_never_saturate(cast, dtype):
     """No element passes 6 by more than the rounding of the division, over all amax mantissas of bfloat16 and a wide range."""
     mantissas = (torch.arange(128, 256) / 128)[:, None] * torch.linspace(-1, 1, 32)
-    x = torch.cat((mantissas, mantissas * 2.0 ** torch.randint(-5, 5, (128, 1)), random_rows(12, 512, 32))).to(dtype)
+    x = torch.cat(
+        (mantissas, mantissas * 2.0 ** torch.randint(-5, 5, (128, 1)), random_rows(12, 512, 32))
+    ).to(dtype)
     q = quantize(x, cast, noise=torch.rand(x.shape))
     tile = cast.tile[1]
     scaled = x.float().reshape(len(x), -1, tile) / q.full_scale()[:, :, None]
@@ -244,8 +254,13 @@ def test_small_tiles_are_unbiased_when_scales_are_rounded_up_only():
     x[1:] *= 6 * 1.4 * 2.0**-9 / tile_amax(x[1:], (1, 16)).repeat_interleave(16, 1)
     small = x[1:].double()
     for name, biased in (("NVFP4 17/16", True), ("NVFP4 ceil", False)):
-        draws = [dequantize(quantize(x, GUARDED[name], noise=torch.rand_like(x)))[1:] for _ in range(REPLICATES)]
-        ratios = torch.stack([(draw.double() * small).sum() / small.square().sum() for draw in draws])
+        draws = [
+            dequantize(quantize(x, GUARDED[name], noise=torch.rand_like(x)))[1:]
+            for _ in range(REPLICATES)
+        ]
+        ratios = torch.stack(
+            [(draw.double() * small).sum() / small.square().sum() for draw in draws]
+        )
         z = z_score(ratios, 1.0, ratios.std().item())
         assert abs(z) > 2 * z_limit(ONES_IN) if biased else abs(z) < z_limit(ONES_IN)
 
@@ -254,6 +269,8 @@ def test_rounding_scales_up_costs_less_than_headroom():
     """Variance of the stochastic rounding: a scale is 1/32 too large on average, not always 1/16."""
     x, errors = gradient(), {}
     for name in ("NVFP4 17/16", "NVFP4 ceil"):
-        draws = [dequantize(quantize(x, GUARDED[name], noise=torch.rand_like(x))) - x for _ in range(16)]
+        draws = [
+            dequantize(quantize(x, GUARDED[name], noise=torch.rand_like(x))) - x for _ in range(16)
+        ]
         errors[name] = torch.stack(draws).double().square().mean().item()
     assert errors["NVFP4 ceil"] < 0.99 * errors["NVFP4 17/16"]

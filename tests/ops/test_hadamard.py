@@ -10,7 +10,14 @@ import torch
 from narrowgauge import formats, recipes
 from narrowgauge.errors import ShapeError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.ops.hadamard import definition, draw_signs, hadamard_matrix, rotate, rotated_length, unrotate
+from narrowgauge.ops.hadamard import (
+    definition,
+    draw_signs,
+    hadamard_matrix,
+    rotate,
+    rotated_length,
+    unrotate,
+)
 from narrowgauge.recipe import Cast, Gemm, Hadamard, Recipe
 from tests.compare import assert_same, sqnr_db
 from tests.raising import coded, raises
@@ -54,21 +61,30 @@ def test_one_outlier_is_spread_over_its_block_only() -> None:
     x = torch.zeros(1, 64)
     x[0, 40] = 32.0
     y = rotate(x, Hadamard(block=16))
-    assert_same(y.abs(), torch.cat((torch.zeros(32), torch.full((16,), 8.0), torch.zeros(16))).reshape(1, 64))
+    assert_same(
+        y.abs(),
+        torch.cat((torch.zeros(32), torch.full((16,), 8.0), torch.zeros(16))).reshape(1, 64),
+    )
 
 
 def test_signs_are_what_their_name_says() -> None:
     fixed = Hadamard(block=16, signs="fixed")
     expected = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
     assert_same(draw_signs(fixed, 33, CPU), expected.repeat(3))
-    assert_same(draw_signs(replace(fixed, block=64), 64, CPU), draw_signs(replace(fixed, block=64), 64, CPU))
+    assert_same(
+        draw_signs(replace(fixed, block=64), 64, CPU), draw_signs(replace(fixed, block=64), 64, CPU)
+    )
     assert draw_signs(Hadamard(), 64, CPU) is None
     torch.manual_seed(3)
     first, second = (draw_signs(Hadamard(signs="random"), 4096, CPU) for _ in range(2))
     torch.manual_seed(3)
-    assert_same(draw_signs(Hadamard(signs="random"), 4096, CPU), first)  # torch's generator, which a checkpoint holds
+    assert_same(
+        draw_signs(Hadamard(signs="random"), 4096, CPU), first
+    )  # torch's generator, which a checkpoint holds
     assert not torch.equal(first, second)
-    assert set(first.tolist()) == {1.0, -1.0} and abs(first.mean()) < 5 / 64  # 5 standard deviations
+    assert (
+        set(first.tolist()) == {1.0, -1.0} and abs(first.mean()) < 5 / 64
+    )  # 5 standard deviations
 
 
 def test_constants_are_made_once_for_a_device() -> None:
@@ -97,10 +113,19 @@ def test_autocast_does_not_round_the_rotation() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: rotate(torch.ones(3), Hadamard()), coded("rotate.shape", "[3]", "x.flatten", "(0, -2)")),
+        (
+            lambda: rotate(torch.ones(3), Hadamard()),
+            coded("rotate.shape", "[3]", "x.flatten", "(0, -2)"),
+        ),
         (lambda: rotate(torch.ones(3, 4).int(), Hadamard()), coded("rotate.shape", "torch.int32")),
-        (lambda: rotate(torch.ones(3, 40), Hadamard(), torch.ones(40)), coded("rotate.signs", "[40]", "[64]")),
-        (lambda: unrotate(torch.ones(3, 40), Hadamard(), 40), coded("unrotate.columns", "40", "of 32", "are 64")),
+        (
+            lambda: rotate(torch.ones(3, 40), Hadamard(), torch.ones(40)),
+            coded("rotate.signs", "[40]", "[64]"),
+        ),
+        (
+            lambda: unrotate(torch.ones(3, 40), Hadamard(), 40),
+            coded("unrotate.columns", "40", "of 32", "are 64"),
+        ),
     ],
 )
 def test_bad_input_is_refused_in_words(call, words) -> None:  # type: ignore[no-untyped-def]
@@ -113,9 +138,12 @@ INT8_ROWS = Cast(format=formats.INT8, tile=(1, -1))
 
 @pytest.mark.parametrize("product", ["output", "grad_input", "grad_weight"])
 @pytest.mark.parametrize(
-    ("signs", "save"), [("none", "quantized"), ("fixed", "quantized"), *((signs, "original") for signs in SIGNS)]
+    ("signs", "save"),
+    [("none", "quantized"), ("fixed", "quantized"), *((signs, "original") for signs in SIGNS)],
 )
-def test_a_linear_whose_products_are_rotated_computes_the_same(product: str, signs: str, save: str) -> None:
+def test_a_linear_whose_products_are_rotated_computes_the_same(
+    product: str, signs: str, save: str
+) -> None:
     """Every axis ragged for the block. Outliers in the contracted axis make a rotation that is not undone fail by far."""
     rotated = Gemm(lhs=INT8_ROWS, rhs=INT8_ROWS, rotate=Hadamard(block=16, signs=signs))  # type: ignore[arg-type]
     plain = replace(rotated, rotate=None)
@@ -136,7 +164,9 @@ def test_a_linear_whose_products_are_rotated_computes_the_same(product: str, sig
         assert sqnr_db(gy.double().T @ x.double(), layer.weight.grad) > 28
 
 
-@pytest.mark.parametrize("name", ["int4-hq-bs", pytest.param("int4-hq-lss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["int4-hq-bs", pytest.param("int4-hq-lss", marks=pytest.mark.slow)]
+)
 def test_signs_of_a_straight_through_product_are_those_of_its_operands(name):
     """Fixed signs s: the layer is the one without, on x diag(s) and w diag(s), and so are its gradients (exact: flips round nothing)."""
     recipe = recipes.get(name)

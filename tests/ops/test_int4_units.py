@@ -33,7 +33,9 @@ from tests.compare import assert_same
 TENSOR, ROW = Cast(format=INT4), Cast(format=INT4, tile=(1, WHOLE))
 A100 = Device("cuda", (8, 0), cuda=(13, 0))
 FOLDER = Path(__file__).parent / "int4_units"
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the emulation of a GPU's threads")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="g++ builds the emulation of a GPU's threads"
+)
 
 
 # --- who is chosen ----------------------------------------------------------------------------------------------------------
@@ -65,17 +67,25 @@ def test_refusals_say_what_it_is_made_for(lhs, rhs, device, code, text, with_nvr
 
 def test_without_nvrtc_it_says_so(monkeypatch):
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "torch was built without CUDA")
-    assert refusals(TENSOR, ROW, A100)["native-int4"] == Refusal("toolchain", "torch was built without CUDA")
+    assert refusals(TENSOR, ROW, A100)["native-int4"] == Refusal(
+        "toolchain", "torch was built without CUDA"
+    )
 
 
 def test_a_device_that_is_not_here_takes_int8(with_nvrtc):
     choice = KERNELS.choose(MmSpec(TENSOR, ROW, A100))
     refusal = dict(choice.refusals)["native-int4"]
-    assert choice.kernel.name == "native-int8" and refusal.code == "slower" and "not here to measure" in refusal.text
+    assert (
+        choice.kernel.name == "native-int8"
+        and refusal.code == "slower"
+        and "not here to measure" in refusal.text
+    )
     assert KERNELS.choose(MmSpec(TENSOR, ROW, A100), "native-int4").kernel.name == "native-int4"
 
 
-@pytest.mark.parametrize(("ours", "chosen"), [(0.5, "native-int4"), (1.0, "native-int8"), (2.0, "native-int8")])
+@pytest.mark.parametrize(
+    ("ours", "chosen"), [(0.5, "native-int4"), (1.0, "native-int8"), (2.0, "native-int8")]
+)
 def test_it_is_taken_where_it_was_measured_faster(ours, chosen, monkeypatch):
     """One measurement per device, of both kernels; a tie goes to INT8."""
     asked = []
@@ -94,11 +104,16 @@ def test_it_is_taken_where_it_was_measured_faster(ours, chosen, monkeypatch):
     here = Device("cuda", (8, 0), index=0)
     choices = [registry.choose(here) for _ in range(3)]
     int4_units._slower.cache_clear()
-    assert {choice.kernel.name for choice in choices} == {chosen} and asked == [int4_units.run, cublas.run_int8]
+    assert {choice.kernel.name for choice in choices} == {chosen} and asked == [
+        int4_units.run,
+        cublas.run_int8,
+    ]
     if chosen == "native-int8":
         words = f"4096 x 4096 x 4096 takes it {ours:.3g} ms on cuda:0, native-int8 1"
         assert choices[0].refusals == (("native-int4", Refusal("slower", words)),)
-        assert registry.choose(here, "native-int4").kernel.name == "native-int4", "who names it gets it"
+        assert registry.choose(here, "native-int4").kernel.name == "native-int4", (
+            "who names it gets it"
+        )
 
 
 # --- the kernel, executed ---------------------------------------------------------------------------------------------------
@@ -112,7 +127,10 @@ class Emulated:
 
     def launch(self, kernel, programs, threads, device, *arguments):
         self.launched.append(kernel)
-        values = [x if isinstance(x, int) else ctypes.c_void_p(0 if x is None else x.data_ptr()) for x in arguments]
+        values = [
+            x if isinstance(x, int) else ctypes.c_void_p(0 if x is None else x.data_ptr())
+            for x in arguments
+        ]
         if kernel == "int4_mm":
             assert threads == int4_units.THREADS
             self.library.emulated_int4_mm(self.order, programs, *values)
@@ -124,7 +142,17 @@ class Emulated:
 def library(folder):
     sources = Path(int4_units.__file__).parent
     target = Path(folder) / "emulated.so"
-    command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-w", f"-I{sources}", f"-I{FOLDER}"]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        "-ffp-contract=off",
+        "-w",
+        f"-I{sources}",
+        f"-I{FOLDER}",
+    ]
     subprocess.run([*command, str(FOLDER / "emulated.cpp"), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
 
@@ -158,7 +186,10 @@ def test_the_kernel_is_the_definition(emulated, m, n, k, casts, dtype, with_bias
     bias = torch.randn(n) if with_bias else None
     for packed in (False, True):
         lhs, rhs = random_codes(m, k, casts[0], packed), random_codes(n, k, casts[1], packed)
-        assert_same(int4_units.run(lhs, rhs, bias, dtype, False), definition.run(lhs, rhs, bias, dtype, False))
+        assert_same(
+            int4_units.run(lhs, rhs, bias, dtype, False),
+            definition.run(lhs, rhs, bias, dtype, False),
+        )
     assert emulated.launched == ["pack_int4", "pack_int4", "int4_mm", "int4_mm"]
 
 
@@ -169,7 +200,9 @@ def test_every_element_is_read_once_where_the_definition_reads_it(emulated, side
     """Times a unit matrix each element comes out once, alone: its number, [0, 2**14), told digit by digit to the base of 13."""
     size, digits = 128, 4
     number = torch.arange(size * size).reshape(size, size)
-    unit = QTensor(data=torch.eye(size, dtype=torch.int8), scale=torch.ones(1, 1), cast=TENSOR, inner=size)
+    unit = QTensor(
+        data=torch.eye(size, dtype=torch.int8), scale=torch.ones(1, 1), cast=TENSOR, inner=size
+    )
     found = torch.zeros(size, size, dtype=torch.int64)
     for digit in range(digits):
         codes = (number // 13**digit % 13 - 6).to(torch.int8)
@@ -225,7 +258,8 @@ def test_a_sum_that_could_pass_32_bits_is_the_definitions(monkeypatch):
     monkeypatch.setattr(int4_units, "LONGEST_SUM", 10)
     lhs, rhs = (quantize(torch.randn(4, 11), TENSOR) for _ in range(2))
     assert_same(
-        int4_units.run(lhs, rhs, None, torch.float32, False), definition.run(lhs, rhs, None, torch.float32, False)
+        int4_units.run(lhs, rhs, None, torch.float32, False),
+        definition.run(lhs, rhs, None, torch.float32, False),
     )
 
 
@@ -247,19 +281,29 @@ def test_two_programs_fit_a_multiprocessor_and_nothing_spills(capability, tmp_pa
     triton = pytest.importorskip("triton", reason="Triton brings cuobjdump")
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     (tmp_path / "k.cubin").write_bytes(binary)
-    sass = subprocess.run([cuobjdump, "-sass", tmp_path / "k.cubin"], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run(
+        [cuobjdump, "-sass", tmp_path / "k.cubin"], capture_output=True, text=True, check=True
+    ).stdout
     loop = sass[sass.index("Function : int4_mm") :]
     loop = loop[: loop.index("Function :", 20)] if "Function :" in loop[20:] else loop
     counts = {
-        name: loop.count(name) for name in ("IMMA.16864.S4.S4", "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128", "LDL", "STL")
+        name: loop.count(name)
+        for name in ("IMMA.16864.S4.S4", "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128", "LDL", "STL")
     }
-    assert counts == {"IMMA.16864.S4.S4": 64, "LDSM.16.M88.4": 16, "LDGSTS.E.BYPASS.128": 24, "LDL": 0, "STL": 0}
+    assert counts == {
+        "IMMA.16864.S4.S4": 64,
+        "LDSM.16.M88.4": 16,
+        "LDGSTS.E.BYPASS.128": 24,
+        "LDL": 0,
+        "STL": 0,
+    }
 
 
 def test_a_source_that_does_not_compile_says_where():
     if torch.version.cuda is None:
         pytest.skip("torch's CUDA build brings NVRTC")
     with pytest.raises(
-        BackendError, match=r"nvrtc: broken\.cu does not compile for compute capability 8\.0: broken\.cu\(1\)"
+        BackendError,
+        match=r"nvrtc: broken\.cu does not compile for compute capability 8\.0: broken\.cu\(1\)",
     ):
         nvrtc.compiled("broken.cu", "__global__ void f() { g(); }", (8, 0))

@@ -49,13 +49,27 @@ OTHER_CASTS = (
 
 def distinct_gemms():
     """'recipe.product' -> Gemm, the first of those with the same two casts: mm sees neither rotation nor sampling."""
-    named = {f"{recipe.name}.{name}": gemm for recipe in recipes.ALL for name, gemm in recipe.gemms().items()}
+    named = {
+        f"{recipe.name}.{name}": gemm
+        for recipe in recipes.ALL
+        for name, gemm in recipe.gemms().items()
+    }
     first = {(gemm.lhs, gemm.rhs): name for name, gemm in reversed(named.items())}
     return {name: named[name] for name in named if name in first.values()}
 
 
 GEMMS = distinct_gemms()
-SHAPES = [(33, 50, 130), (1, 1, 1), (16, 32, 64), (5, 1, 257), (1, 7, 31), (0, 4, 8), (4, 0, 8), (3, 5, 0), (0, 0, 0)]
+SHAPES = [
+    (33, 50, 130),
+    (1, 1, 1),
+    (16, 32, 64),
+    (5, 1, 257),
+    (1, 7, 31),
+    (0, 4, 8),
+    (4, 0, 8),
+    (3, 5, 0),
+    (0, 0, 0),
+]
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
@@ -83,7 +97,10 @@ def operands(gemm, shape, expand=None):
 
 
 def in_bfloat16_on_a_fast_cpu(gemm):
-    return definition.compute_dtype((gemm.lhs, gemm.rhs), Device("cpu", bf16_gemm=True)) == torch.bfloat16
+    return (
+        definition.compute_dtype((gemm.lhs, gemm.rhs), Device("cpu", bf16_gemm=True))
+        == torch.bfloat16
+    )
 
 
 def exactly(x):
@@ -102,7 +119,9 @@ def assert_product(out, lhs, rhs, bias=None, roundings=0.0):
     bound = bound + unit * (exact.abs() + bound) + (2.0**-25 if out.dtype == torch.float16 else 0)
     assert out.shape == exact.shape
     error = (out.double() - exact).abs()
-    assert (error <= bound).all(), f"error {error.max():.3g}, {(error / bound).max():.3g} of its bound"
+    assert (error <= bound).all(), (
+        f"error {error.max():.3g}, {(error / bound).max():.3g} of its bound"
+    )
 
 
 # --- the definition -----------------------------------------------------------------------------------------------------------
@@ -132,7 +151,10 @@ def test_products_of_recipes(gemm, shape):
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_products_of_any_two_casts(m, n, k, lhs, rhs, expand):
     """Also those that no recipe pairs. bfloat16 is given only where the plan asks for it."""
-    if expand == torch.bfloat16 and definition.compute_dtype((lhs, rhs), device_facts("meta", None)) != expand:
+    if (
+        expand == torch.bfloat16
+        and definition.compute_dtype((lhs, rhs), device_facts("meta", None)) != expand
+    ):
         expand = torch.float32
     a, b = operands(Gemm(lhs=lhs, rhs=rhs), (m, n, k), expand)
     assert_product(mm(a, b), a, b)
@@ -156,12 +178,16 @@ def onednn_products(monkeypatch):
         took.extend([torch.float32] if definition._takes_onednn(lhs) else [])
         return whole(lhs, rhs)
 
-    monkeypatch.setattr(definition, "_rounded_once", lambda *given: took.append(torch.bfloat16) or once(*given))
+    monkeypatch.setattr(
+        definition, "_rounded_once", lambda *given: took.append(torch.bfloat16) or once(*given)
+    )
     monkeypatch.setattr(definition, "_float_mm", in_float32)
     return took
 
 
-@pytest.mark.parametrize("name", [name for name, gemm in GEMMS.items() if in_bfloat16_on_a_fast_cpu(gemm)])
+@pytest.mark.parametrize(
+    "name", [name for name, gemm in GEMMS.items() if in_bfloat16_on_a_fast_cpu(gemm)]
+)
 def test_a_bfloat16_gemm_is_the_only_rounding(name, cpu, monkeypatch):
     """A bfloat16 result of a shipped recipe leaves the bfloat16 GEMM where a CPU has one, and is rounded once in any case."""
     took = onednn_products(monkeypatch)
@@ -198,7 +224,9 @@ def test_poison_reaches_its_rows_and_columns_only(gemm):
     out = mm(lhs, rhs)
     touched = exactly(lhs).isnan().any(dim=1)
     assert touched[2] and out[touched].isnan().all() and out[~touched].isfinite().all()
-    one_scale_for_all = gemm.lhs is not None and (gemm.lhs.tile[0] == WHOLE or gemm.lhs.scale.two_level)
+    one_scale_for_all = gemm.lhs is not None and (
+        gemm.lhs.tile[0] == WHOLE or gemm.lhs.scale.two_level
+    )
     assert bool(touched.all()) == one_scale_for_all
 
 
@@ -217,7 +245,9 @@ def test_powers_of_two_pass_through_a_product():
     for gemm in GEMMS.values():
         a, b = matrix(9, 130), matrix(7, 130, seed=1)
         expected = mm(operand(a, gemm.lhs), operand(b, gemm.rhs))
-        assert_same(mm(operand(a * 2.0**20, gemm.lhs), operand(b * 2.0**-13, gemm.rhs)), expected * 2.0**7)
+        assert_same(
+            mm(operand(a * 2.0**20, gemm.lhs), operand(b * 2.0**-13, gemm.rhs)), expected * 2.0**7
+        )
 
 
 def test_bias_is_added_before_rounding():
@@ -334,7 +364,9 @@ def test_long_integer_sums_do_not_wrap_around():
 def test_transposed_integer_codes_reach_the_integer_gemm():
     q = quantize(matrix(40, 24), Cast(format=INT8))
     x = quantize(matrix(10, 40, seed=1), Cast(format=INT8))
-    assert_product(cublas.run_int8(x, q.transposed(), None, torch.float32, False), x, q.transposed())
+    assert_product(
+        cublas.run_int8(x, q.transposed(), None, torch.float32, False), x, q.transposed()
+    )
 
 
 SCALED_GEMMS = {
@@ -378,7 +410,9 @@ def test_scaled_gemms_meet_what_cuda_asks_for(gemm, shape, monkeypatch):
 
     def check(a, b, **options):
         with FakeTensorMode():
-            options_on_cuda = {k: on_fake_cuda(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+            options_on_cuda = {
+                k: on_fake_cuda(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()
+            }
             checked.append(call(on_fake_cuda(a), on_fake_cuda(b), **options_on_cuda))
         return torch.zeros(checked[-1].shape, dtype=checked[-1].dtype)
 
@@ -391,7 +425,9 @@ def test_scaled_gemms_meet_what_cuda_asks_for(gemm, shape, monkeypatch):
     assert all(out.device.type == "cuda" for out in checked) and len(checked) == 2
 
 
-@pytest.mark.parametrize(("dtype", "given"), [(torch.bfloat16, True), (torch.float32, False)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "given"), [(torch.bfloat16, True), (torch.float32, False)], ids=str
+)
 def test_the_gemm_of_a_gpu_adds_the_bias(dtype, given, monkeypatch):
     """In its epilogue, in bfloat16 and filled up as rhs is: no float32 result, no pass over it; torch has none of a float32 result."""
     call, seen = torch._scaled_mm, []
@@ -399,7 +435,9 @@ def test_the_gemm_of_a_gpu_adds_the_bias(dtype, given, monkeypatch):
 
     def check(a, b, **options):
         with FakeTensorMode():
-            on_cuda = {k: on_fake_cuda(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+            on_cuda = {
+                k: on_fake_cuda(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()
+            }
             out = call(on_fake_cuda(a), on_fake_cuda(b), **on_cuda)
         seen.append((options["bias"], out))
         return torch.zeros(out.shape, dtype=out.dtype)
@@ -409,7 +447,11 @@ def test_the_gemm_of_a_gpu_adds_the_bias(dtype, given, monkeypatch):
     bias = matrix(1, 50)[0].to(torch.bfloat16)
     out = cublas.framed(cublas._scaled, adds=cublas._on_cuda)(lhs, rhs, bias, dtype, True)
     ((handed, product),) = seen
-    assert (handed is not None) == given and product.dtype == out.dtype == dtype and out.shape == (33, 50)
+    assert (
+        (handed is not None) == given
+        and product.dtype == out.dtype == dtype
+        and out.shape == (33, 50)
+    )
     if given:
         assert_same(handed, torch.nn.functional.pad(bias, (0, 14)))
     else:
@@ -420,7 +462,9 @@ def test_the_check_of_cuda_arguments_does_check():
     """Control: eight columns, and a row-major right operand, are refused by it."""
     with FakeTensorMode():
         one = torch.ones((), device="cuda")
-        narrow, wide = (torch.empty(n, n, device="cuda", dtype=torch.float8_e4m3fn) for n in (8, 16))
+        narrow, wide = (
+            torch.empty(n, n, device="cuda", dtype=torch.float8_e4m3fn) for n in (8, 16)
+        )
         with pytest.raises(RuntimeError, match="divisible by 16"):
             torch._scaled_mm(narrow, narrow.T, one, one, out_dtype=torch.float32)
         with pytest.raises(RuntimeError, match="must be col_major"):
@@ -465,14 +509,18 @@ def test_a_forced_kernel_refuses_in_words():
         mm(lhs, rhs, backend="triton")
     with raises(BackendError, "kernel.unknown", "'refrence'", "'reference'"):
         mm(lhs, rhs, backend="refrence")
-    assert_same(mm(lhs, rhs, backend="reference"), definition.run(lhs, rhs, None, torch.float32, False))
+    assert_same(
+        mm(lhs, rhs, backend="reference"), definition.run(lhs, rhs, None, torch.float32, False)
+    )
 
 
 @pytest.mark.usefixtures("exact_int8")
 def test_expanded_operands_never_reach_a_native_kernel(device_is):
     """On a CPU with VNNI too, where int8 codes go to the integer GEMM."""
     device_is(Device("cpu", int8_gemm=True))
-    codes, values = (operands(INT8_GEMMS[0], (20, 24, 40), expand) for expand in (None, torch.float32))
+    codes, values = (
+        operands(INT8_GEMMS[0], (20, 24, 40), expand) for expand in (None, torch.float32)
+    )
     assert plan(INT8_GEMMS[0], torch.device("cpu")).choice.kernel.name == "native-int8"
     assert_same(mm(*codes), mm(*values))
     assert_product(mm(codes[0], values[1]), *values)
@@ -506,7 +554,12 @@ def test_expanded_operands_never_reach_a_native_kernel(device_is):
             None,
             coded("mm.contracted", "lhs e4m3 row fp32 [2, 6] and rhs float32 [5, 4]"),
         ),
-        (quantize(torch.ones(2, 7), NVFP4), torch.ones(5, 4), None, coded("mm.contracted", "[2, 7]")),
+        (
+            quantize(torch.ones(2, 7), NVFP4),
+            torch.ones(5, 4),
+            None,
+            coded("mm.contracted", "[2, 7]"),
+        ),
         (
             torch.ones(2, 4),
             torch.ones(5, 4, device="meta"),
@@ -540,7 +593,12 @@ def test_compiled_code_computes_the_same(name):
 
     def step(x, w, bias):
         lhs, rhs = quantize(x, gemm.lhs), quantize(w, gemm.rhs)
-        return lhs.data, lhs.scale, dequantize(rhs), mm(lhs, rhs, bias=bias, out_dtype=torch.bfloat16)
+        return (
+            lhs.data,
+            lhs.scale,
+            dequantize(rhs),
+            mm(lhs, rhs, bias=bias, out_dtype=torch.bfloat16),
+        )
 
     torch._dynamo.reset()
     x, w, bias = matrix(40, 70) * 3e-3, matrix(48, 70, seed=1), matrix(1, 48, seed=2)[0]
@@ -574,7 +632,9 @@ def on_cuda(q):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cast", [*OTHER_CASTS, *{g.lhs: 0 for g in GEMMS.values() if g.lhs}], ids=str)
+@pytest.mark.parametrize(
+    "cast", [*OTHER_CASTS, *{g.lhs: 0 for g in GEMMS.values() if g.lhs}], ids=str
+)
 def test_a_gpu_quantizes_like_a_cpu(cast):
     """Codes and scales to the bit, at every magnitude (exact)."""
     x = matrix(200, 333) * torch.exp2((40 * matrix(200, 1, seed=3)).clamp(-110, 110))
@@ -589,7 +649,9 @@ def test_a_gpu_quantizes_like_a_cpu(cast):
 def test_the_reference_on_a_gpu(gemm):
     """TF32 is off by default, so float32 products are exact there too."""
     for shape in SHAPES:
-        lhs, rhs = (on_cuda(q) if isinstance(q, QTensor) else q.cuda() for q in operands(gemm, shape))
+        lhs, rhs = (
+            on_cuda(q) if isinstance(q, QTensor) else q.cuda() for q in operands(gemm, shape)
+        )
         assert_product(mm(lhs, rhs, backend="reference").cpu(), *operands(gemm, shape))
 
 
@@ -607,13 +669,18 @@ def test_the_scaled_gemm_on_a_gpu(gemm, fast):
     for shape in ((33, 50, 130), (1, 1, 1), (128, 256, 512), (3, 5, 0), (0, 4, 8)):
         lhs, rhs = operands(gemm, shape)
         for out_dtype, bias in product(OUT_DTYPES, (None, matrix(1, shape[1], seed=2)[0])):
-            out = cublas.run_scaled(on_cuda(lhs), on_cuda(rhs), None if bias is None else bias.cuda(), out_dtype, fast)
+            out = cublas.run_scaled(
+                on_cuda(lhs), on_cuda(rhs), None if bias is None else bias.cuda(), out_dtype, fast
+            )
             exact = exactly(lhs) @ exactly(rhs).T
             size = exactly(lhs).abs() @ exactly(rhs).abs().T
             if bias is not None:
                 exact, size = exact + bias.double(), size + bias.double().abs()
             error = (out.cpu().double() - exact).abs()
-            assert (error <= 2.0**-13 * size + 2.0**-7 * exact.abs() + 2.0**-25).all(), (shape, out_dtype)
+            assert (error <= 2.0**-13 * size + 2.0**-7 * exact.abs() + 2.0**-25).all(), (
+                shape,
+                out_dtype,
+            )
 
 
 @pytest.mark.gpu
@@ -632,7 +699,9 @@ def test_bfloat16_values_keep_the_bits_of_their_scales(scale):
     x, w = torch.randn(16, 64), torch.randn(24, 64)
     cast = Cast(format=E4M3, tile=(1, 32), scale=scale)
     codes = mm(quantize(x, cast), quantize(w, cast))
-    expanded = mm(quantize(x, cast, expand=torch.bfloat16), quantize(w, cast, expand=torch.bfloat16))
+    expanded = mm(
+        quantize(x, cast, expand=torch.bfloat16), quantize(w, cast, expand=torch.bfloat16)
+    )
     assert_same(expanded, codes)
 
 
@@ -653,13 +722,17 @@ def test_products_of_integers_are_exact_at_any_length(k: int) -> None:
     exact = torch.tensor(98.0 * 7 * (k - 1) + 7).double() * (1 / 98) * (1 / 7)
     torch.testing.assert_close(out.double(), exact.expand(2, 2), rtol=3e-7, atol=0)
     total = mm(replace(lhs, scale=torch.ones(1, 1)), replace(rhs, scale=torch.ones(1, 1))).double()
-    assert (total == torch.tensor(98.0 * 7 * (k - 1) + 7).double().float().double()).all(), "rounded once"
+    assert (total == torch.tensor(98.0 * 7 * (k - 1) + 7).double().float().double()).all(), (
+        "rounded once"
+    )
 
 
 @pytest.mark.parametrize("formats", [(INT4X2, INT4), (INT4, INT4), (INT4, INT8)], ids=str)
 def test_four_bit_codes_multiply_as_int8(formats) -> None:  # type: ignore[no-untyped-def]
     """The integer GEMM on packed and split codes gives what the emulation gives, bit for bit."""
     lhs, rhs = (torch.randn(33, 70), torch.randn(20, 70))
-    codes = [quantize(x, Cast(format=format)) for x, format in zip((lhs, rhs), formats, strict=True)]
+    codes = [
+        quantize(x, Cast(format=format)) for x, format in zip((lhs, rhs), formats, strict=True)
+    ]
     values = [q.expanded(torch.float32) for q in codes]
     assert_same(cublas.run_int8(*codes, None, torch.float32, False), mm(*values))

@@ -32,10 +32,16 @@ BLACKWELL = Device("cuda", (10, 0), cuda=(12, 8))
 VECTOR, SQUARE = (Cast(format=E4M3, tile=tile, scale=FP32) for tile in ((1, 128), (128, 128)))
 MXFP8 = Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)
 MXFP4 = Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, headroom=4 / 3)
-NVFP4, NVFP4_SQUARE = (Cast(format=E2M1, tile=tile, scale=E4M3_TWO_LEVEL) for tile in ((1, 16), (16, 16)))
+NVFP4, NVFP4_SQUARE = (
+    Cast(format=E2M1, tile=tile, scale=E4M3_TWO_LEVEL) for tile in ((1, 16), (16, 16))
+)
 MXFP8_E5M2 = Cast(format=E5M2, tile=(1, 32), scale=POW2)
 
-BLOCKS, MX = ((kernel.refuse, kernel.run) for kernel in KERNELS.kernels if kernel.name in ("native-block", "native-mx"))
+BLOCKS, MX = (
+    (kernel.refuse, kernel.run)
+    for kernel in KERNELS.kernels
+    if kernel.name in ("native-block", "native-mx")
+)
 
 GEMMS = {
     "1x128 by 128x128": (BLOCKS, VECTOR, SQUARE),
@@ -55,7 +61,9 @@ def matrix(rows, columns, seed=0):
     generator = torch.Generator().manual_seed(seed)
     powers = torch.randint(-5, 6, (-(-rows // 16), -(-columns // 16)), generator=generator)
     x = torch.randn(rows, columns, generator=generator)
-    return torch.ldexp(x, powers.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns])
+    return torch.ldexp(
+        x, powers.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
+    )
 
 
 @pytest.fixture
@@ -75,16 +83,23 @@ def assert_product(out, lhs, rhs, bias=None, roundings=0.0):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 def test_every_scale_meets_its_elements(kernel, lhs, rhs, shape, biased, on_cublas):
-    left, right = quantize(matrix(shape[0], shape[2]), lhs), quantize(matrix(shape[1], shape[2], seed=1), rhs)
+    left, right = (
+        quantize(matrix(shape[0], shape[2]), lhs),
+        quantize(matrix(shape[1], shape[2], seed=1), rhs),
+    )
     bias = matrix(1, shape[1], seed=2)[0] if biased else None
     bf16_kernel = lhs == MXFP4
     for out_dtype in (torch.float32, torch.bfloat16):
         out = kernel[1](left, right, bias, out_dtype, True)
         assert out.dtype == out_dtype and tuple(out.shape) == shape[:2]
-        assert_product(out, left, right, bias, 2.0**-8 * (bf16_kernel + (out_dtype == torch.bfloat16)))
+        assert_product(
+            out, left, right, bias, 2.0**-8 * (bf16_kernel + (out_dtype == torch.bfloat16))
+        )
 
 
-@pytest.mark.parametrize("kernel_and_casts", [GEMMS["1x128 by 128x128"], GEMMS["nvfp4"]], ids=["blocks", "nvfp4"])
+@pytest.mark.parametrize(
+    "kernel_and_casts", [GEMMS["1x128 by 128x128"], GEMMS["nvfp4"]], ids=["blocks", "nvfp4"]
+)
 def test_a_poisoned_tile_stays_visible(kernel_and_casts, on_cublas):
     kernel, lhs, rhs = kernel_and_casts
     x = matrix(40, 256)
@@ -92,7 +107,9 @@ def test_a_poisoned_tile_stays_visible(kernel_and_casts, on_cublas):
     left, right = quantize(x, lhs), quantize(matrix(48, 256, seed=1), rhs)
     out = kernel[1](left, right, None, torch.float32, False)
     wanted = torch.zeros(40, 48, dtype=torch.bool)
-    wanted[slice(None) if lhs.has_global_scale else 7] = True  # a second scale, of the tensor, is poisoned with it
+    wanted[slice(None) if lhs.has_global_scale else 7] = (
+        True  # a second scale, of the tensor, is poisoned with it
+    )
     assert torch.equal(out.isnan(), mm(left, right, backend="reference").isnan())
     assert out.isnan()[7].all() and (lhs.has_global_scale or torch.equal(out.isnan(), wanted))
 
@@ -101,13 +118,18 @@ def test_the_weight_of_the_forward_product_serves_backward_turned(on_cublas):
     """What grad_input multiplies by: codes and scales transposed by view."""
     w = quantize(matrix(200, 300), SQUARE)
     gy = quantize(matrix(64, 200, seed=1), VECTOR)
-    assert_product(gemms.run_block(gy, w.transposed(), None, torch.float32, False), gy, w.transposed())
+    assert_product(
+        gemms.run_block(gy, w.transposed(), None, torch.float32, False), gy, w.transposed()
+    )
 
 
 @every_gemm
 @pytest.mark.parametrize("shape", [(0, 4, 32), (4, 0, 32), (4, 4, 0)], ids=str)
 def test_empty_products(kernel, lhs, rhs, shape):
-    left, right = quantize(torch.zeros(shape[0], shape[2]), lhs), quantize(torch.zeros(shape[1], shape[2]), rhs)
+    left, right = (
+        quantize(torch.zeros(shape[0], shape[2]), lhs),
+        quantize(torch.zeros(shape[1], shape[2]), rhs),
+    )
     bias = torch.ones(shape[1])
     assert_same(kernel[1](left, right, bias, torch.float32, False), torch.ones(shape[:2]))
 
@@ -120,15 +142,27 @@ def test_torch_miscounts_the_scales_of_mxfp4():
     q = quantize(matrix(128, 256), MXFP4)
     codes, scales, *_ = gemms.mx_operand(q)
     how, swizzle = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
-    with FakeTensorMode(), pytest.raises(RuntimeError, match=r"for MX scaling scale_a must have 512 \(got: 1024\)"):
+    with (
+        FakeTensorMode(),
+        pytest.raises(RuntimeError, match=r"for MX scaling scale_a must have 512 \(got: 1024\)"),
+    ):
         scales = cublas.fakes(scales)
         scaled_mm(
-            cublas.fake(codes), cublas.fake(codes).T, scales, how, scales, how, swizzle_a=swizzle, swizzle_b=swizzle
+            cublas.fake(codes),
+            cublas.fake(codes).T,
+            scales,
+            how,
+            scales,
+            how,
+            swizzle_a=swizzle,
+            swizzle_b=swizzle,
         )
     assert refuse("native-mx")(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
 
 
-@pytest.mark.parametrize("kernel, lhs, rhs", [(BLOCKS, VECTOR, SQUARE), (MX, MXFP8, MXFP8)], ids=["blocks", "mxfp8"])
+@pytest.mark.parametrize(
+    "kernel, lhs, rhs", [(BLOCKS, VECTOR, SQUARE), (MX, MXFP8, MXFP8)], ids=["blocks", "mxfp8"]
+)
 def test_torch_compile_traces_the_product(kernel, lhs, rhs):
     """Without a break, which torch 2.11 made at torch.nn.functional.scaled_mm. On the meta device: shapes alone."""
     left, right = (
@@ -157,7 +191,9 @@ def test_the_swizzle_is_that_of_the_documentation(shape):
     for row in range(rows):
         for column in range(columns):
             block = (row // 128) * panels + column // 4
-            wanted[block * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scale[row, column]
+            wanted[block * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scale[
+                row, column
+            ]
     assert_same(flat, wanted)
 
 
@@ -214,8 +250,20 @@ def test_recipes_that_these_kernels_serve(gemm):
             "torch was built for CUDA 12.8, blocks of 128 need 12.9",
         ),
         (BLOCKS, SQUARE, SQUARE, HOPPER, "128x128 by 128x128 does not exist in cuBLAS"),
-        (BLOCKS, Cast(format=E5M2, tile=(1, 128)), VECTOR, HOPPER, "takes E4M3 alone in tiles of 128"),
-        (BLOCKS, Cast(format=E4M3), VECTOR, HOPPER, "needs two FP8 operands in tiles of 1x128 or 128x128"),
+        (
+            BLOCKS,
+            Cast(format=E5M2, tile=(1, 128)),
+            VECTOR,
+            HOPPER,
+            "takes E4M3 alone in tiles of 128",
+        ),
+        (
+            BLOCKS,
+            Cast(format=E4M3),
+            VECTOR,
+            HOPPER,
+            "needs two FP8 operands in tiles of 1x128 or 128x128",
+        ),
         (BLOCKS, None, VECTOR, HOPPER, "needs two FP8 operands in tiles of 1x128 or 128x128"),
         (MX, MXFP8, MXFP8, HOPPER, "compute capability 9.0, MX needs 10.0"),
         (MX, NVFP4, NVFP4, HOPPER, "compute capability 9.0, FP4 needs 10.0"),
@@ -251,9 +299,15 @@ def test_every_refusal_has_its_reason(kernel, lhs, rhs, device, words):
 
 
 def test_expanded_operands_are_refused():
-    for kernel, lhs, rhs, device in ((BLOCKS, VECTOR, SQUARE, HOPPER), (MX, MXFP8, MXFP8, BLACKWELL)):
+    for kernel, lhs, rhs, device in (
+        (BLOCKS, VECTOR, SQUARE, HOPPER),
+        (MX, MXFP8, MXFP8, BLACKWELL),
+    ):
         assert reason(kernel, lhs, rhs, device) is None
-        assert reason(kernel, lhs, rhs, device, True) == "takes codes, but an operand is expanded to floats"
+        assert (
+            reason(kernel, lhs, rhs, device, True)
+            == "takes codes, but an operand is expanded to floats"
+        )
 
 
 # --- on a device -------------------------------------------------------------------------------------------------------------
@@ -264,7 +318,10 @@ def test_expanded_operands_are_refused():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_on_this_gpu(kernel, lhs, rhs, shape):
     """The real kernel, where there is one: 2**-8 for bfloat16 results, and 13 bits per 32 products in the tensor core's sum."""
-    left, right = quantize(matrix(shape[0], shape[2]), lhs), quantize(matrix(shape[1], shape[2], seed=1), rhs)
+    left, right = (
+        quantize(matrix(shape[0], shape[2]), lhs),
+        quantize(matrix(shape[1], shape[2], seed=1), rhs),
+    )
     on_gpu = [
         q.__class__(
             data=q.data.cuda(), scale=q.scale.cuda(), cast=q.cast, inner=q.inner,

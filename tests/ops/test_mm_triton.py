@@ -59,7 +59,9 @@ def compiled(architecture, rows=4096, tiles=(1, 128, 128, 128)):
         "out": "*bf16",
     }
     signature = pointers | {size: "i32" for size in "MNK"} | dict.fromkeys(constants, "constexpr")
-    aligned = {(block_mm.arg_names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *"MNK"]}
+    aligned = {
+        (block_mm.arg_names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *"MNK"]
+    }
     source = ASTSource(fn=block_mm, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -70,8 +72,12 @@ def resources(kernel, folder):
     path = folder / "kernel.cubin"
     path.write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    done = subprocess.run([str(tool), "-res-usage", str(path)], capture_output=True, encoding="utf-8", check=True)
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    done = subprocess.run(
+        [str(tool), "-res-usage", str(path)], capture_output=True, encoding="utf-8", check=True
+    )
+    return {
+        name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout)
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,7 +129,12 @@ def test_ampere_has_no_such_instruction():
         (VECTOR, SQUARE, Device("cuda", (8, 0)), "compute capability 8.0, FP8 needs 8.9"),
         (VECTOR, SQUARE, Device("cpu"), "cpu has no FP8 units"),
         (Cast(format=E4M3), SQUARE, Device("cuda", (9, 0)), "needs two FP8 operands in tiles"),
-        (Cast(format=E4M3, tile=(1, 64)), Cast(format=E4M3, tile=(64, 64)), Device("cuda", (9, 0)), None),
+        (
+            Cast(format=E4M3, tile=(1, 64)),
+            Cast(format=E4M3, tile=(64, 64)),
+            Device("cuda", (9, 0)),
+            None,
+        ),
         (
             Cast(format=E4M3, tile=(1, 96)),
             SQUARE,
@@ -163,30 +174,49 @@ def test_a_recipe_with_another_tile_is_computed_by_it_without_a_line_of_code(tri
     hopper = Device("cuda", (9, 0), cuda=(12, 9))
     for gemm in recipe.gemms().values():
         choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, hopper))
-        assert choice.kernel.name == "triton" and {gemm.lhs.tile, gemm.rhs.tile} <= {(1, 64), (64, 64)}
+        assert choice.kernel.name == "triton" and {gemm.lhs.tile, gemm.rhs.tile} <= {
+            (1, 64),
+            (64, 64),
+        }
         for cast in (gemm.lhs, gemm.rhs):
             assert casting.refuse(Spec(hopper, torch.bfloat16, (256, 256), cast)) is None
 
 
 def test_the_operator_has_a_shape_for_the_compiler():
     with FakeTensorMode():
-        codes, scale = torch.empty(30, 200, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(30, 2, device="cuda")
-        out = torch.ops.narrowgauge.block_mm(codes, scale, codes, scale, None, [1, 128, 1, 128], torch.bfloat16)
-    assert tuple(out.shape) == (30, 30) and out.dtype == torch.bfloat16 and out.device.type == "cuda"
+        codes, scale = (
+            torch.empty(30, 200, device="cuda", dtype=torch.float8_e4m3fn),
+            torch.empty(30, 2, device="cuda"),
+        )
+        out = torch.ops.narrowgauge.block_mm(
+            codes, scale, codes, scale, None, [1, 128, 1, 128], torch.bfloat16
+        )
+    assert (
+        tuple(out.shape) == (30, 30) and out.dtype == torch.bfloat16 and out.device.type == "cuda"
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 32), (4, 0, 32), (4, 4, 0)], ids=str)
 def test_empty_products(shape):
-    left, right = quantize(torch.zeros(shape[0], shape[2]), VECTOR), quantize(torch.zeros(shape[1], shape[2]), SQUARE)
-    assert torch.equal(triton_kernel.run(left, right, None, torch.float32, False), torch.zeros(shape[:2]))
+    left, right = (
+        quantize(torch.zeros(shape[0], shape[2]), VECTOR),
+        quantize(torch.zeros(shape[1], shape[2]), SQUARE),
+    )
+    assert torch.equal(
+        triton_kernel.run(left, right, None, torch.float32, False), torch.zeros(shape[:2])
+    )
 
 
 # --- on a device -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(128, 256, 256), (33, 50, 130), (1, 1, 1), (300, 129, 656)], ids=str)
-@pytest.mark.parametrize(("lhs", "rhs"), [(VECTOR, SQUARE), (SQUARE, VECTOR), (VECTOR, VECTOR)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(128, 256, 256), (33, 50, 130), (1, 1, 1), (300, 129, 656)], ids=str
+)
+@pytest.mark.parametrize(
+    ("lhs", "rhs"), [(VECTOR, SQUARE), (SQUARE, VECTOR), (VECTOR, VECTOR)], ids=str
+)
 def test_on_this_gpu(lhs, rhs, shape):
     left = quantize(torch.randn(shape[0], shape[2], device="cuda"), lhs)
     right = quantize(torch.randn(shape[1], shape[2], device="cuda"), rhs)
@@ -211,6 +241,12 @@ def test_more_than_2_31_elements():
     codes[-1] = 1.0
     scale = torch.ones(rows, 2**12, device="cuda")
     out = triton_kernel.launch(
-        codes, scale, codes[-16:].contiguous(), scale[-16:].contiguous(), None, [1, 128, 1, 128], torch.float32
+        codes,
+        scale,
+        codes[-16:].contiguous(),
+        scale[-16:].contiguous(),
+        None,
+        [1, 128, 1, 128],
+        torch.float32,
     )
     assert float(out[-1, -1]) == 2**19 and float(out[:-1].abs().max()) == 0

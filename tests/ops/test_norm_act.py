@@ -14,7 +14,16 @@ from narrowgauge.formats import E4M3, E5M2, INT4
 from narrowgauge.fuse import fuse
 from narrowgauge.fuse.forward import FusedForward
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.norm_act import BACKWARD, FORWARD, KINDS, CastRequest, Kind, NormActSpec, definition, value
+from narrowgauge.ops.norm_act import (
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    CastRequest,
+    Kind,
+    NormActSpec,
+    definition,
+    value,
+)
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.registry import Device
@@ -29,11 +38,16 @@ TENSOR, ROW = Cast(format=E4M3), Cast(format=E4M3, tile=(1, WHOLE), scale=POW2)
 VECTOR = Cast(format=E4M3, tile=(1, 128), scale=POW2)
 
 
-def tensors_of(name: str, rows: int = 9, columns: int = 40, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def tensors_of(
+    name: str, rows: int = 9, columns: int = 40, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     x = torch.randn(rows, columns, dtype=torch.float64) * 2 + (0.7 if name == "layer-norm" else 0.0)
     more = {"layer-norm": 2}.get(name, int(name.endswith("-norm")))
     parameters = [1 + 0.3 * torch.randn(columns, dtype=torch.float64) for _ in range(more)]
-    return [each.to(dtype) for each in (x, *parameters, *([torch.randn_like(x)] if Kind(name).is_gated else []))]
+    return [
+        each.to(dtype)
+        for each in (x, *parameters, *([torch.randn_like(x)] if Kind(name).is_gated else []))
+    ]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -65,7 +79,9 @@ def test_gradients_of_narrow_tensors_are_rounded_once(name):
         tensors = [each.to(dtype) for each in narrow]
         statistics = definition.statistics(kind, tensors)
         orders = [None, None] if kind.is_gated else [None]
-        made, of_parameters = BACKWARD.kernels[-1].run(kind, tensors, statistics, gy.to(dtype), orders)
+        made, of_parameters = BACKWARD.kernels[-1].run(
+            kind, tensors, statistics, gy.to(dtype), orders
+        )
         return [each.value for each in made] + of_parameters
 
     for got, wide in zip(gradients(torch.bfloat16), gradients(torch.float32), strict=True):
@@ -82,10 +98,17 @@ def test_a_norm_is_that_of_its_module():
 
 
 @pytest.mark.parametrize(
-    "order", [CastRequest(TENSOR, torch.tensor([3.0, 0.0, 0.0]), True, True), CastRequest(ROW), CastRequest(VECTOR)]
+    "order",
+    [
+        CastRequest(TENSOR, torch.tensor([3.0, 0.0, 0.0]), True, True),
+        CastRequest(ROW),
+        CastRequest(VECTOR),
+    ],
 )
 def test_the_casts_are_those_of_what_is_returned(order):
-    made, _ = FORWARD.kernels[-1].run(Kind("swiglu"), tensors_of("swiglu", dtype=torch.bfloat16), order)
+    made, _ = FORWARD.kernels[-1].run(
+        Kind("swiglu"), tensors_of("swiglu", dtype=torch.bfloat16), order
+    )
     amax = (
         None
         if order.live is None
@@ -98,7 +121,13 @@ def test_the_casts_are_those_of_what_is_returned(order):
         assert made.transposed is None
 
 
-def spec(name: str, *casts: tuple[Cast, bool], device: Device = HOPPER, shape=(64, 64), dtypes=(torch.bfloat16,)):
+def spec(
+    name: str,
+    *casts: tuple[Cast, bool],
+    device: Device = HOPPER,
+    shape=(64, 64),
+    dtypes=(torch.bfloat16,),
+):
     return NormActSpec(Kind(name, 1e-5), device, dtypes, shape[1], casts, 0 in shape)
 
 
@@ -141,7 +170,9 @@ def wrong(change):
 
     def run(kind, tensors, *given):
         *_, requests = given
-        one, rest = (FORWARD if len(given) == 1 else BACKWARD).kernels[-1].run(kind, tensors, *given)
+        one, rest = (
+            (FORWARD if len(given) == 1 else BACKWARD).kernels[-1].run(kind, tensors, *given)
+        )
         made = one if isinstance(one, list) else [one]
         made[0] = change(made[0])
         return (made if isinstance(requests, list) else made[0]), rest
@@ -164,7 +195,10 @@ def a_window_as_it_was(made):
     [
         (lambda made: made, None),
         (lambda made: replace(made, value=made.value.roll(1, 0)), "its result 0 is wrong on cpu"),
-        (lambda made: replace(made, value=made.value * (1 + 2.0**-8)), "its result 0 is wrong on cpu"),
+        (
+            lambda made: replace(made, value=made.value * (1 + 2.0**-8)),
+            "its result 0 is wrong on cpu",
+        ),
         (one_code_off, "its codes of x.T is wrong on cpu in 1 of "),
         (a_window_as_it_was, "its amax is wrong on cpu"),
         (lambda made: 1 / 0, "it failed when it was tried on cpu: ZeroDivisionError"),
@@ -213,7 +247,9 @@ def step(model: nn.Module, recipe: str, steps: int = 2, device: str = "cpu") -> 
 
 def forced(model: nn.Module, monkeypatch) -> nn.Module:
     """With the function of the kernels, computed by their definition, where a CPU would take the module's own code."""
-    monkeypatch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    monkeypatch.setattr(
+        "narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None)
+    )
     for layer in (model.gate_proj, model.up_proj, model.down_proj):
         layer.recipe = layer.recipe  # its plan anew
     fuse(model)
@@ -230,8 +266,12 @@ def test_gate_and_up_take_the_casts_of_their_gradients(monkeypatch, recipe):
     fused = forced(ng.convert(Mlp(), recipe), monkeypatch)
     put, taken = [], []
     shared = fused.gate_proj.shared_inputs.gradients
-    monkeypatch.setattr(shared, "put", lambda g, casts, real=shared.put: put.append(g.shape) or real(g, casts))
-    monkeypatch.setattr(shared, "lookup", lambda *call, real=shared.lookup: _noted(taken, real(*call)))
+    monkeypatch.setattr(
+        shared, "put", lambda g, casts, real=shared.put: put.append(g.shape) or real(g, casts)
+    )
+    monkeypatch.setattr(
+        shared, "lookup", lambda *call, real=shared.lookup: _noted(taken, real(*call))
+    )
     for a, b in zip(step(fused, recipe), step(plain, recipe), strict=True):
         # An activation's last bit may move a code to its neighbour, one of 8 between powers of two.
         assert (a - b).abs().max() <= 2.0**-4 * b.abs().max()
@@ -251,7 +291,9 @@ def test_windows_of_gradients_are_noted_once(monkeypatch):
     torch.manual_seed(0)
     model = forced(ng.convert(Mlp(), "fp8-delayed"), monkeypatch)
     gradients = []
-    model.gate_proj.register_full_backward_hook(lambda module, inputs, outputs: gradients.append(outputs[0]))
+    model.gate_proj.register_full_backward_hook(
+        lambda module, inputs, outputs: gradients.append(outputs[0])
+    )
     x = torch.randn(7, 32, requires_grad=True)
     model(x).square().sum().backward()
     seen = model.gate_proj.amax_state("gy")[1]
@@ -265,7 +307,11 @@ def test_a_gradient_that_was_changed_on_the_way_is_cast_by_its_layer(monkeypatch
         model = forced(ng.convert(Mlp(), "fp8-current"), monkeypatch)
         shared = model.gate_proj.shared_inputs.gradients
         taken = []
-        monkeypatch.setattr(shared, "lookup", lambda *call, real=shared.lookup, taken=taken: _noted(taken, real(*call)))
+        monkeypatch.setattr(
+            shared,
+            "lookup",
+            lambda *call, real=shared.lookup, taken=taken: _noted(taken, real(*call)),
+        )
         gate = model.gate_proj.forward
         model.gate_proj.forward = lambda x, gate=gate, change=change: _hooked(gate(x), change)
         model(torch.randn(7, 32)).square().sum().backward()
@@ -298,17 +344,26 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
     ):
         live = None if in_use is None else torch.tensor([in_use, 0.5, 0.0])
         order = CastRequest(cast, None if live is None else live.to(gpu), True, turned)
-        made, statistics = FORWARD.choose(_spec(kind, there, (order,)), "triton").kernel.run(kind, there, order)
+        made, statistics = FORWARD.choose(_spec(kind, there, (order,)), "triton").kernel.run(
+            kind, there, order
+        )
         expected = value(kind, tensors)
         size = expected.double().abs().amax(-1, keepdim=True)
         bound = 2 * unit * expected.double().abs() + 2.0**-18 * size
         assert ((made.value.cpu().double() - expected.double()).abs() <= bound).all()
-        amax = None if live is None else update_amax(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
+        amax = (
+            None if live is None else update_amax(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
+        )
         if live is not None:
             assert_same(order.live, live)
-        assert_same(made.plain.data, quantize(made.value.cpu(), cast, amax=amax, backend="reference").data)
+        assert_same(
+            made.plain.data, quantize(made.value.cpu(), cast, amax=amax, backend="reference").data
+        )
         if turned:
-            assert_same(made.transposed.data, quantize(made.value.cpu().T, cast, amax=amax, backend="reference").data)
+            assert_same(
+                made.transposed.data,
+                quantize(made.value.cpu().T, cast, amax=amax, backend="reference").data,
+            )
     gy = torch.randn(shape).to(dtype)
     orders = (
         [CastRequest(Cast(format=E5M2), None, True, True)] * (2 if Kind(name).is_gated else 1)
@@ -319,7 +374,11 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
         kind, there, statistics, gy.to(gpu), orders
     )
     wanted, wanted_sums = BACKWARD.kernels[-1].run(
-        kind, tensors, tuple(each if each is None else each.cpu() for each in statistics), gy, [None] * len(orders)
+        kind,
+        tensors,
+        tuple(each if each is None else each.cpu() for each in statistics),
+        gy,
+        [None] * len(orders),
     )
     for mine, theirs in [
         *((a.value, b.value) for a, b in zip(got, wanted, strict=True)),
@@ -327,17 +386,22 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
     ]:
         size = theirs.double().abs().max()
         assert (
-            (mine.cpu().double() - theirs.double()).abs() <= 2 * unit * theirs.double().abs() + 2.0**-14 * size
+            (mine.cpu().double() - theirs.double()).abs()
+            <= 2 * unit * theirs.double().abs() + 2.0**-14 * size
         ).all()
     for each, order in zip(got, orders, strict=True):
         if order is not None:
-            assert_same(each.plain.data, quantize(each.value.cpu(), order.cast, backend="reference").data)
+            assert_same(
+                each.plain.data, quantize(each.value.cpu(), order.cast, backend="reference").data
+            )
 
 
 def _spec(kind: Kind, tensors: list[Tensor], orders) -> NormActSpec:
     device = Device("cuda", torch.cuda.get_device_capability())
     casts = tuple((order.cast, order.transposed) for order in orders if order is not None)
-    return NormActSpec(kind, device, tuple(each.dtype for each in tensors), tensors[0].shape[1], casts)
+    return NormActSpec(
+        kind, device, tuple(each.dtype for each in tensors), tensors[0].shape[1], casts
+    )
 
 
 @pytest.mark.gpu

@@ -35,10 +35,14 @@ PAIRED = (
 @pytest.fixture
 def codes(monkeypatch):
     """As on a device whose kernels read codes."""
-    monkeypatch.setattr(settings, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    monkeypatch.setattr(
+        settings, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None)
+    )
 
 
-def trained(recipe: str, steps: int = 2, caches: bool = True, evaluates: bool = False) -> dict[str, object]:
+def trained(
+    recipe: str, steps: int = 2, caches: bool = True, evaluates: bool = False
+) -> dict[str, object]:
     """Two layers, steps of two micro-batches each; everything that can differ. evaluates: ahead of each step."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(IN, OUT), torch.nn.GELU(), torch.nn.Linear(OUT, IN))
@@ -63,7 +67,9 @@ def trained(recipe: str, steps: int = 2, caches: bool = True, evaluates: bool = 
 
 @pytest.mark.parametrize("caches", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("recipe", PAIRED)
-def test_both_orientations_at_once_are_what_casting_in_turn_gives(codes, monkeypatch, recipe, caches):
+def test_both_orientations_at_once_are_what_casting_in_turn_gives(
+    codes, monkeypatch, recipe, caches
+):
     """Outputs, gradients, weights and windows after steps of two micro-batches each, to the bit."""
     found = []
     for one_read in (True, False):
@@ -108,7 +114,9 @@ def counted(monkeypatch) -> Counter[str]:
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
 def test_weights_are_cast_once_per_step_and_the_rest_once_per_pass(codes, monkeypatch, recipe):
     """2 layers x (1 weight + 2 micro-batches x (x and gy)): no cast and no amax besides, where caches are on."""
-    trained_before = ng.convert(torch.nn.Sequential(torch.nn.Linear(IN, OUT), torch.nn.Linear(OUT, IN)), recipe)
+    trained_before = ng.convert(
+        torch.nn.Sequential(torch.nn.Linear(IN, OUT), torch.nn.Linear(OUT, IN)), recipe
+    )
     ng.advance(trained_before)
     monkeypatch.setattr(pair, "reads_once", lambda *call: True)
     calls = counted(monkeypatch)
@@ -153,10 +161,14 @@ def test_a_weight_that_an_optimizer_wrote_is_cast_anew(monkeypatch):
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8"])
 def test_on_a_gpu_operands_are_the_references_bits_and_nothing_waits(recipe):
     """Every operand of the first step (a window gives the tensor's own amax then), and a second step without synchronisation."""
-    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(256, 384)), recipe).to("cuda", torch.bfloat16)
+    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(256, 384)), recipe).to(
+        "cuda", torch.bfloat16
+    )
     ng.advance(model)
     seen = []
-    model[0].observer = lambda gemm, role, original, operand: seen.append((gemm, role, original.clone(), operand))
+    model[0].observer = lambda gemm, role, original, operand: seen.append(
+        (gemm, role, original.clone(), operand)
+    )
 
     def step() -> None:
         x = torch.randn(160, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -195,7 +207,9 @@ def test_rotating_and_encoding_in_one_pass(codes, monkeypatch, recipe):
     """
     found = []
     for one_pass in (True, False):
-        monkeypatch.setattr(straight_through, "in_one_pass", lambda *call, one_pass=one_pass: one_pass)
+        monkeypatch.setattr(
+            straight_through, "in_one_pass", lambda *call, one_pass=one_pass: one_pass
+        )
         found.append(trained(recipe, steps=1, caches=False)["outputs"])
     for fused, apart in zip(*found, strict=True):
         torch.testing.assert_close(fused, apart, rtol=1e-4, atol=1e-4 * float(apart.abs().max()))

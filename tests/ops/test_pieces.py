@@ -97,7 +97,9 @@ def test_norms_of_rows_in_pieces(small_pieces):
     assert_same(*both(small_pieces, lambda: leverage_score.row_norms(X * 1e-30)))
 
 
-@pytest.mark.parametrize("cast", [MXFP4.output.lhs, MXFP4.grad_weight.lhs], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize(
+    "cast", [MXFP4.output.lhs, MXFP4.grad_weight.lhs], ids=["nearest", "stochastic"]
+)
 def test_rotated_rows_are_cast_in_pieces_to_the_same_codes(small_pieces, cast):
     rotation = Rotation(Hadamard(block=32), None)
     key = Key((9, 1)) if cast.rounding == "stochastic" else None
@@ -118,5 +120,7 @@ def test_a_large_tensor_has_larger_pieces_and_not_more(small_pieces, rows, toget
     small_pieces(True)
     slices = pieces.cuts(torch.empty(rows, 70), together)
     assert 1 < len(slices) <= pieces.MOST_PIECES
-    assert [each.start for each in slices] == [0, *(each.stop for each in slices[:-1])] and slices[-1].stop == rows
+    assert [each.start for each in slices] == [0, *(each.stop for each in slices[:-1])] and slices[
+        -1
+    ].stop == rows
     assert all((each.stop - each.start) % together == 0 for each in slices[:-1])

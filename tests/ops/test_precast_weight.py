@@ -31,7 +31,9 @@ CASTS = (Cast(format=E4M3), Cast(format=E5M2, scale=POW2), Cast(format=INT8))
 )
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_the_foretold_amax_is_the_one_that_ending_the_step_gives(history, live, margin, algorithm):
-    window = AmaxHistory(Window(length=len(history), margin=margin, algorithm=algorithm), torch.device("cpu"))
+    window = AmaxHistory(
+        Window(length=len(history), margin=margin, algorithm=algorithm), torch.device("cpu")
+    )
     window.history.copy_(torch.tensor(history))
     window.live.copy_(torch.tensor([*live, 0.0]))
     foretold = precast_weight.next_amax(window)
@@ -80,7 +82,9 @@ def test_current_scaling_has_the_bits_of_casting_anew(cast, shape):
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 @pytest.mark.parametrize("records", [True, False])
-@pytest.mark.parametrize(("in_use", "expected"), [(2.0, 2.0), (2.0, 1.5), (2.0, 0.0), (0.0, 2.0), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("in_use", "expected"), [(2.0, 2.0), (2.0, 1.5), (2.0, 0.0), (0.0, 2.0), (0.0, 0.0)]
+)
 def test_delayed_scaling_has_the_bits_of_casting_anew(cast, records, in_use, expected):
     cast = Cast(format=cast.format, scale=cast.scale, calibrate=Window(length=3))
     for spoiled in (None, 1e30, float("nan")):
@@ -93,7 +97,12 @@ def test_delayed_scaling_has_the_bits_of_casting_anew(cast, records, in_use, exp
         expected_both = quantize_pair(x, cast, amax_state=truth, records=records)
         assert_same(found.window.live, truth)
         if spoiled is not None and spoiled != spoiled:  # codes under a scale of NaN are free
-            assert plain.scale.isnan().all() and turned.scale.isnan().all() and amax is not None and amax.isnan().all()
+            assert (
+                plain.scale.isnan().all()
+                and turned.scale.isnan().all()
+                and amax is not None
+                and amax.isnan().all()
+            )
         else:
             assert_same(parts(plain, turned, amax), parts(*expected_both))
 

@@ -18,14 +18,32 @@ from narrowgauge.formats import DYNAMIC_UNSIGNED, E2M1, E4M3, E5M2, E8M0, INT4, 
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.quantize.definition import tile_rms
 from narrowgauge.recipe import CURRENT, WHOLE, Cast
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2, scale_shape, tile_sizes
+from narrowgauge.scaling import (
+    E4M3_TWO_LEVEL,
+    E8M0_CEIL,
+    E8M0_FLOOR,
+    FP32,
+    POW2,
+    scale_shape,
+    tile_sizes,
+)
 from tests.compare import assert_same, assert_sqnr, sqnr_db
 from tests.oracles import FLOAT32_MAX, INF, NAN, SMALLEST_SCALE, from_bits, plain, quantize_by_loop
 from tests.raising import raises
 from tests.test_formats import digests_under_flush_to_zero
 
 ELEMENTS = tuple(format for format in formats.ALL if format is not E8M0)
-TILES = ((WHOLE, WHOLE), (1, WHOLE), (WHOLE, 1), (1, 1), (1, 4), (3, 5), (2, WHOLE), (WHOLE, 3), (16, 16))
+TILES = (
+    (WHOLE, WHOLE),
+    (1, WHOLE),
+    (WHOLE, 1),
+    (1, 1),
+    (1, 4),
+    (3, 5),
+    (2, WHOLE),
+    (WHOLE, 3),
+    (16, 16),
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 NVFP4 = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
@@ -33,21 +51,41 @@ MXFP4 = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
 INT4_ROWS = Cast(format=INT4, tile=(1, WHOLE))
 NF4_64 = Cast(format=NF4, tile=(1, 64))
 FOUR_BIT = (NVFP4, MXFP4, INT4_ROWS, NF4_64)
-RECIPE_CASTS = tuple(  # to nearest, of the tensor's own amax: noise and calibration have tests of their own
-    dict.fromkeys(
-        replace(cast, rounding="nearest", calibrate=CURRENT)
-        for recipe in recipes.ALL
-        for gemm in recipe.gemms().values()
-        for cast in (gemm.lhs, gemm.rhs)
-        if cast
+RECIPE_CASTS = (
+    tuple(  # to nearest, of the tensor's own amax: noise and calibration have tests of their own
+        dict.fromkeys(
+            replace(cast, rounding="nearest", calibrate=CURRENT)
+            for recipe in recipes.ALL
+            for gemm in recipe.gemms().values()
+            for cast in (gemm.lhs, gemm.rhs)
+            if cast
+        )
     )
 )
 ALL_CASTS = (*RECIPE_CASTS, *FOUR_BIT)
 
 casts = st.builds(
-    Cast, format=st.sampled_from(ELEMENTS), tile=st.sampled_from(TILES), scale=st.sampled_from(scaling.RULES)
+    Cast,
+    format=st.sampled_from(ELEMENTS),
+    tile=st.sampled_from(TILES),
+    scale=st.sampled_from(scaling.RULES),
 )
-SPECIAL = (0.0, -0.0, 1e-40, -1e-45, 2.0**-126, 1e-30, 3e38, -FLOAT32_MAX, INF, -INF, NAN, 448.0, 6.0, -1.0)
+SPECIAL = (
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-45,
+    2.0**-126,
+    1e-30,
+    3e38,
+    -FLOAT32_MAX,
+    INF,
+    -INF,
+    NAN,
+    448.0,
+    6.0,
+    -1.0,
+)
 
 
 @st.composite
@@ -157,7 +195,11 @@ def test_quantizing_again_changes_nothing():
         assert_same(again.scale, q.scale)
 
 
-@given(x=matrices(special=(), exponents=(-60, 60), dtypes=(torch.float32,)), cast=casts, power=st.integers(-30, 30))
+@given(
+    x=matrices(special=(), exponents=(-60, 60), dtypes=(torch.float32,)),
+    cast=casts,
+    power=st.integers(-30, 30),
+)
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_powers_of_two_pass_through(x, cast, power):
     """Q(2**k x) = 2**k Q(x), by the scales alone; far from the ends of float32 (exact)."""
@@ -260,7 +302,11 @@ def test_small_fp16_numbers_are_not_lost():
 
 
 def test_float64_beyond_float32_is_poison():
-    assert quantize(torch.tensor([[1e300, 1.0]], dtype=torch.float64), Cast(format=E4M3)).scale.isnan().all()
+    assert (
+        quantize(torch.tensor([[1e300, 1.0]], dtype=torch.float64), Cast(format=E4M3))
+        .scale.isnan()
+        .all()
+    )
 
 
 @pytest.mark.parametrize("cast", ALL_CASTS, ids=str)
@@ -270,7 +316,9 @@ def test_empty_tensors_pass_through(cast, shape):
         q = quantize(torch.empty(shape), cast, expand=expand)
         assert q.shape == shape and dequantize(q).shape == shape
         assert tuple(q.scale.shape) == scale_shape(shape, cast.tile)
-        assert quantize(torch.empty(shape), cast, amax=torch.ones(1, 1), expand=expand).shape == shape
+        assert (
+            quantize(torch.empty(shape), cast, amax=torch.ones(1, 1), expand=expand).shape == shape
+        )
 
 
 def test_quantize_leaves_autograd_and_its_input_alone():
@@ -295,7 +343,8 @@ def test_a_given_amax_replaces_the_tensors_own():
         own = tile_amax(y, cast.tile)
         assert_same_quantization(quantize(y, cast, amax=own), quantize(y, cast))
         assert_same_quantization(
-            quantize(y, cast, amax=torch.full((1, 1), 3.0)), quantize(y, cast, amax=torch.full_like(own, 3.0))
+            quantize(y, cast, amax=torch.full((1, 1), 3.0)),
+            quantize(y, cast, amax=torch.full_like(own, 3.0)),
         )
         assert_same_quantization(quantize(y, cast, amax=own.double()), quantize(y, cast))
 
@@ -314,7 +363,8 @@ def test_a_poisoned_amax_poisons(bad):
 def test_tile_amax_is_the_largest_magnitude_of_each_tile(x, tile):
     a, b = tile_sizes(tuple(x.shape), tile)
     expected = [
-        [x[i : i + a, j : j + b].abs().max().float() for j in range(0, x.shape[1], b)] for i in range(0, x.shape[0], a)
+        [x[i : i + a, j : j + b].abs().max().float() for j in range(0, x.shape[1], b)]
+        for i in range(0, x.shape[0], a)
     ]
     expected = torch.tensor(expected).reshape(scale_shape(tuple(x.shape), tile))
     assert_same(plain(tile_amax(x, tile)).abs(), plain(expected))
@@ -334,7 +384,12 @@ def test_tile_amax_sees_nan_in_every_position(tile):
 
 @pytest.mark.parametrize(
     ("tile", "huge", "traced"),
-    [((WHOLE, WHOLE), 1e30, False), ((WHOLE, WHOLE), 1e30, True), ((1, WHOLE), -3e38, False), ((3, 16), 1.9e20, False)],
+    [
+        ((WHOLE, WHOLE), 1e30, False),
+        ((WHOLE, WHOLE), 1e30, True),
+        ((1, WHOLE), -3e38, False),
+        ((3, 16), 1.9e20, False),
+    ],
     ids=str,
 )
 def test_an_outlier_whose_square_overflows_leaves_a_finite_spread(tile, huge, traced, monkeypatch):
@@ -366,7 +421,9 @@ def test_tile_amax_wants_two_axes():
 
 @given(
     x=matrices(special=(0.0, -0.0, 1e-40, 2.0**-126, 1e-30, 1e30), dtypes=(torch.float32,)),
-    cast=casts.filter(lambda cast: cast.scale in (FP32, POW2) and not isinstance(cast.format, formats.TableFormat)),
+    cast=casts.filter(
+        lambda cast: cast.scale in (FP32, POW2) and not isinstance(cast.format, formats.TableFormat)
+    ),
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_the_error_is_at_most_half_a_gap(x, cast):
@@ -376,10 +433,17 @@ def test_the_error_is_at_most_half_a_gap(x, cast):
     """
     q = quantize(x, cast)
     a, b = tile_sizes(q.shape, cast.tile)
-    scale = q.scale.double().repeat_interleave(a, 0).repeat_interleave(b, 1)[: x.shape[0], : x.shape[1]]
-    relative = 2.0 ** -(cast.format.mantissa + 1) if isinstance(cast.format, formats.FloatFormat) else 0.0
+    scale = (
+        q.scale.double().repeat_interleave(a, 0).repeat_interleave(b, 1)[: x.shape[0], : x.shape[1]]
+    )
+    relative = (
+        2.0 ** -(cast.format.mantissa + 1) if isinstance(cast.format, formats.FloatFormat) else 0.0
+    )
     exact = x.double()
-    bound = torch.maximum(relative * exact.abs(), scale * cast.format.smallest / 2) + 4 * 2.0**-24 * exact.abs()
+    bound = (
+        torch.maximum(relative * exact.abs(), scale * cast.format.smallest / 2)
+        + 4 * 2.0**-24 * exact.abs()
+    )
     assert ((dequantize(q).double() - exact).abs() <= bound).all()
 
 
@@ -427,7 +491,9 @@ def test_the_top_of_float32_decodes_to_infinity():
     assert q.scale.item() == 2.0**120 and q.values().item() == 256
     assert dequantize(q).item() == INF == torch.tensor(FLOAT32_MAX).to(torch.bfloat16).item()
     largest_kept = torch.tensor([[247.0 * 2.0**120]])
-    assert dequantize(quantize(largest_kept, Cast(format=E4M3, scale=POW2))).item() == 240 * 2.0**120
+    assert (
+        dequantize(quantize(largest_kept, Cast(format=E4M3, scale=POW2))).item() == 240 * 2.0**120
+    )
 
 
 # --- stochastic rounding -----------------------------------------------------------------------------------------------------
@@ -443,7 +509,8 @@ def test_the_mean_over_all_noise_is_the_input(cast):
     x = matrix(4, 64)
     amax = tile_amax(x, cast.tile) * (1.1 if cast.scale.two_level else 1.0)
     total = sum(
-        dequantize(quantize(x, cast, amax=amax, noise=torch.full_like(x, k / 256))).double() for k in range(256)
+        dequantize(quantize(x, cast, amax=amax, noise=torch.full_like(x, k / 256))).double()
+        for k in range(256)
     )
     low = dequantize(quantize(x, cast, amax=amax, noise=torch.full_like(x, 1 - 2.0**-24))).double()
     high = dequantize(quantize(x, cast, amax=amax, noise=torch.zeros_like(x))).double()
@@ -456,9 +523,15 @@ def test_noise_is_taken_elementwise_whatever_the_layout():
     cast = Cast(format=E4M3, tile=(1, 16), scale=POW2, rounding="stochastic")
     x, noise = matrix(6, 50), torch.rand(6, 50)
     expected = quantize(x, cast, noise=noise)
-    assert_same_quantization(quantize(x.T.contiguous().T, cast, noise=noise.T.contiguous().T), expected)
-    assert_same(dequantize(quantize(x, cast, noise=noise, expand=torch.bfloat16)), dequantize(expected))
-    assert_same_quantization(quantize(x[2:4], cast, noise=noise[2:4]), quantize(x[2:4].clone(), cast, noise=noise[2:4]))
+    assert_same_quantization(
+        quantize(x.T.contiguous().T, cast, noise=noise.T.contiguous().T), expected
+    )
+    assert_same(
+        dequantize(quantize(x, cast, noise=noise, expand=torch.bfloat16)), dequantize(expected)
+    )
+    assert_same_quantization(
+        quantize(x[2:4], cast, noise=noise[2:4]), quantize(x[2:4].clone(), cast, noise=noise[2:4])
+    )
     assert_same(quantize(x[2:4], cast, noise=noise[2:4]).data, expected.data[2:4])
 
 
@@ -471,7 +544,11 @@ STOCHASTIC = Cast(format=E4M3, rounding="stochastic")
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: quantize(torch.ones(3), INT4_ROWS), ShapeError, r"x is \[3\] torch.float32.*x\.flatten\(0, -2\)"),
+        (
+            lambda: quantize(torch.ones(3), INT4_ROWS),
+            ShapeError,
+            r"x is \[3\] torch.float32.*x\.flatten\(0, -2\)",
+        ),
         (lambda: quantize(torch.ones(1, 2, 3), INT4_ROWS), ShapeError, r"x is \[1, 2, 3\]"),
         (
             lambda: quantize(torch.ones(2, 3).int(), INT4_ROWS),
@@ -483,8 +560,16 @@ STOCHASTIC = Cast(format=E4M3, rounding="stochastic")
             ShapeError,
             r"amax is \[4, 2\]; tiles of \(1, 16\) on \[4, 40\] need \[4, 3\], or \[1, 1\] for all",
         ),
-        (lambda: quantize(torch.ones(4, 4), Cast(format=E4M3), amax=torch.ones(())), ShapeError, r"amax is \[\]"),
-        (lambda: quantize(torch.ones(2, 3), STOCHASTIC), ConfigError, r"rounds stochastic, but noise was not given"),
+        (
+            lambda: quantize(torch.ones(4, 4), Cast(format=E4M3), amax=torch.ones(())),
+            ShapeError,
+            r"amax is \[\]",
+        ),
+        (
+            lambda: quantize(torch.ones(2, 3), STOCHASTIC),
+            ConfigError,
+            r"rounds stochastic, but noise was not given",
+        ),
         (
             lambda: quantize(torch.ones(2, 3), Cast(format=E4M3), noise=torch.rand(2, 3)),
             ConfigError,
@@ -520,7 +605,9 @@ def digests() -> dict[str, str]:
     generator = np.random.default_rng(9)
     found = {}
     for lowest in (0, 1, 5, 10, 12, 20, 127, 230):  # exponent fields; 0 is subnormal
-        exponent = generator.integers(lowest, lowest + 14, (8, 48)) * (generator.random((8, 48)) > 0.1)
+        exponent = generator.integers(lowest, lowest + 14, (8, 48)) * (
+            generator.random((8, 48)) > 0.1
+        )
         exponent[3] = 0  # a row of subnormals
         mantissa, sign = generator.integers(0, 2**23, (8, 48)), generator.integers(0, 2, (8, 48))
         x = from_bits((sign << 31 | exponent << 23 | mantissa).astype(np.uint32))
@@ -529,7 +616,10 @@ def digests() -> dict[str, str]:
                 for tile in ((1, WHOLE), (3, 16)):
                     q = quantize(x, Cast(format=format, tile=tile, scale=rule))
                     floats = [plain(result) for result in (q.scale, q.full_scale(), dequantize(q))]
-                    parts = [result.contiguous().numpy().tobytes() for result in (q.data.view(torch.uint8), *floats)]
+                    parts = [
+                        result.contiguous().numpy().tobytes()
+                        for result in (q.data.view(torch.uint8), *floats)
+                    ]
                     found[f"{lowest} {q.cast}"] = hashlib.sha256(b"".join(parts)).hexdigest()
     return found
 

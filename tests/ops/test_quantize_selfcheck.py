@@ -47,7 +47,9 @@ def examine(run, of: Spec, op: str = "quantize") -> selfcheck.Result:
 
 
 def right(x, cast, amax, key, expand):
-    return definition.quantize(x, cast, amax, None if key is None else key.uniform(tuple(x.shape)), expand)
+    return definition.quantize(
+        x, cast, amax, None if key is None else key.uniform(tuple(x.shape)), expand
+    )
 
 
 def right_both(x, cast, amax_state, records, cols, keys):
@@ -86,7 +88,9 @@ def hides_nan(x, cast, amax, key, expand):
 
 def forgets_the_transpose(x, cast, amax, key, expand):
     """Reads the memory in its order, whatever the strides are."""
-    return right(x if x.stride(1) == 1 else x.T.contiguous().reshape(x.shape), cast, amax, key, expand)
+    return right(
+        x if x.stride(1) == 1 else x.T.contiguous().reshape(x.shape), cast, amax, key, expand
+    )
 
 
 def other_noise(x, cast, amax, key, expand):
@@ -124,7 +128,9 @@ def ignores_the_window(x, cast, live, *rest):
     return right(x, cast, amax, None, None), None, amax
 
 
-@pytest.mark.parametrize(("run", "words"), [(never_records, "its window"), (ignores_the_window, "its amax")])
+@pytest.mark.parametrize(
+    ("run", "words"), [(never_records, "its window"), (ignores_the_window, "its amax")]
+)
 def test_a_window_that_is_kept_wrongly_is_found(run, words):
     reason = examine(run, spec(Cast(format=E4M3), delayed=True), "quantize_pair").reason
     assert reason is not None and reason.startswith(words)
@@ -144,7 +150,9 @@ def test_a_second_orientation_with_the_first_ones_scales_is_found():
 
 def registry_of(run) -> Registry[Spec]:
     registry: Registry[Spec] = Registry("quantize")
-    registry.register(Kernel("fast", lambda spec: None, run, check=lambda: casting.CHECKS["quantize"]))
+    registry.register(
+        Kernel("fast", lambda spec: None, run, check=lambda: casting.CHECKS["quantize"])
+    )
     registry.register(Kernel("reference", lambda spec: None, right))
     return registry
 
@@ -159,7 +167,9 @@ def test_a_check_is_made_once_for_a_kind_of_call(no_results):
     registry = registry_of(run)
     for shape in ((64, 64), (3, 5), (64, 64)):
         assert registry.choose(spec(CASTS[0], shape=shape)).kernel.name == "fast"
-    assert len(calls) == 8, "as it lies and transposed, whole and its last rows, with NaN and without"
+    assert len(calls) == 8, (
+        "as it lies and transposed, whole and its last rows, with NaN and without"
+    )
     registry.choose(spec(CASTS[0], dtype=torch.float32))
     assert len(calls) == 16
     registry.choose(spec(CASTS[0], device=Device("cuda", (9, 0))))
@@ -169,10 +179,14 @@ def test_a_check_is_made_once_for_a_kind_of_call(no_results):
 def test_a_refused_kernel_is_named_and_replaced(no_results):
     registry = registry_of(one_code_off)
     with pytest.warns(
-        RuntimeWarning, match="quantize: the fast kernel is not used, .* because its codes is wrong on cpu"
+        RuntimeWarning,
+        match="quantize: the fast kernel is not used, .* because its codes is wrong on cpu",
     ):
         choice = registry.choose(spec(CASTS[0]))
-    assert choice.kernel.name == "reference" and "its codes is wrong on cpu" in choice.refusals[0][1].text
+    assert (
+        choice.kernel.name == "reference"
+        and "its codes is wrong on cpu" in choice.refusals[0][1].text
+    )
     with raises(BackendError, "kernel.refused", "quantize", "fast"):
         registry.choose(spec(CASTS[0]), "fast")
 
@@ -196,7 +210,12 @@ def test_the_rotation_passes(order, dtype):
 def changed(**parts):
     def run(x, hadamard, signs, *rest):
         found = encoding.in_turn(x, hadamard, signs, *rest)
-        return Codes(**{**found._asdict(), **{name: change(getattr(found, name)) for name, change in parts.items()}})
+        return Codes(
+            **{
+                **found._asdict(),
+                **{name: change(getattr(found, name)) for name, change in parts.items()},
+            }
+        )
 
     return run
 
@@ -204,11 +223,17 @@ def changed(**parts):
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (lambda x, h, signs, *rest: encoding.in_turn(x, h, -signs.abs(), *rest), "its codes is wrong on cpu"),
+        (
+            lambda x, h, signs, *rest: encoding.in_turn(x, h, -signs.abs(), *rest),
+            "its codes is wrong on cpu",
+        ),
         (changed(codes=lambda codes: codes.roll(16, 1)), "its codes is wrong on cpu"),
         (changed(bits=lambda bits: bits.flip(1)), "its bits of what was not clipped is wrong"),
         (changed(packed=lambda pairs: (pairs >> 4) | (pairs << 4)), "its packed codes is wrong"),
-        (lambda x, *rest: encoding.in_turn(x.nan_to_num(), *rest), "its codes is wrong on cpu: inf times"),
+        (
+            lambda x, *rest: encoding.in_turn(x.nan_to_num(), *rest),
+            "its codes is wrong on cpu: inf times",
+        ),
     ],
     ids=["signs", "blocks", "bits", "nibbles", "nan"],
 )

@@ -35,7 +35,13 @@ CASTS = (
     Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
     Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
     Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL),
-    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16),
+    Cast(
+        format=E2M1,
+        tile=(1, 16),
+        scale=E4M3_TWO_LEVEL_CEIL,
+        rounding="stochastic",
+        headroom=17 / 16,
+    ),
     Cast(format=INT4, rounding="stochastic"),
     Cast(format=INT4, tile=(1, WHOLE)),
     Cast(format=INT8),
@@ -54,7 +60,9 @@ def forgotten():
 
 def spec(cast: Cast, device: Device = HOPPER, shape: tuple[int, int] = (64, 64), **changes) -> Spec:
     changes.setdefault("noise", "key" if cast.rounding == "stochastic" else None)
-    return Spec(device=device, dtype=changes.pop("dtype", torch.bfloat16), shape=shape, cast=cast, **changes)
+    return Spec(
+        device=device, dtype=changes.pop("dtype", torch.bfloat16), shape=shape, cast=cast, **changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,17 +109,23 @@ def test_one_pass_refuses_what_it_cannot_do(triton_installed):
 
 
 @pytest.mark.parametrize(
-    ("version", "least"), [("3.6.0", (9, 0)), ("3.8.1", (9, 0)), ("3.9.0", (8, 9)), ("3.10.0", (8, 9))]
+    ("version", "least"),
+    [("3.6.0", (9, 0)), ("3.8.1", (9, 0)), ("3.9.0", (8, 9)), ("3.10.0", (8, 9))],
 )
 def test_conversions_of_old_triton_on_ada_round_twice(monkeypatch, version, least):
     """By way of float16; there the kernels round in integer arithmetic."""
     monkeypatch.setattr(triton.metadata, "version", lambda name: version)
-    found = [capability for capability in ((8, 0), (8, 9), (9, 0), (10, 0)) if triton.has_conversions(capability)]
+    found = [
+        capability
+        for capability in ((8, 0), (8, 9), (9, 0), (10, 0))
+        if triton.has_conversions(capability)
+    ]
     assert min(found) == least
 
 
 @pytest.mark.parametrize(
-    ("version", "words"), [("3.5.1", "triton is 3.5.1, needs 3.6"), (None, "triton is not installed")]
+    ("version", "words"),
+    [("3.5.1", "triton is 3.5.1, needs 3.6"), (None, "triton is not installed")],
 )
 def test_an_old_or_absent_triton_is_named(monkeypatch, version, words):
     def found(name):
@@ -156,7 +170,9 @@ def test_on_the_cpu_the_same_kernels_as_before_compute():
 def test_both_and_delayed_are_what_they_say_on_the_cpu():
     x = torch.randn(40, 70)
     cast = Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)
-    for got, expected in zip(quantize_pair(x, cast)[:2], (quantize(x, cast), quantize(x.T, cast)), strict=True):
+    for got, expected in zip(
+        quantize_pair(x, cast)[:2], (quantize(x, cast), quantize(x.T, cast)), strict=True
+    ):
         assert_same(got.data, expected.data)
         assert_same(got.scale, expected.scale)
     live, same_live = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([2.0, 1.0, 0.0])
@@ -197,7 +213,9 @@ def check(x: torch.Tensor, cast: Cast, expand: torch.dtype | None = None) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (1, 4097), (37, 53), (129, 8193), (304, 512), (300, 512), (1024, 1024)], ids=str
+    "shape",
+    [(1, 1), (1, 4097), (37, 53), (129, 8193), (304, 512), (300, 512), (1024, 1024)],
+    ids=str,
 )
 def test_kernels_have_the_bits_of_the_reference(gpu, cast, shape):
     """Every orientation, odd sizes, poisoned outputs; hence the conversion instruction as well."""
@@ -227,7 +245,11 @@ def test_memory_that_kernels_count_in_is_kept_and_what_they_leave_written_lies_a
 def test_programs_that_wait_for_each_other(gpu, cast):
     """More pieces than programs, beside work on another stream, again and again, and in a CUDA graph: the bits of the reference."""
     shape = (6000, 4112)
-    x, busy, graph = torch.randn(*shape, dtype=torch.bfloat16, device=gpu), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    x, busy, graph = (
+        torch.randn(*shape, dtype=torch.bfloat16, device=gpu),
+        torch.cuda.Stream(),
+        torch.cuda.CUDAGraph(),
+    )
     numbers = torch.randn(4096, 4096, device=gpu)
     for i in range(10):
         x.mul_(0.7)
@@ -264,7 +286,9 @@ def test_every_bfloat16_is_rounded_as_the_reference_rounds_it(gpu, format):
     for amax in (format.max, 1.0, 3.0, 1e-3, 2.0**-100):
         given = torch.full((1, 1), float(amax))
         got = quantize(x.to(gpu), Cast(format=format), amax=given.to(gpu), backend="triton")
-        assert_same(got.data, quantize(x, Cast(format=format), amax=given, backend="reference").data)
+        assert_same(
+            got.data, quantize(x, Cast(format=format), amax=given, backend="reference").data
+        )
 
 
 @pytest.mark.gpu
@@ -278,17 +302,25 @@ def test_delayed_scaling_in_one_pass(gpu, in_use, spoiled):
             x[1, 2] = spoiled
         live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))
         live = live.to(gpu)
-        got, _, used = quantize_pair(x.to(gpu), Cast(format=E4M3), amax_state=live, cols=False, backend="triton")
+        got, _, used = quantize_pair(
+            x.to(gpu), Cast(format=E4M3), amax_state=live, cols=False, backend="triton"
+        )
         amax = update_amax(expected_live, tile_amax(x, (WHOLE, WHOLE)))
         assert_same(live, expected_live)
         assert_same(used, amax, any_nan=True)
-        assert_same(dequantize(got), dequantize(quantize(x, Cast(format=E4M3), amax=amax)), any_nan=True)
+        assert_same(
+            dequantize(got), dequantize(quantize(x, Cast(format=E4M3), amax=amax)), any_nan=True
+        )
         live = torch.tensor([in_use, 0.5, 0.0], device=gpu)
         *both, used = quantize_pair(x.to(gpu), Cast(format=E4M3), amax_state=live, backend="triton")
         assert_same(live, expected_live)
         assert_same(used, amax, any_nan=True)
         for got, of in zip(both, (x, x.T), strict=True):
-            assert_same(dequantize(got), dequantize(quantize(of, Cast(format=E4M3), amax=amax)), any_nan=True)
+            assert_same(
+                dequantize(got),
+                dequantize(quantize(of, Cast(format=E4M3), amax=amax)),
+                any_nan=True,
+            )
 
 
 @pytest.mark.gpu
@@ -304,7 +336,9 @@ def test_keys_are_drawn_without_waiting_and_repeat_with_the_generator(gpu):
     torch.cuda.manual_seed(3)
     again = draw((40, 50), gpu)
     assert isinstance(first, Key) and torch.equal(first.words, again.words)
-    expected = quantize(x.cpu(), Cast(format=INT4, rounding="stochastic"), noise=first.uniform((40, 50)).cpu())
+    expected = quantize(
+        x.cpu(), Cast(format=INT4, rounding="stochastic"), noise=first.uniform((40, 50)).cpu()
+    )
     assert_same(one.data, expected.data)
 
 

@@ -14,7 +14,14 @@ from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.mm import KERNELS, plan
 from narrowgauge.ops.mm.definition import compute_dtype
 from narrowgauge.ops.mm.spec import MmSpec
-from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, onednn_without_vnni
+from narrowgauge.ops.registry import (
+    Device,
+    Kernel,
+    Refusal,
+    Registry,
+    device_facts,
+    onednn_without_vnni,
+)
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
 from tests.raising import raises
@@ -33,7 +40,9 @@ NOT_MX = Refusal("operands", "needs two operands of MXFP8, MXFP4 or NVFP4")
 NOT_TWO_INT4 = Refusal("operands", "needs two operands of INT4")
 NOT_INTEGERS = Refusal("operands", "needs two integer operands")
 NOT_IN_TILES = Refusal("operands", "needs two FP8 operands in tiles")
-NOT_INT4 = Refusal("operands", "needs two operands of INT4, one of which may be a bit-split gradient")
+NOT_INT4 = Refusal(
+    "operands", "needs two operands of INT4, one of which may be a bit-split gradient"
+)
 
 
 def choose(gemm, device, forced=None, expanded=False):
@@ -72,7 +81,9 @@ def test_which_kernel_computes_which_recipe(device, found, gemm, triton_installe
     in_cpp = device == PLAIN_CPU and not int4.LIBRARY.missing and int4.has_gemm()
     if "int8" in found or in_cpp:
         integers = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
-        integers |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(gemm, set())
+        integers |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(
+            gemm, set()
+        )
     found = dict.fromkeys(integers, "native-cpp" if in_cpp else "native-int8") | found
     for recipe in recipes.ALL:
         expected = found.get(recipe.name, "reference")
@@ -93,12 +104,18 @@ def test_which_kernel_computes_which_recipe(device, found, gemm, triton_installe
                 "triton": "compute capability 8.0, FP8 needs 8.9",
             },
         ),
-        ("mxfp8", HOPPER, {"native": NOT_BY_ROW.text, "native-mx": "compute capability 9.0, MX needs 10.0"}),
+        (
+            "mxfp8",
+            HOPPER,
+            {"native": NOT_BY_ROW.text, "native-mx": "compute capability 9.0, MX needs 10.0"},
+        ),
         ("fp8-current", Device("xpu"), {"native": "xpu has no FP8 units"}),
         (
             "int8",
             PLAIN_CPU,
-            {"native-int8": "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"},
+            {
+                "native-int8": "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
+            },
         ),
         ("int8", TURING, {"native-int8": "compute capability 7.5, the integer GEMM needs 8.0"}),
         ("int8", Device("xpu"), {"native-int8": "no integer GEMM on xpu"}),
@@ -119,9 +136,9 @@ def test_every_refusal_has_its_reason(name, device, changed):
         "triton": NOT_IN_TILES,
     }
     found = {name: refusal.text for name, refusal in choice.refusals}
-    assert found == {name: refusal.text for name, refusal in families.items()} | changed and list(found) == list(
-        families
-    )
+    assert found == {name: refusal.text for name, refusal in families.items()} | changed and list(
+        found
+    ) == list(families)
     assert all(refusal.code == "operands" for refusal in families.values())
     assert set(choice.reasons) == set(changed.values()) - {NOT_BY_ROW.text}
 
@@ -152,7 +169,9 @@ def test_expanded_operands_are_for_the_reference():
     reason = "takes codes, but an operand is expanded to floats"
     for name, kernel in (("fp8-current", "native"), ("int8", "native-int8")):
         choice = choose(recipes.get(name).output, HOPPER, expanded=True)
-        assert choice.kernel.name == "reference" and dict(choice.refusals)[kernel] == Refusal("expanded", reason)
+        assert choice.kernel.name == "reference" and dict(choice.refusals)[kernel] == Refusal(
+            "expanded", reason
+        )
 
 
 # --- forcing a kernel --------------------------------------------------------------------------------------------------------
@@ -161,7 +180,9 @@ def test_expanded_operands_are_for_the_reference():
 def test_a_forced_kernel_is_taken_or_raises():
     gemm = recipes.get("fp8-current").output
     assert choose(gemm, HOPPER, "native").kernel.name == "native"
-    assert choose(gemm, HOPPER, "reference").kernel.name == "reference", "never replaced by a faster one"
+    assert choose(gemm, HOPPER, "reference").kernel.name == "reference", (
+        "never replaced by a faster one"
+    )
     with raises(BackendError, "kernel.refused", "mm", "native", "reference"):
         choose(gemm, PLAIN_CPU, "native")
     with raises(BackendError, "kernel.refused", "native-int8", "native, reference"):
@@ -169,7 +190,9 @@ def test_a_forced_kernel_is_taken_or_raises():
 
 
 def test_an_unknown_kernel_names_the_closest():
-    with raises(BackendError, "kernel.unknown", "mm", "'nativ'", "'native', 'native-mx', 'native-cpp'"):
+    with raises(
+        BackendError, "kernel.unknown", "mm", "'nativ'", "'native', 'native-mx', 'native-cpp'"
+    ):
         choose(Gemm(), PLAIN_CPU, "nativ")
     with raises(BackendError, "kernel.unknown", "'zzz'"):
         choose(Gemm(), PLAIN_CPU, "zzz")
@@ -191,14 +214,21 @@ def test_kernels_are_tried_in_the_order_of_registration():
     register("even", lambda n: n % 2 == 0, "odd")
     register("small", lambda n: n < 10, "large")
     register("any", lambda n: True, "")
-    assert registry.choose(number(4)).kernel.name == "even" and registry.choose(number(4)).refusals == ()
+    assert (
+        registry.choose(number(4)).kernel.name == "even"
+        and registry.choose(number(4)).refusals == ()
+    )
     odd = ("even", Refusal("shape", "3 is odd"))
-    assert registry.choose(number(3)).kernel.name == "small" and registry.choose(number(3)).refusals == (odd,)
+    assert registry.choose(number(3)).kernel.name == "small" and registry.choose(
+        number(3)
+    ).refusals == (odd,)
     assert registry.choose(number(13)).refusals == (
         ("even", Refusal("shape", "13 is odd")),
         ("small", Refusal("shape", "13 is large")),
     )
-    assert registry.choose(number(4), "small").refusals == (), "a kernel that was passed over did not refuse"
+    assert registry.choose(number(4), "small").refusals == (), (
+        "a kernel that was passed over did not refuse"
+    )
     with raises(BackendError, "kernel.refused", "op", "even", "3 is odd", "small, any"):
         registry.choose(number(3), "even")
 
@@ -211,12 +241,24 @@ def test_kernels_are_tried_in_the_order_of_registration():
     [
         (Cast(format=E4M3), Cast(format=E5M2), True),
         (Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=INT8, tile=(1, WHOLE)), True),
-        (Cast(format=E4M3, tile=(1, 32), scale=POW2), Cast(format=E4M3, tile=(128, 128), scale=POW2), True),
+        (
+            Cast(format=E4M3, tile=(1, 32), scale=POW2),
+            Cast(format=E4M3, tile=(128, 128), scale=POW2),
+            True,
+        ),
         (Cast(format=INT8, tile=(1, 32), scale=POW2), None, True),
-        (Cast(format=E4M3, tile=(1, 128)), Cast(format=E4M3), False),  # float32 scales inside the sum
+        (
+            Cast(format=E4M3, tile=(1, 128)),
+            Cast(format=E4M3),
+            False,
+        ),  # float32 scales inside the sum
         (Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, True),  # 2 bits times 4 bits
         (Cast(format=INT8, tile=(1, 16), scale=E4M3_TWO_LEVEL), None, False),  # 7 bits times 4 bits
-        (Cast(format=E2M1, tile=(1, 32), scale=POW2, headroom=4 / 3), None, True),  # the 4/3 leaves the sum
+        (
+            Cast(format=E2M1, tile=(1, 32), scale=POW2, headroom=4 / 3),
+            None,
+            True,
+        ),  # the 4/3 leaves the sum
         (Cast(format=NF4), None, False),  # levels with 24 bits
         (Cast(format=INT4, tile=(1, WHOLE)), None, True),
         (None, None, True),
@@ -226,7 +268,9 @@ def test_bfloat16_is_used_only_where_it_is_exact(lhs, rhs, exact):
     for device in (FAST_CPU, AMPERE, HOPPER):
         assert compute_dtype((lhs, rhs), device) == compute_dtype((rhs, lhs), device)
         assert compute_dtype((lhs, rhs), device) == (torch.bfloat16 if exact else torch.float32)
-    assert compute_dtype((lhs, rhs), PLAIN_CPU) == torch.float32, "several times faster without bfloat16 units"
+    assert compute_dtype((lhs, rhs), PLAIN_CPU) == torch.float32, (
+        "several times faster without bfloat16 units"
+    )
 
 
 def test_every_recipe_is_exact_in_bfloat16():
@@ -235,8 +279,12 @@ def test_every_recipe_is_exact_in_bfloat16():
             # A CPU's bfloat16 GEMM returns bfloat16, which rounds integer sums; scales per token stay in the sum in float32.
             integers = gemm.lhs is not None and gemm.lhs.format in (INT4, INT4X2, INT8)
             inside = gemm.lhs is not None and gemm.lhs.tile == (WHOLE, 1)
-            assert compute_dtype((gemm.lhs, gemm.rhs), FAST_CPU) == (torch.float32 if integers else torch.bfloat16)
-            assert compute_dtype((gemm.lhs, gemm.rhs), AMPERE) == (torch.float32 if inside else torch.bfloat16)
+            assert compute_dtype((gemm.lhs, gemm.rhs), FAST_CPU) == (
+                torch.float32 if integers else torch.bfloat16
+            )
+            assert compute_dtype((gemm.lhs, gemm.rhs), AMPERE) == (
+                torch.float32 if inside else torch.bfloat16
+            )
 
 
 def test_plans_want_codes_for_native_kernels_and_values_for_the_reference(device_is):

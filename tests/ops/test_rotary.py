@@ -18,7 +18,9 @@ DTYPES = [
     (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
     (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16),
 ]
-each_dtypes = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda each: f"{each[0]}-{each[2]}".replace("torch.", ""))
+each_dtypes = pytest.mark.parametrize(
+    "dtypes", DTYPES, ids=lambda each: f"{each[0]}-{each[2]}".replace("torch.", "")
+)
 
 
 def turned_by_transformers(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +37,10 @@ def test_values_and_gradients_are_those_of_transformers(dtypes, transposed):
     wanted = (expected[0].dtype, expected[1].dtype)
     found = rotary.reference(q.detach(), k.detach(), cos, sin, wanted, inverse=False)
     assert all(map(torch.equal, found, expected)) and tuple(x.dtype for x in found) == wanted
-    given = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype) for x in expected]
+    given = [
+        torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype)
+        for x in expected
+    ]
     gradients = torch.autograd.grad(expected, (q, k), given)
     own = rotary.reference(*given, cos, sin, (q.dtype, k.dtype), inverse=True)
     assert all(map(torch.equal, own, gradients))
@@ -46,7 +51,9 @@ def test_turning_forth_and_back_by_true_angles_is_the_identity():
     angles = torch.rand(1, 9, 16)
     cos, sin = (torch.cat((x, x), -1) for x in (angles.cos(), angles.sin()))
     there = rotary.reference(q, k, cos, sin, (torch.float32,) * 2, inverse=False)
-    for x, back in zip((q, k), rotary.reference(*there, cos, sin, (torch.float32,) * 2, inverse=True), strict=True):
+    for x, back in zip(
+        (q, k), rotary.reference(*there, cos, sin, (torch.float32,) * 2, inverse=True), strict=True
+    ):
         torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(there[0].norm(dim=-1), q.norm(dim=-1))
 
@@ -56,8 +63,20 @@ def test_turning_forth_and_back_by_true_angles_is_the_identity():
     [
         (Device("cpu"), DTYPES[0], 64, False, "needs a CUDA device, the tensor is on cpu"),
         (Device("cuda", (7, 5)), DTYPES[0], 64, False, "compute capability 7.5, needs 8.0"),
-        (Device("cuda", (9, 0)), DTYPES[0], 63, False, "turns heads of even length up to 512, not 63"),
-        (Device("cuda", (9, 0)), DTYPES[0], 1024, False, "turns heads of even length up to 512, not 1024"),
+        (
+            Device("cuda", (9, 0)),
+            DTYPES[0],
+            63,
+            False,
+            "turns heads of even length up to 512, not 63",
+        ),
+        (
+            Device("cuda", (9, 0)),
+            DTYPES[0],
+            1024,
+            False,
+            "turns heads of even length up to 512, not 1024",
+        ),
         (
             Device("cuda", (9, 0)),
             (torch.float64,) * 4,
@@ -73,20 +92,30 @@ def test_refusals_say_why(triton_installed, device, dtypes, head, is_empty, word
 
 
 def test_a_gpu_takes_the_kernel(triton_installed):
-    assert rotary.KERNELS.choose(rotary.Spec(Device("cuda", (9, 0)), DTYPES[1], 128)).kernel.name == "triton"
+    assert (
+        rotary.KERNELS.choose(rotary.Spec(Device("cuda", (9, 0)), DTYPES[1], 128)).kernel.name
+        == "triton"
+    )
 
 
 @pytest.mark.gpu
 @each_dtypes
 @pytest.mark.parametrize("head", [8, 64, 80, 128, 256])
 def test_the_kernel_passes_its_check(dtypes, head):
-    assert examine("rotary", rotary.in_triton, rotary.CHECK, (dtypes, head), torch.device("cuda")).reason is None
+    assert (
+        examine(
+            "rotary", rotary.in_triton, rotary.CHECK, (dtypes, head), torch.device("cuda")
+        ).reason
+        is None
+    )
 
 
 @pytest.mark.gpu
 def test_part_of_a_head_is_turned_and_the_rest_of_memory_stays():
     """Slices of longer heads, as of models that turn only the first quarter."""
-    whole = [torch.randn(2, 7, heads, 64, device="cuda").bfloat16().transpose(1, 2) for heads in (4, 1)]
+    whole = [
+        torch.randn(2, 7, heads, 64, device="cuda").bfloat16().transpose(1, 2) for heads in (4, 1)
+    ]
     part = [x[..., :16] for x in whole]
     cos, sin = (torch.randn(2, 7, 16, device="cuda").bfloat16() for _ in range(2))
     dtypes = (torch.bfloat16, torch.bfloat16)

@@ -30,7 +30,8 @@ from tests.raising import raises
 
 CPU = torch.device("cpu")
 TENSOR, ROW, VECTOR, SQUARE = (
-    Cast(format=E4M3, tile=tile, scale=FP32) for tile in ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128))
+    Cast(format=E4M3, tile=tile, scale=FP32)
+    for tile in ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128))
 )
 MXFP8 = Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL)
 NVFP4 = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
@@ -63,7 +64,8 @@ def test_the_reference_passes(casts):
             CASTS["row"],
             native.run_scaled,
             marks=pytest.mark.skipif(
-                Version(torch.__version__).release < (2, 13), reason="its CPU version knows one scale per tensor"
+                Version(torch.__version__).release < (2, 13),
+                reason="its CPU version knows one scale per tensor",
             ),
         ),
         (CASTS["int8"], native.run_int8),
@@ -78,7 +80,10 @@ def test_torchs_own_kernels_pass_on_the_cpu(casts, run):
 @pytest.mark.parametrize("which", ["blocks", "mxfp8", "nvfp4"])
 def test_block_kernels_pass_on_a_stand_in_for_cublas(which, monkeypatch):
     monkeypatch.setattr(native, "scaled_mm", cublas.scaled_mm)
-    assert examine(native.run_block if which == "blocks" else native.run_mx, *CASTS[which]).reason is None
+    assert (
+        examine(native.run_block if which == "blocks" else native.run_mx, *CASTS[which]).reason
+        is None
+    )
 
 
 def changed(**parts):
@@ -94,7 +99,9 @@ def changed(**parts):
 def without_the_last_columns(lhs, rhs, bias, out_dtype, fast_accumulate):
     """What a GEMM does that drops a ragged block of K."""
     keep = lhs.inner - 16
-    values = [definition.times_scale(q.values(), q.scale, q.cast.tile)[:, :keep] for q in (lhs, rhs)]
+    values = [
+        definition.times_scale(q.values(), q.scale, q.cast.tile)[:, :keep] for q in (lhs, rhs)
+    ]
     return values[0] @ values[1].T
 
 
@@ -115,8 +122,14 @@ def cut_to(bits):
 
 WRONG = {
     "scales of rows turned round": (CASTS["row"], changed(scale=lambda q: q.scale.flip(0))),
-    "one scale for all": (CASTS["row"], changed(scale=lambda q: torch.full_like(q.scale, q.scale[0, 0].item()))),
-    "scales of blocks in the wrong order": (CASTS["blocks"], changed(scale=lambda q: q.scale.T.reshape(q.scale.shape))),
+    "one scale for all": (
+        CASTS["row"],
+        changed(scale=lambda q: torch.full_like(q.scale, q.scale[0, 0].item())),
+    ),
+    "scales of blocks in the wrong order": (
+        CASTS["blocks"],
+        changed(scale=lambda q: q.scale.T.reshape(q.scale.shape)),
+    ),
     "scales moved by one block": (CASTS["blocks"], changed(scale=lambda q: q.scale.roll(1, 1))),
     "no swizzle": (CASTS["mxfp8"], changed(scale=lambda q: q.scale.T.reshape(q.scale.shape))),
     "the tensor's scale forgotten": (
@@ -138,7 +151,8 @@ def test_wrong_numbers_are_found(casts, run):
     result = examine(run, *casts)
     assert result.worst > 1.5, "too close to the limit to be told from a right kernel"
     assert (
-        result.reason.startswith("its result is wrong on cpu: ") and "times the error that is allowed" in result.reason
+        result.reason.startswith("its result is wrong on cpu: ")
+        and "times the error that is allowed" in result.reason
     )
 
 
@@ -171,7 +185,10 @@ def spreads_nan(*call):
     [
         (hides_nan, "it hides NaN on cpu"),
         (spreads_nan, "it makes NaN of numbers on cpu"),
-        (lambda *call: definition.run(*call)[:, :-1], "its result has the shape [136, 263] on cpu, not [136, 264]"),
+        (
+            lambda *call: definition.run(*call)[:, :-1],
+            "its result has the shape [136, 263] on cpu, not [136, 264]",
+        ),
     ],
     ids=["hides", "spreads", "shape"],
 )
@@ -181,7 +198,9 @@ def test_other_failures_have_their_words(run, words):
 
 def test_a_kernel_that_raises_is_refused_with_its_own_words():
     def run(*call):
-        raise NotImplementedError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nand more")
+        raise NotImplementedError(
+            "CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nand more"
+        )
 
     result = examine(run, *CASTS["row"])
     assert result.reason == (
@@ -219,7 +238,9 @@ def test_a_check_is_made_once_per_device_and_pair_of_casts(no_results):
     registry, here = registry_of(run), Device("cpu", index=0)
     for _ in range(3):
         assert registry.choose(MmSpec(ROW, ROW, here)).kernel.name == "fast"
-    assert len(calls) == 5, "with and without fast accumulation, with and without NaN, and once with a bias"
+    assert len(calls) == 5, (
+        "with and without fast accumulation, with and without NaN, and once with a bias"
+    )
     registry.choose(MmSpec(TENSOR, TENSOR, here))
     assert len(calls) == 10
     delayed = replace(TENSOR, calibrate=Window())
@@ -234,7 +255,9 @@ def test_a_device_that_is_not_here_asks_for_no_check(no_results):
 
 def test_a_refused_kernel_is_named_and_replaced(no_results):
     registry, spec = registry_of(hides_nan), MmSpec(ROW, ROW, Device("cpu", index=0))
-    with pytest.warns(RuntimeWarning, match="mm: the fast kernel is not used, .* because it hides NaN on cpu:0"):
+    with pytest.warns(
+        RuntimeWarning, match="mm: the fast kernel is not used, .* because it hides NaN on cpu:0"
+    ):
         choice = registry.choose(spec)
     assert choice.kernel.name == "reference"
     assert choice.refusals == (("fast", Refusal("failed-check", "it hides NaN on cpu:0")),)
@@ -251,7 +274,9 @@ def test_a_check_changes_nothing_around_it(no_results):
     assert result.reason is None and torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(("run", "wanted"), [(definition.run, "fast"), (hides_nan, "reference")], ids=["good", "bad"])
+@pytest.mark.parametrize(
+    ("run", "wanted"), [(definition.run, "fast"), (hides_nan, "reference")], ids=["good", "bad"]
+)
 def test_a_check_in_the_middle_of_a_compilation(run, wanted, no_results):
     """Dynamo calls it with real tensors and keeps the answer; no graph break."""
     torch._dynamo.reset()
@@ -261,7 +286,9 @@ def test_a_check_in_the_middle_of_a_compilation(run, wanted, no_results):
         name = registry.choose(MmSpec(ROW, ROW, here)).kernel.name
         return x + (1 if name == "fast" else 2)
 
-    with pytest.warns(RuntimeWarning, match="hides NaN") if wanted == "reference" else nullcontext():
+    with (
+        pytest.warns(RuntimeWarning, match="hides NaN") if wanted == "reference" else nullcontext()
+    ):
         seen = torch.compile(choose, backend="eager", fullgraph=True)(torch.zeros(2))
     assert seen.tolist() == ([1, 1] if wanted == "fast" else [2, 2])
     assert len(selfcheck.RESULTS) == 1
@@ -271,7 +298,10 @@ def test_a_check_in_the_middle_of_a_compilation(run, wanted, no_results):
 def test_casts_go_to_an_older_tracer_as_words(recipe):
     """torch before 2.13 hands no dataclass to what is constant while it traces; nothing that a GEMM sees is lost in words."""
     for gemm in GEMMS:
-        for cast in (getattr(recipes.get(recipe), gemm).lhs, getattr(recipes.get(recipe), gemm).rhs):
+        for cast in (
+            getattr(recipes.get(recipe), gemm).lhs,
+            getattr(recipes.get(recipe), gemm).rhs,
+        ):
             if cast is not None:
                 assert of_words(*as_words(cast)) == plain(cast)
 
@@ -283,7 +313,10 @@ def test_what_words_cannot_name_is_refused_while_an_older_torch_traces(no_result
     monkeypatch.setattr("narrowgauge.ops.registry.TAKES_DATACLASSES", False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert kernel.refuse(MmSpec(TENSOR, TENSOR, here)) is None and len(selfcheck.RESULTS) == 1
-    assert "cannot be checked while torch" in kernel.refuse(MmSpec(replace(TENSOR, scale=own), TENSOR, here)).text
+    assert (
+        "cannot be checked while torch"
+        in kernel.refuse(MmSpec(replace(TENSOR, scale=own), TENSOR, here)).text
+    )
     assert len(selfcheck.RESULTS) == 1
 
 

@@ -43,7 +43,11 @@ Arguments = Iterator[tuple[Any, ...]]
 def registered() -> set[str]:
     registries()  # imports all modules that may register one
     names = torch._C._dispatch_get_all_op_names()
-    return {name.removeprefix(NAMESPACE).partition(".")[0] for name in names if name.startswith(NAMESPACE)}
+    return {
+        name.removeprefix(NAMESPACE).partition(".")[0]
+        for name in names
+        if name.startswith(NAMESPACE)
+    }
 
 
 def tensor(draw: random.Random, rows: int, columns: int, device: str = "cpu") -> Tensor:
@@ -72,14 +76,20 @@ def shapes(draw: random.Random, number: int) -> Iterator[tuple[int, int]]:
 def casts(draw: random.Random, number: int, device: str = "cpu") -> Arguments:
     for cast, shape, cols in product(CASTS.values(), list(shapes(draw, number)), (False, True)):
         format, tile, rule, headroom = as_words(cast)
-        amax = torch.full((1, 1), 2.0, device=device) if cast.is_per_tensor and draw.random() < 0.5 else None
+        amax = (
+            torch.full((1, 1), 2.0, device=device)
+            if cast.is_per_tensor and draw.random() < 0.5
+            else None
+        )
         yield tensor(draw, *shape, device), amax, format, list(tile), rule, headroom, cols
 
 
 def delayed_casts(draw: random.Random, number: int, device: str = "cpu") -> Arguments:
     """Before the first step of a window, and after it."""
     whole = [cast for cast in CASTS.values() if cast.is_per_tensor]
-    for cast, shape, cols, records in product(whole, list(shapes(draw, number)), (False, True), (False, True)):
+    for cast, shape, cols, records in product(
+        whole, list(shapes(draw, number)), (False, True), (False, True)
+    ):
         format, tile, rule, headroom = as_words(cast)
         state = torch.tensor([draw.choice((0.0, 3.0)), draw.choice((0.0, 0.5)), 0.0], device=device)
         yield tensor(draw, *shape, device), state, format, list(tile), rule, headroom, records, cols
@@ -122,7 +132,10 @@ def block_products(draw: random.Random, number: int, device: str = "cpu") -> Arg
     for _ in range(number):
         m, k, n = (draw.choice((1, 16, 33, 128, 200)) for _ in range(3))
         lhs, rhs = (torch.randn(rows, k, device=device).to(torch.float8_e4m3fn) for rows in (m, n))
-        scales = [torch.ones(-(-rows // side), -(-k // 128), device=device) for rows, side in ((m, 1), (n, 128))]
+        scales = [
+            torch.ones(-(-rows // side), -(-k // 128), device=device)
+            for rows, side in ((m, 1), (n, 128))
+        ]
         bias = torch.randn(n, device=device) if draw.random() < 0.5 else None
         yield lhs, scales[0], rhs, scales[1], bias, [1, 128, 128, 128], draw.choice(FLOATS)
 
@@ -130,7 +143,9 @@ def block_products(draw: random.Random, number: int, device: str = "cpu") -> Arg
 def int4_products(draw: random.Random, number: int, device: str = "cpu") -> Arguments:
     for _ in range(number):
         m, k, n = (draw.choice((1, 16, 33, 128, 200)) for _ in range(3))
-        lhs, rhs = (torch.randint(-7, 8, (rows, k), dtype=torch.int8, device=device) for rows in (m, n))
+        lhs, rhs = (
+            torch.randint(-7, 8, (rows, k), dtype=torch.int8, device=device) for rows in (m, n)
+        )
         bias = torch.randn(n, device=device) if draw.random() < 0.5 else None
         scale = torch.ones(1, 1, device=device)
         yield lhs, scale, rhs, scale, bias, draw.choice(FLOATS)
@@ -149,10 +164,17 @@ GIVEN: dict[str, tuple[Callable[..., Arguments], int, int]] = {
 CHECKS = {"scaled_mm": ("test_faketensor",)}
 
 
-def check(name: str, number: int, utils: tuple[str, ...], share: float = 1.0, device: str = "cpu") -> int:
+def check(
+    name: str, number: int, utils: tuple[str, ...], share: float = 1.0, device: str = "cpu"
+) -> int:
     """Runs opcheck on a share of what GIVEN draws; how many calls it checked. A failure names the arguments."""
     registries()
-    op, draw, failed, done = getattr(torch.ops.narrowgauge, name).default, random.Random(name), [], 0
+    op, draw, failed, done = (
+        getattr(torch.ops.narrowgauge, name).default,
+        random.Random(name),
+        [],
+        0,
+    )
     for given in GIVEN[name][0](draw, number, device):
         if draw.random() >= share:
             continue
@@ -161,7 +183,9 @@ def check(name: str, number: int, utils: tuple[str, ...], share: float = 1.0, de
             torch.library.opcheck(op, given, test_utils=utils)
         except Exception as error:
             words = [
-                f"{each.dtype} {list(each.shape)} {each.stride()}" if isinstance(each, Tensor) else each
+                f"{each.dtype} {list(each.shape)} {each.stride()}"
+                if isinstance(each, Tensor)
+                else each
                 for each in given
             ]
             failed.append(f"{words}: {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -176,7 +200,9 @@ def test_every_operator_is_checked() -> None:
 def test_operators_without_a_kernel_for_the_cpu_are_those_that_are_named() -> None:
     keys = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert {name for name in registered() if not any(has(NAMESPACE + name, key) for key in keys)} == WITHOUT_CPU
+    assert {
+        name for name in registered() if not any(has(NAMESPACE + name, key) for key in keys)
+    } == WITHOUT_CPU
 
 
 @pytest.mark.parametrize("name", sorted(GIVEN.keys() - WITHOUT_CPU))
@@ -209,7 +235,11 @@ def test_fake_tensors_of_a_kernel_for_gpus_have_the_shape_of_a_product(name: str
             fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
             found = op(*fakes)
         lhs, rhs = given[0], given[2]
-        assert found.shape == (len(lhs), len(rhs)) and found.dtype == given[-1] and found.is_contiguous()
+        assert (
+            found.shape == (len(lhs), len(rhs))
+            and found.dtype == given[-1]
+            and found.is_contiguous()
+        )
 
 
 @pytest.mark.gpu

@@ -45,7 +45,9 @@ def test_eight_bits_of_sgd_walk_as_far_as_exact_moments(states, setting):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("states", "decades"), [("8bit", 8.0), ("e4m3/8bit", 3.0), ("fp8-lm", 3.0)])
+@pytest.mark.parametrize(
+    ("states", "decades"), [("8bit", 8.0), ("e4m3/8bit", 3.0), ("fp8-lm", 3.0)]
+)
 def test_a_long_first_moment_is_followed_over_fewer_decades(states, decades):
     """Gradients that change their sign leave a hundredth of themselves in a first moment of beta1 = 0.98."""
     over, under = worst("adamw", states, LONG, 48, decades)
@@ -63,7 +65,9 @@ def test_narrower_ranges_are_followed_over_four_decades(states, setting):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("states", "within"), [("8bit", 1e-7), ("fp8", 3e-8), ("e4m3/8bit", 1e-8), ("fp8-lm", 1e-8)])
+@pytest.mark.parametrize(
+    ("states", "within"), [("8bit", 1e-7), ("fp8", 3e-8), ("e4m3/8bit", 1e-8), ("fp8-lm", 1e-8)]
+)
 def test_a_regression_ends_at_its_target(states, within):
     """Squared distance, 8,200 at the start; torch's AdamW ends at 2e-10. benchmarks/adam_loop.py has other settings."""
     assert adam_loop.distance(states, 0.95, 0.03, 0) < within
@@ -75,7 +79,10 @@ def test_plain_torch_and_the_compiled_step_walk_the_same(states, monkeypatch):
     """Bit for bit, over histories of nine decades, so that rows of the search stand for both."""
     monkeypatch.setattr(adam_walks, "STEPS", 40)
     for setting in SETTINGS[2:4]:
-        builds = {each: adam_walks.builder("adamw", states, setting, backend=each) for each in ("native", "torch")}
+        builds = {
+            each: adam_walks.builder("adamw", states, setting, backend=each)
+            for each in ("native", "torch")
+        }
         walks = adam_walks.search("adamw", setting, builds, 16, 9.0, seed=3)
         assert torch.equal(walks.found["native"], walks.found["torch"])
 

@@ -26,14 +26,24 @@ CPU = torch.device("cpu")
 def kind(states: str = "8bit", **changes) -> proof.Kind:
     pair = STATES[states]
     whole = proof.Kind(
-        rules.ADAMW, False, pair.first, pair.second, torch.float32, torch.float32, None, pair.tile, aligned=True
+        rules.ADAMW,
+        False,
+        pair.first,
+        pair.second,
+        torch.float32,
+        torch.float32,
+        None,
+        pair.tile,
+        aligned=True,
     )
     return replace(whole, **changes)
 
 
 def failure(run, given: proof.Kind) -> str | None:
     """Why a step fails the check of the GPU's kernel, or None."""
-    return selfcheck.examine("optim", lambda param_steps, kept: run(param_steps), backends.CHECK, (given,), CPU).reason
+    return selfcheck.examine(
+        "optim", lambda param_steps, kept: run(param_steps), backends.CHECK, (given,), CPU
+    ).reason
 
 
 # --- choice --------------------------------------------------------------------------------------------------------------------
@@ -55,7 +65,9 @@ def test_a_device_gets_its_kernel(triton_installed, device, name, words):
 
 def test_without_triton_a_gpu_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(
-        triton, "unavailable", lambda: "triton is not installed; torch's CUDA builds for Linux bring it"
+        triton,
+        "unavailable",
+        lambda: "triton is not installed; torch's CUDA builds for Linux bring it",
     )
     choice = backends.KERNELS.choose(backends.Spec(Device("cuda", (9, 0)), rules.ADAMW))
     assert choice.kernel.name == "torch" and "triton is not installed" in backends.words(choice)
@@ -82,7 +94,9 @@ def test_what_was_asked_for_is_told_without_a_reason():
 def test_a_kernel_for_another_device_is_refused_at_once():
     with raises(ConfigError, "optim.backend-unavailable", "AdamW", "triton"):
         AdamW([nn.Parameter(torch.zeros(4))], backend="triton")
-    with raises(ConfigError, "optim.backend", "backend = 'cuda'", "'auto', 'triton', 'native', 'torch'"):
+    with raises(
+        ConfigError, "optim.backend", "backend = 'cuda'", "'auto', 'triton', 'native', 'torch'"
+    ):
         AdamW([nn.Parameter(torch.zeros(4))], backend="cuda")
 
 
@@ -123,7 +137,12 @@ def test_the_memory_of_a_subclass_is_left_alone():
 def test_the_definition_passes(states):
     for changes in (
         {},
-        {"weight": torch.bfloat16, "gradient": torch.bfloat16, "master": "stochastic", "aligned": False},
+        {
+            "weight": torch.bfloat16,
+            "gradient": torch.bfloat16,
+            "master": "stochastic",
+            "aligned": False,
+        },
     ):
         assert failure(step_in_torch, kind(states, **changes)) is None
 
@@ -132,7 +151,9 @@ def test_the_definition_passes(states):
 def test_the_definition_passes_with_every_master(master):
     given = kind(weight=torch.bfloat16, gradient=torch.float32, master=master)
     assert failure(step_in_torch, given) is None
-    assert failure(step_in_torch, replace(given, rule=rules.LION, second=STATES["8bit"].first)) is None
+    assert (
+        failure(step_in_torch, replace(given, rule=rules.LION, second=STATES["8bit"].first)) is None
+    )
 
 
 def with_other_noise(param_steps):
@@ -178,7 +199,10 @@ def without_nan(param_steps):
     [
         (with_other_noise, r"its exp_avg_sq of tensor 0 after step \d is wrong on cpu in "),
         (with_one_tensor_twice, r"its weight of tensor 0 after step \d is wrong on cpu in "),
-        (with_the_scale_of_the_next_tile, r"its exp_avg_scale of tensor 0 after step \d is wrong on cpu in "),
+        (
+            with_the_scale_of_the_next_tile,
+            r"its exp_avg_scale of tensor 0 after step \d is wrong on cpu in ",
+        ),
         (with_one_bit_off, r"its weight of tensor 1 after step \d is wrong on cpu in "),
         (with_another_root, r"its weight of tensor 0 after step \d is wrong on cpu in "),
         (without_nan, r"its weight of tensor 0 after step \d is wrong on cpu in "),
@@ -210,7 +234,12 @@ def test_a_kernel_that_fails_its_check_is_refused_and_named(monkeypatch):
         backends.KERNELS.choose(spec)
     for _ in range(2):
         choice = backends.KERNELS.choose(spec)
-        assert choice.kernel.name != "triton" and "is wrong on cpu" in dict(choice.refusals)["triton"].text
+        assert (
+            choice.kernel.name != "triton"
+            and "is wrong on cpu" in dict(choice.refusals)["triton"].text
+        )
     assert len(runs) == 1  # the first step shows it
-    monkeypatch.setattr(backends, "_step_by_triton", lambda param_steps, kept: step_in_torch(param_steps))
+    monkeypatch.setattr(
+        backends, "_step_by_triton", lambda param_steps, kept: step_in_torch(param_steps)
+    )
     assert backends.KERNELS.choose(replace(spec, kind=kind("4bit"))).kernel.name == "triton"

@@ -19,7 +19,9 @@ MASTERS = ["fp32", "fp16-scaled", "bf16-remainder", "stochastic"]
 
 def model(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(130, 64), nn.Linear(64, 70)).to(dtype)  # tiles that do not fill the row
+    return nn.Sequential(nn.Linear(130, 64), nn.Linear(64, 70)).to(
+        dtype
+    )  # tiles that do not fill the row
 
 
 def optimizer(of, states="fp32", master=None):
@@ -73,7 +75,9 @@ def test_float32_moments_become_codes_and_codes_become_what_they_stand_for(state
         assert loss.changed > 0
     back = model()
     again = carried(target, new, back, optimizer(back))
-    assert all(str(loss) == "exact" for loss in again.losses.values())  # float32 holds every value of a code
+    assert all(
+        str(loss) == "exact" for loss in again.losses.values()
+    )  # float32 holds every value of a code
 
 
 @pytest.mark.parametrize("master", MASTERS)
@@ -87,7 +91,9 @@ def test_weights_pass_between_float32_and_masters(master):
     assert (str(found.losses["weights"]) == "exact") == is_exact
     back = model()
     carried(target, new, back, optimizer(back))
-    bits = {"fp32": 0.0, "bf16-remainder": 0.0, "fp16-scaled": 2.0**-10, "stochastic": 2.0**-8}[master]
+    bits = {"fp32": 0.0, "bf16-remainder": 0.0, "fp16-scaled": 2.0**-10, "stochastic": 2.0**-8}[
+        master
+    ]
     for before, after in zip(wide, back.parameters(), strict=True):
         # Relative to the largest of its tile, whose scale a small weight's master shares.
         assert (before - after).abs().max() <= bits * before.abs().max()

@@ -18,9 +18,13 @@ def weight(dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
 def test_the_failure_is_real():
     """torch's AdamW in bfloat16 keeps v for ever at beta2 = 0.999, and does not move a weight of 0.02 by updates of 1e-5."""
     parameter = weight()
-    optimizer = torch.optim.AdamW([parameter], lr=1e-5, betas=(0.9, 0.999), weight_decay=0.0, foreach=False)
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=1e-5, betas=(0.9, 0.999), weight_decay=0.0, foreach=False
+    )
     for step in range(200):
-        parameter.grad = torch.full_like(parameter, 1.0 if step == 0 else 0.0 if step < 100 else 1.0)
+        parameter.grad = torch.full_like(
+            parameter, 1.0 if step == 0 else 0.0 if step < 100 else 1.0
+        )
         optimizer.step()
         if step == 0:
             first = optimizer.state[parameter]["exp_avg_sq"].clone()
@@ -31,7 +35,9 @@ def test_the_failure_is_real():
 
 def test_each_failure_is_told_with_its_reason():
     words = silent_failures(torch.optim.AdamW([weight()], betas=(0.9, 0.999)))
-    assert len(words) == 2 and "below 1/512" in words[0] and "beta2 = 0.999 does not decay" in words[1]
+    assert (
+        len(words) == 2 and "below 1/512" in words[0] and "beta2 = 0.999 does not decay" in words[1]
+    )
     assert len(silent_failures(torch.optim.AdamW([weight()], betas=(0.9, 0.95)))) == 1
     assert "eps = 1e-08 is zero" in silent_failures(torch.optim.Adam([weight(torch.float16)]))[1]
     assert silent_failures(torch.optim.AdamW([weight(torch.float32)])) == []
@@ -45,4 +51,6 @@ def test_stochastic_rounding_of_another_library_is_known():
     optim = pytest.importorskip("torchao.optim")
     plain = optim.AdamW8bit([weight()])
     rounding = optim.AdamW8bit([weight()], bf16_stochastic_round=True)
-    assert silent_failures(plain) and not any("below 1/512" in each for each in silent_failures(rounding))
+    assert silent_failures(plain) and not any(
+        "below 1/512" in each for each in silent_failures(rounding)
+    )

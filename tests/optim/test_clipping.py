@@ -14,7 +14,9 @@ from tests.compare import assert_same
 
 def parameters(scale: float, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,), (2, 2), (0, 4))]
+    made = [
+        nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,), (2, 2), (0, 4))
+    ]
     for each in made[:2] + made[3:]:
         each.grad = (torch.randn(each.shape, dtype=torch.float64) * scale).to(dtype)
     return made
@@ -32,7 +34,9 @@ def test_the_bits_are_those_of_torch(scale, largest):
             assert_same(a.grad, b.grad)
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e25), (torch.bfloat16, 1e30), (torch.float16, 2e4)])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1e25), (torch.bfloat16, 1e30), (torch.float16, 2e4)]
+)
 def test_squares_beyond_the_type_do_not_make_the_norm_infinite(dtype, scale):
     """One rounding of the norm to float32; of the clipped gradients one more of the factor, and one to their type."""
     made = parameters(scale, dtype)
@@ -43,7 +47,9 @@ def test_squares_beyond_the_type_do_not_make_the_norm_infinite(dtype, scale):
     torch.testing.assert_close(norm.double(), truth, rtol=2.0**-24, atol=0)
     after = [each.grad.double() for each in made if each.grad is not None]
     for a, b in zip(after, before, strict=True):
-        torch.testing.assert_close(a, b / truth, rtol=torch.finfo(dtype).eps + 2.0**-22, atol=torch.finfo(dtype).tiny)
+        torch.testing.assert_close(
+            a, b / truth, rtol=torch.finfo(dtype).eps + 2.0**-22, atol=torch.finfo(dtype).tiny
+        )
 
 
 def test_a_norm_is_infinite_only_if_a_gradient_is_or_it_is_beyond_float32():

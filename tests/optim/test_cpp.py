@@ -32,7 +32,10 @@ BUILD: dict[str, Any] = {
 def weights(dtype: torch.dtype) -> list[nn.Parameter]:
     """A matrix with whole and ragged tiles of odd length, and a vector."""
     torch.manual_seed(4)
-    return [nn.Parameter((torch.randn(8, 557) * 0.02).to(dtype)), nn.Parameter(torch.randn(77).to(dtype))]
+    return [
+        nn.Parameter((torch.randn(8, 557) * 0.02).to(dtype)),
+        nn.Parameter(torch.randn(77).to(dtype)),
+    ]
 
 
 def gradients(parameters: list[nn.Parameter], step: int, dtype: torch.dtype) -> None:
@@ -40,7 +43,11 @@ def gradients(parameters: list[nn.Parameter], step: int, dtype: torch.dtype) -> 
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters:
         shape = parameter.shape
-        g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+        g = (
+            torch.randn(shape, generator=generator)
+            * torch.exp(3 * torch.randn(shape, generator=generator))
+            * 1e-3
+        )
         if g.ndim == 2:
             g[2], g[:, 7], g[3, :5] = 0.0, 0.0, 1e-39
             g[:, 40:80] = 1e-3
@@ -73,7 +80,9 @@ def test_both_backends_compute_the_same_bits(rule, states, master, dtype):
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="has vectors of one width")
-@pytest.mark.parametrize("without", [["-mno-avx512f"], ["-mno-avx512f", "-mno-avx"]], ids=["avx2", "sse2"])
+@pytest.mark.parametrize(
+    "without", [["-mno-avx512f"], ["-mno-avx512f", "-mno-avx"]], ids=["avx2", "sse2"]
+)
 def test_every_width_of_vectors_computes_the_same_bits(without, monkeypatch):
     """Builds the library twice (3 s each): 8 and 4 elements at a time, where the test above has what this processor has."""
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *without))
@@ -126,7 +135,9 @@ def test_what_fills_a_short_tile_poisons_nothing(states):
     for backend in ("native", "torch"):
         torch.manual_seed(0)
         parameter = nn.Parameter(torch.randn(32, 129).bfloat16())
-        optimizer = AdamW([parameter], eps=0.0, states=states, master="fp16-scaled", backend=backend)
+        optimizer = AdamW(
+            [parameter], eps=0.0, states=states, master="fp16-scaled", backend=backend
+        )
         for _ in range(2):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()

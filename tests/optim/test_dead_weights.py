@@ -111,7 +111,17 @@ def test_units_that_wake_are_taken_back_as_torchs_are(states):
 
 
 @pytest.mark.parametrize(
-    "betas", [(0.9, 0.95), (0.9, 0.999), (0.0, 0.9), (0.9, 0.81), (0.95, 0.9), (0.9, 0.0), (0.99, 0.5), (0.0, 0.0)]
+    "betas",
+    [
+        (0.9, 0.95),
+        (0.9, 0.999),
+        (0.0, 0.9),
+        (0.9, 0.81),
+        (0.95, 0.9),
+        (0.9, 0.0),
+        (0.99, 0.5),
+        (0.0, 0.0),
+    ],
 )
 def test_the_bound_holds_at_every_step_and_is_reached(betas):
     """In float64, by the gradients that attain it, (b1 / b2)^age, and below it by others."""
@@ -119,7 +129,9 @@ def test_the_bound_holds_at_every_step_and_is_reached(betas):
     for steps in (1, 2, 3, 10, 40):
         limit = rules.bound(beta1, beta2, steps)
         worst = [(beta1 / beta2) ** age if beta2 else 1.0 for age in reversed(range(steps))]
-        others = torch.randn(50, steps, generator=torch.Generator().manual_seed(steps), dtype=torch.float64).tolist()
+        others = torch.randn(
+            50, steps, generator=torch.Generator().manual_seed(steps), dtype=torch.float64
+        ).tolist()
         for gradients in (worst, *others):
             m = v = 0.0
             for g in gradients:
@@ -149,13 +161,17 @@ def test_an_exact_step_is_not_changed_by_being_held(betas):
         free = rules.ADAMW.update(free[0], g, *free[1:], constants, False)[:3]
         held = rules.ADAMW.update(held[0], g, *held[1:], constants, True)[:3]
     assert_same(held[1:], free[1:])
-    torch.testing.assert_close(held[0], free[0], rtol=1e-5, atol=1e-6)  # the order of a product and a quotient differs
+    torch.testing.assert_close(
+        held[0], free[0], rtol=1e-5, atol=1e-6
+    )  # the order of a product and a quotient differs
 
 
 # --- rounding ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [moments.E5M2, moments.E4M3_FIRST, moments.E4M3, moments.DYNAMIC4], ids=str)
+@pytest.mark.parametrize(
+    "format", [moments.E5M2, moments.E4M3_FIRST, moments.E4M3, moments.DYNAMIC4], ids=str
+)
 def test_what_only_decays_reaches_zero(format):
     """Beside a number that keeps the scale: never above the number itself (E5M2: its next code), and at zero in the end."""
     above = 1.25 if format is moments.E5M2 else 1 + 2.0**-20  # E5M2 is rounded stochastically
@@ -179,10 +195,17 @@ def test_a_row_without_gradients_keeps_its_momentum(backend):
     optimizer = AdamW([weight], states="4bit", backend=backend)  # type: ignore[arg-type]
     sums = []
     for step in range(21):
-        weight.grad = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)) * (step == 0)
+        weight.grad = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)) * (
+            step == 0
+        )
         optimizer.step()
         state = optimizer.state[weight]
-        codes = torch.stack((state["exp_avg"] & 0xF, state["exp_avg"] >> 4), -1).view(ROWS, -1, STATES["4bit"].tile)
+        codes = torch.stack((state["exp_avg"] & 0xF, state["exp_avg"] >> 4), -1).view(
+            ROWS, -1, STATES["4bit"].tile
+        )
         moment = moments.DYNAMIC4.decode(moments.Encoded(codes, state["exp_avg_scale"]))
         sums.append(float(moment.abs().sum()))
-    assert sums[20] / sums[0] == pytest.approx(0.9**20, rel=20 * 2**-7) and sums[20] >= sums[0] * 0.9**20
+    assert (
+        sums[20] / sums[0] == pytest.approx(0.9**20, rel=20 * 2**-7)
+        and sums[20] >= sums[0] * 0.9**20
+    )

@@ -23,10 +23,17 @@ def former_state() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     scales = 2.0 ** torch.randint(-20, 3, (2, ROWS, TILES), generator=generator).float()
     wide = scales.repeat_interleave(TILE, 2)[..., :COLUMNS]
     m = first.float() * first.float().abs() / 127**2 * wide[0]
-    v = torch.where(second > 0, torch.ldexp(1 + (second % 8) / 8, (second // 8).int() - 32), 0.0) * wide[1]
+    v = (
+        torch.where(second > 0, torch.ldexp(1 + (second % 8) / 8, (second // 8).int() - 32), 0.0)
+        * wide[1]
+    )
     state = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second}
     return (
-        state | {"exp_avg_scale": scales[0].to(torch.bfloat16), "exp_avg_sq_scale": scales[1].to(torch.bfloat16)},
+        state
+        | {
+            "exp_avg_scale": scales[0].to(torch.bfloat16),
+            "exp_avg_sq_scale": scales[1].to(torch.bfloat16),
+        },
         m,
         v,
     )
@@ -67,7 +74,11 @@ def test_moments_of_an_earlier_version_are_converted(form):
 
 def test_the_taper_of_60_octaves_is_converted():
     """Form 3, a byte for each of its codes: 16 codes per octave over 4 octaves, then half as many over twice as many, and so on."""
-    octaves = [(n, 16 >> part) for part, end in enumerate((4, 12, 28, 60)) for n in range((end - 4) // 2, end)]
+    octaves = [
+        (n, 16 >> part)
+        for part, end in enumerate((4, 12, 28, 60))
+        for n in range((end - 4) // 2, end)
+    ]
     shares = [2.0**-n * (1 - k / codes / 2) for n, codes in octaves for k in range(codes)]
     v = torch.tensor([0.0, *shares[:255][::-1]], dtype=torch.float64)
     codes = torch.arange(256).to(torch.uint8).expand(ROWS, 256).contiguous()
@@ -83,9 +94,9 @@ def test_the_taper_of_60_octaves_is_converted():
     saved["param_groups"][0]["form"] = 3
     optimizer.load_state_dict(saved)
     kept = optimizer.state[parameter]
-    found = moments.TAPERED8.decode(Encoded(kept["exp_avg_sq"].view(ROWS, 1, 256), kept["exp_avg_sq_scale"]))[
-        :, 0
-    ].double()
+    found = moments.TAPERED8.decode(
+        Encoded(kept["exp_avg_sq"].view(ROWS, 1, 256), kept["exp_avg_sq_scale"])
+    )[:, 0].double()
     # Where a segment of the former taper was finer by an octave, half a gap of the present one.
     assert ((found - v).abs() <= v / 4 * (1 + 1e-6)).all()
     assert (found[:, v >= 2.0**-3] == v[v >= 2.0**-3]).all() and (found[0, 1:] > 0).all()
@@ -113,7 +124,11 @@ def test_one_moment_of_a_pair_is_converted():
     saved["state"] = {0: {name: x for name, x in state.items() if "sq" not in name}}
     saved["param_groups"][0]["form"] = 2
     optimizer.load_state_dict(saved)
-    found = decoded(moments.E5M2, optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_scale"])
+    found = decoded(
+        moments.E5M2,
+        optimizer.state[parameter]["exp_avg"],
+        optimizer.state[parameter]["exp_avg_scale"],
+    )
     assert ((found - m).abs() <= m.abs() / 8 * (1 + 1e-6)).all()
 
 

@@ -21,9 +21,9 @@ from tests.raising import raises
 
 def model_of(recipe: str | None = "fp8-current") -> nn.Module:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(128, 256), nn.LayerNorm(256), nn.Linear(256, 128), nn.Linear(128, 8)).to(
-        torch.bfloat16
-    )
+    model = nn.Sequential(
+        nn.Linear(128, 256), nn.LayerNorm(256), nn.Linear(256, 128), nn.Linear(128, 8)
+    ).to(torch.bfloat16)
     return model if recipe is None else ng.convert(model, recipe)
 
 
@@ -57,10 +57,14 @@ def test_a_step_is_the_ordinary_one_of_gradients_cast_to_fp8(clip):
                 for parameter in model.parameters():
                     if parameter.ndim > 1 and parameter.numel() >= 4096:
                         parameter.grad = rounded(parameter.grad)
-                norms.append(ng.optim.clip_gradients(model.parameters(), clip, wide=True) if clip else None)
+                norms.append(
+                    ng.optim.clip_gradients(model.parameters(), clip, wide=True) if clip else None
+                )
                 optimizer.step()
             optimizer.zero_grad()
-        found.append([model.state_dict(), dict(sorted(optimizer.state_dict()["state"].items())), *norms])
+        found.append(
+            [model.state_dict(), dict(sorted(optimizer.state_dict()["state"].items())), *norms]
+        )
     assert_same(*found)
 
 
@@ -129,17 +133,22 @@ def bytes_per_parameter(model: nn.Module, optimizer: ng.optim.AdamW, held: Any) 
     """Of weights, masters, states and gradients, each storage once, after a backward pass."""
     kept = [*model.parameters(), *(x for state in optimizer.state.values() for x in state.values())]
     kept += [each.grad for each in model.parameters() if each.grad is not None]
-    held_bytes = held.bytes - sum(each.grad.nbytes for each in model.parameters() if each.grad is not None)
+    held_bytes = held.bytes - sum(
+        each.grad.nbytes for each in model.parameters() if each.grad is not None
+    )
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     return (sum(storages.values()) + held_bytes) / sum(each.numel() for each in model.parameters())
 
 
-@pytest.mark.parametrize(("states", "wide", "expected"), [("fp8-lm", True, 6.0), ("8bit", False, 5.0)])
+@pytest.mark.parametrize(
+    ("states", "wide", "expected"), [("fp8-lm", True, 6.0), ("8bit", False, 5.0)]
+)
 def test_a_model_of_linears_takes_six_bytes_a_parameter(states, wide, expected):
     """1 + 1 + 2 + 2, no weight and no gradient beside them; with bfloat16 weights and 8-bit states 1 + 1 + 1 + 2. Plus scales."""
     torch.manual_seed(0)
     model = ng.convert(
-        nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).to(torch.bfloat16), "fp8-current"
+        nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).to(torch.bfloat16),
+        "fp8-current",
     )
     if wide:
         assert ng.optim.float16_weights(model) == ["0", "1", "2"]
@@ -157,7 +166,9 @@ def test_a_model_of_linears_takes_six_bytes_a_parameter(states, wide, expected):
 
 
 def test_a_float16_weight_keeps_gradients_that_float16_has_not():
-    model = ng.convert(nn.Sequential(nn.Linear(128, 128, bias=False)).to(torch.bfloat16), "fp8-current")
+    model = ng.convert(
+        nn.Sequential(nn.Linear(128, 128, bias=False)).to(torch.bfloat16), "fp8-current"
+    )
     ng.optim.float16_weights(model)
     for wraps in (True, False):
         optimizer = ng.optim.AdamW(model, lr=1e-3, states="fp8-lm", master="stochastic")

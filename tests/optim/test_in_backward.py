@@ -71,7 +71,12 @@ def test_what_in_backward_returns_holds_it():
 def deep(recipe: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(2)
     model = nn.Sequential(
-        nn.Linear(64, 96), nn.Dropout(0.2), nn.LayerNorm(96), nn.Linear(96, 64), nn.Dropout(0.2), nn.Linear(64, 80)
+        nn.Linear(64, 96),
+        nn.Dropout(0.2),
+        nn.LayerNorm(96),
+        nn.Linear(96, 64),
+        nn.Dropout(0.2),
+        nn.Linear(64, 80),
     ).to(dtype)
     return model if recipe is None else ng.convert(model, recipe)
 
@@ -88,7 +93,9 @@ def by_place(optimizer: ng.optim.AdamW) -> dict[int, Any]:
     return dict(sorted(optimizer.state_dict()["state"].items()))
 
 
-def ordinary(model: nn.Module, options: dict[str, Any], dtype: torch.dtype, steps: int = 4) -> list[Any]:
+def ordinary(
+    model: nn.Module, options: dict[str, Any], dtype: torch.dtype, steps: int = 4
+) -> list[Any]:
     """Losses, norms, then all that a step leaves: weights, states and the generator."""
     optimizer = ng.optim.AdamW(model, lr=1e-2, **options)
     found: list[Any] = []
@@ -102,7 +109,9 @@ def ordinary(model: nn.Module, options: dict[str, Any], dtype: torch.dtype, step
     return [*found, model.state_dict(), by_place(optimizer), torch.get_rng_state()]
 
 
-def in_two_passes(model: nn.Module, options: dict[str, Any], dtype: torch.dtype, steps: int = 4) -> list[Any]:
+def in_two_passes(
+    model: nn.Module, options: dict[str, Any], dtype: torch.dtype, steps: int = 4
+) -> list[Any]:
     optimizer = ng.optim.AdamW(model, lr=1e-2, **options)
     stepping = ng.optim.in_backward(optimizer, clip_norm=0.5, clip="two-pass")
     found: list[Any] = []
@@ -161,21 +170,29 @@ def test_a_step_is_clipped_by_the_norm_before_it_or_by_what_has_been_seen():
     stepping = ng.optim.in_backward(optimizer, clip_norm=1.0, clip="previous")
     # The first step knows none before: 5 is limited by 5, then by sqrt(25 + 144), then by that and 0.
     moved = given(model, (3.0, 4.0), (0.0, 12.0), (0.0, 0.0))
-    torch.testing.assert_close(moved, [torch.tensor([0.6, 0.8]), torch.tensor([0.0, 12 / 13]), torch.zeros(2)])
+    torch.testing.assert_close(
+        moved, [torch.tensor([0.6, 0.8]), torch.tensor([0.0, 12 / 13]), torch.zeros(2)]
+    )
     optimizer.step()
     assert float(stepping.norm) == 13.0 and optimizer.norm_before == 13.0
     # A small gradient after a large one is clipped by the norm before.
     moved = given(model, (1.3, 0.0), (0.0, 2.6), (0.0, 0.0))
-    torch.testing.assert_close(moved, [torch.tensor([0.1, 0.0]), torch.tensor([0.0, 0.2]), torch.zeros(2)])
+    torch.testing.assert_close(
+        moved, [torch.tensor([0.1, 0.0]), torch.tensor([0.0, 0.2]), torch.zeros(2)]
+    )
     optimizer.step()
     assert float(stepping.norm) == pytest.approx((1.3**2 + 2.6**2) ** 0.5)
     for _ in range(2):  # small ones: not clipped once the norm before is small
         moved = given(model, (0.1, 0.0), (0.0, 0.2), (0.2, 0.0))
         optimizer.step()
-    torch.testing.assert_close(moved, [torch.tensor([0.1, 0.0]), torch.tensor([0.0, 0.2]), torch.tensor([0.2, 0.0])])
+    torch.testing.assert_close(
+        moved, [torch.tensor([0.1, 0.0]), torch.tensor([0.0, 0.2]), torch.tensor([0.2, 0.0])]
+    )
     # A spike after a small norm: each is limited by what has been seen, with itself.
     moved = given(model, (1000.0, 0.0), (0.0, 0.1), (0.1, 0.0))
-    torch.testing.assert_close(moved, [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1e-4]), torch.tensor([1e-4, 0.0])])
+    torch.testing.assert_close(
+        moved, [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1e-4]), torch.tensor([1e-4, 0.0])]
+    )
 
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
@@ -284,12 +301,18 @@ def accumulated(inside: str, clip: bool = True) -> list[Any]:
     model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64), nn.Linear(64, 80))
     optimizer = ng.optim.AdamW(model, lr=1e-2, states="8bit", seed=9)
     options = {"accumulation": 3, "clip_norm": 0.5, "clip": inside}
-    handle = ng.optim.in_backward(optimizer, **options) if inside else ng.optim.hold_gradients(optimizer, clip_norm=0.5)
+    handle = (
+        ng.optim.in_backward(optimizer, **options)
+        if inside
+        else ng.optim.hold_gradients(optimizer, clip_norm=0.5)
+    )
     for step in range(2):
 
         def closure(step: int = step) -> None:
             for turn in range(3):
-                (model[:3] if turn == 2 else model)(batch(3 * step + turn)).square().mean().backward()
+                (model[:3] if turn == 2 else model)(
+                    batch(3 * step + turn)
+                ).square().mean().backward()
 
         if inside == "two-pass":
             optimizer.step(closure)
@@ -358,7 +381,11 @@ def test_what_is_held_is_given_back(holds):
     """`remove` in the middle of a step: the loop's own step then moves every parameter."""
     model = two_layers()
     optimizer = ng.optim.AdamW(model, lr=1e-2, weight_decay=0.0)
-    taken = ng.optim.hold_gradients(optimizer) if holds else ng.optim.in_backward(optimizer, accumulation=2)
+    taken = (
+        ng.optim.hold_gradients(optimizer)
+        if holds
+        else ng.optim.in_backward(optimizer, accumulation=2)
+    )
     model(data(0)).square().mean().backward()
     taken.remove()
     before = copy.deepcopy(model.state_dict())
@@ -398,16 +425,18 @@ def test_passes_that_each_stepped_are_told_once():
             for seed in range(passes):
                 model(data(seed)).square().mean().backward()
             optimizer.step()
-        assert [("Give accumulation=2 for one step by the sum" in str(each.message)) for each in caught] == [
-            True
-        ] * told
+        assert [
+            ("Give accumulation=2 for one step by the sum" in str(each.message)) for each in caught
+        ] == [True] * told
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clip", [None, "previous", "two-pass", "parameter"])
 def test_measuring_changes_no_parameter_and_no_state(clip, accumulation):
     """Whatever clips the steps: who observes a step by `measure` leaves the next one as it would have been, and nothing to be told."""
-    largest = {None: {}, "parameter": {"clip_parameter_norm": 1.0}}.get(clip, {"clip_norm": 1.0, "clip": clip})
+    largest = {None: {}, "parameter": {"clip_parameter_norm": 1.0}}.get(
+        clip, {"clip_norm": 1.0, "clip": clip}
+    )
     found = []
     for looks in (False, True):
         model = two_layers()

@@ -21,7 +21,9 @@ BUILD = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
 def gradients(parameters: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for each in parameters:
-        each.grad = torch.randn(each.shape, generator=generator).to(each.dtype) * (math.nan if FLAGS[step] else 1e-2)
+        each.grad = torch.randn(each.shape, generator=generator).to(each.dtype) * (
+            math.nan if FLAGS[step] else 1e-2
+        )
 
 
 def trained(options: dict[str, Any], rule: str, calls: str, absent: int | None = None) -> Any:
@@ -70,7 +72,9 @@ def test_the_host_settles_where_it_must_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(LeftOut, "count", lambda self: looks.append(self.uncertain) or 0)
     weights = [nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4, 4))]
     optimizer = AdamW(weights, backend="torch")
-    optimizer._kernel = lambda param_step: type("Counts", (), {"name": "k", "run": lambda *call: None})
+    optimizer._kernel = lambda param_step: type(
+        "Counts", (), {"name": "k", "run": lambda *call: None}
+    )
     optimizer.found_inf = torch.tensor(0.0)
     for step in range(9):
         for each in weights[: 1 if step == 8 else 2]:
@@ -93,7 +97,10 @@ def test_a_halted_optimizer_stays_as_it_is(monkeypatch):
     for step in range(4):
         weight.grad = torch.randn(4, 300)
         optimizer.halted = torch.tensor(float(step > 1))
-        before = weight.detach().clone(), optimizer.state[weight].get("exp_avg", torch.zeros(0)).clone()
+        before = (
+            weight.detach().clone(),
+            optimizer.state[weight].get("exp_avg", torch.zeros(0)).clone(),
+        )
         optimizer.step()
         assert torch.equal(before[0], weight) == (step > 1)
         assert step < 2 or torch.equal(before[1], optimizer.state[weight]["exp_avg"])

@@ -88,7 +88,10 @@ def test_seven_decades_in_one_tile_survive(name: str) -> None:
     x = torch.logspace(-7, 0, 128)[None]
     found = round_trip(NARROW[name], x)
     ratio = (found / x).double()
-    assert float(ratio.max()) < 1.3 and float(ratio.min()) > 0.75, (float(ratio.min()), float(ratio.max()))
+    assert float(ratio.max()) < 1.3 and float(ratio.min()) > 0.75, (
+        float(ratio.min()),
+        float(ratio.max()),
+    )
 
 
 @pytest.mark.parametrize("name", SECONDS)
@@ -157,7 +160,9 @@ def test_the_second_moment_after_sixty_steps() -> None:
     for step in range(60):
         g = torch.randn(16, 256, generator=generator) * 0.01
         exact = exact * 0.999 + g.double() ** 2 * 0.001
-        v = round_trip(moments.TAPERED8, v * 0.999 + g * g * 0.001, key=noise.key(noise.step_key(0, step), 0))
+        v = round_trip(
+            moments.TAPERED8, v * 0.999 + g * g * 0.001, key=noise.key(noise.step_key(0, step), 0)
+        )
     assert float((v - exact).norm() / exact.norm()) < 0.08
 
 

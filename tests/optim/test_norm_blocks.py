@@ -62,13 +62,18 @@ def test_one_element_is_seen_wherever_it_stands(special):
 @pytest.mark.parametrize("largest", [None, 1.0, 1e9])
 def test_a_clipped_gradient_is_torchs_product_with_the_factor(largest):
     """Exact; the norm within one rounding to float32."""
-    own, theirs = ([nn.Parameter(torch.zeros(each.shape)) for each in gradients(torch.float32)] for _ in range(2))
+    own, theirs = (
+        [nn.Parameter(torch.zeros(each.shape)) for each in gradients(torch.float32)]
+        for _ in range(2)
+    )
     for given in (own, theirs):
         for parameter, gradient in zip(given, gradients(torch.float32), strict=True):
             parameter.grad = gradient
     truth = torch.linalg.vector_norm(torch.cat([each.grad.double().flatten() for each in own]))
     found = clip_gradients(own, largest, wide=True)
-    assert found.dtype == torch.float32 and abs(float(found) - float(truth)) <= 2**-24 * float(truth)
+    assert found.dtype == torch.float32 and abs(float(found) - float(truth)) <= 2**-24 * float(
+        truth
+    )
     if largest is not None:
         torch.nn.utils.clip_grads_with_norm_(theirs, largest, found)
     for mine, other in zip(own, theirs, strict=True):

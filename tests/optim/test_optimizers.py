@@ -47,7 +47,10 @@ def test_adamw_with_float32_states_is_torchs(weight_decay):
     """A step's change differs by two units of its last place (three roundings of the denominator), a weight by one of its own."""
     ours, theirs = matrix(), matrix()
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": weight_decay}
-    mine, torchs = AdamW([ours], **settings), torch.optim.AdamW([theirs], **settings, foreach=False, fused=False)
+    mine, torchs = (
+        AdamW([ours], **settings),
+        torch.optim.AdamW([theirs], **settings, foreach=False, fused=False),
+    )
     run(mine, 0, 1)
     run(torchs, 0, 1)
     allowed = 2.0**-23 * theirs.detach().abs() + 2.0**-22 * 1e-2  # the change is about lr
@@ -56,7 +59,9 @@ def test_adamw_with_float32_states_is_torchs(weight_decay):
     run(torchs, 1, 5)
     assert ((ours - theirs).abs() <= 5 * allowed).all()
     for name in ("exp_avg", "exp_avg_sq"):
-        torch.testing.assert_close(mine.state[ours][name], torchs.state[theirs][name], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            mine.state[ours][name], torchs.state[theirs][name], rtol=1e-6, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -115,13 +120,17 @@ def test_saved_and_loaded_it_goes_on_with_the_same_bits(rule, states, master):
     """Through the checkpoint's own form: tensors by name and JSON."""
     dtype = torch.bfloat16 if master else torch.float32
     straight, stopped, resumed = (matrix(dtype) for _ in range(3))
-    one, two, three = (RULES[rule]([p], states=states, master=master, seed=5) for p in (straight, stopped, resumed))
+    one, two, three = (
+        RULES[rule]([p], states=states, master=master, seed=5) for p in (straight, stopped, resumed)
+    )
     run(one, 0, 5)
     run(two, 0, 3)
     tensors, rest = train_state.flatten(two.state_dict())
     with torch.no_grad():
         resumed.copy_(stopped)
-    three.load_state_dict(train_state.unflatten(rest, {name: tensor.clone() for name, tensor in tensors.items()}))
+    three.load_state_dict(
+        train_state.unflatten(rest, {name: tensor.clone() for name, tensor in tensors.items()})
+    )
     run(three, 3, 5)
     assert_same(resumed.detach(), straight.detach())
     assert_same(three.state_dict()["state"], one.state_dict()["state"])
@@ -170,7 +179,11 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "own", "words"),
     [
-        ({"states": "8bit"}, {"states": "fp8"}, coded("optim.state", "states='8bit'", "states='fp8'")),
+        (
+            {"states": "8bit"},
+            {"states": "fp8"},
+            coded("optim.state", "states='8bit'", "states='fp8'"),
+        ),
         ({"master": "fp32"}, {"master": "bf16-remainder"}, coded("optim.state", "master='fp32'")),
     ],
 )
@@ -216,11 +229,19 @@ def test_a_state_of_another_shape_or_kind_is_refused():
 def test_float32_masters_and_remainders_are_the_same_training():
     """bf16-remainder: 16 bits beside the weight tell the float32 master exactly, and the weights are the same too (exact)."""
     one, two, wide = matrix(torch.bfloat16), matrix(torch.bfloat16), matrix()
-    first, second, third = AdamW([one], master="fp32"), AdamW([two], master="bf16-remainder"), AdamW([wide])
+    first, second, third = (
+        AdamW([one], master="fp32"),
+        AdamW([two], master="bf16-remainder"),
+        AdamW([wide]),
+    )
     for step in range(20):
         for parameter in (one, two, wide):
             generator = torch.Generator().manual_seed(step)
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(torch.bfloat16).to(parameter.dtype)
+            parameter.grad = (
+                torch.randn(parameter.shape, generator=generator)
+                .to(torch.bfloat16)
+                .to(parameter.dtype)
+            )
         for optimizer in (first, second, third):
             optimizer.step()
     assert_same(first.state[one]["master"], wide.detach())
@@ -239,7 +260,9 @@ def test_small_updates_are_kept_on_average(master):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     # A random walk of 200 draws with units of at most 2^-8 (fp16-scaled: then rounded once, by at most 2^-9 at 0.98).
-    allowed = 4 * (200 * 1e-4 * 2**-8) ** 0.5 / 64 + 1e-4 + (2**-9 if master == "fp16-scaled" else 0)
+    allowed = (
+        4 * (200 * 1e-4 * 2**-8) ** 0.5 / 64 + 1e-4 + (2**-9 if master == "fp16-scaled" else 0)
+    )
     assert abs(float(weight.detach().float().mean()) - 0.98) < allowed
 
 
@@ -273,7 +296,12 @@ def test_rules_say_which_states_stay_wide():
     optimizer = AdamW(model, states="8bit")
     predicted = state_bytes(optimizer)
     rules = {row.rule: row.states for row in predicted.rows}
-    assert rules == {"asked for": "8bit", "one axis": "fp32", "rows too short for a tile": "fp32", "embedding": "fp32"}
+    assert rules == {
+        "asked for": "8bit",
+        "one axis": "fp32",
+        "rows too short for a tile": "fp32",
+        "embedding": "fp32",
+    }
     assert predicted.parameters == 6400 + 64 * 128 + 128 + 4 * 2048
     model.small.weight.grad = torch.ones(4, 64)
     run(optimizer, 0, 1)
@@ -288,7 +316,8 @@ def test_rules_say_which_states_stay_wide():
 
 
 @pytest.mark.parametrize(
-    ("states", "expected"), [("fp32", 8), ("8bit", 2.016), ("fp8", 2.047), ("fp8-lm", 3.016), ("4bit", 1.032)]
+    ("states", "expected"),
+    [("fp32", 8), ("8bit", 2.016), ("fp8", 2.047), ("fp8-lm", 3.016), ("4bit", 1.032)],
 )
 def test_bytes_per_parameter(states, expected):
     found = state_bytes(AdamW([nn.Parameter(torch.zeros(256, 1024))], states=states))
@@ -351,14 +380,23 @@ def test_an_empty_parameter_and_a_scalar():
             lambda: AdamW([matrix()], master="stochastic"),
             coded("optim.master-float32", "master = 'stochastic'"),
         ),
-        (lambda: SGD([{"params": [matrix()], "master": "fp32"}]), coded("optim.master-float32", "master = 'fp32'")),
+        (
+            lambda: SGD([{"params": [matrix()], "master": "fp32"}]),
+            coded("optim.master-float32", "master = 'fp32'"),
+        ),
         (lambda: AdamW([matrix()], backend="cuda"), coded("optim.backend", "backend = 'cuda'")),
         (lambda: AdamW([matrix()], lr=-1.0), coded("optim.not-negative", "lr = -1")),
         (lambda: AdamW([matrix()], lr="fast"), coded("optim.not-negative", "lr = 'fast'")),
         (lambda: AdamW([matrix()], betas=0.9), coded("optim.betas")),
         (lambda: Lion([matrix()], betas=(0.9, 1.0)), coded("optim.betas")),
-        (lambda: SGD([matrix()], embeddings="8bit"), coded("optim.embeddings", "embeddings = '8bit'")),
-        (lambda: SGD(nn.Linear(2, 2), embeddings="8bit"), coded("optim.embeddings", "embeddings = '8bit'")),
+        (
+            lambda: SGD([matrix()], embeddings="8bit"),
+            coded("optim.embeddings", "embeddings = '8bit'"),
+        ),
+        (
+            lambda: SGD(nn.Linear(2, 2), embeddings="8bit"),
+            coded("optim.embeddings", "embeddings = '8bit'"),
+        ),
         (lambda: AdamW(None), coded("optim.no-parameters", "AdamW", "None")),
         (lambda: state_bytes(3), coded("state-bytes.optimizer", "state_bytes: 3", "3 is")),
     ],
@@ -439,13 +477,20 @@ def test_a_state_that_is_no_state_is_refused(damage, words):
             float("nan"),
             coded("optim.state", "exp_avg", "2 of", "4,800"),
         ),
-        ("8bit", "exp_avg_sq_scale", float("inf"), coded("optim.state", "exp_avg_sq_scale", "2 of", "32")),
+        (
+            "8bit",
+            "exp_avg_sq_scale",
+            float("inf"),
+            coded("optim.state", "exp_avg_sq_scale", "2 of", "32"),
+        ),
         ("fp8", "exp_avg", float("nan"), coded("optim.state", "exp_avg", "2 of", "4,800")),
         ("8bit", "step", -3.0, coded("optim.state", "-3")),
         ("8bit", "step", float("nan"), coded("optim.state", "1 of", "1 places")),
     ],
 )
-def test_a_state_with_numbers_that_are_none_is_refused_and_nothing_changes(states, name, value, words):
+def test_a_state_with_numbers_that_are_none_is_refused_and_nothing_changes(
+    states, name, value, words
+):
     optimizer, taker = AdamW([matrix()], states=states), AdamW([matrix()], states=states)
     for each in (optimizer, taker):
         run(each, 0, 1)

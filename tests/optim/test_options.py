@@ -54,10 +54,20 @@ def test_a_group_is_refused_as_arguments_are(rule: Any, group: dict[str, Any], w
 
 def test_a_parameter_whose_elements_share_memory_is_refused() -> None:
     whole = torch.zeros(6, 8, 4)
-    for shared in (torch.ones(1, 64).expand(64, 64), whole.as_strided((3, 4), (1, 1)), whole[:1, ::3].expand(2, -1, 4)):
+    for shared in (
+        torch.ones(1, 64).expand(64, 64),
+        whole.as_strided((3, 4), (1, 1)),
+        whole[:1, ::3].expand(2, -1, 4),
+    ):
         with raises(ConfigError, "optim.parameter-kind"):
             AdamW([torch.nn.Parameter(shared)])
-    for own in (whole.mT, whole[::2, 1:7:3], whole.diagonal(), whole.permute(2, 0, 1), whole[:0].expand(0, 8, 4)):
+    for own in (
+        whole.mT,
+        whole[::2, 1:7:3],
+        whole.diagonal(),
+        whole.permute(2, 0, 1),
+        whole[:0].expand(0, 8, 4),
+    ):
         AdamW([torch.nn.Parameter(own)])
 
 
@@ -77,10 +87,14 @@ def test_a_group_whose_check_fails_does_not_stay(monkeypatch: pytest.MonkeyPatch
 def test_what_others_write_into_a_group_is_left_alone() -> None:
     optimizer = AdamW([{"params": parameters(), "name": "all", "layer": 3}], lr=1e-3)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
-    optimizer.add_param_group({**optimizer.param_groups[0], "params": [torch.nn.Parameter(torch.zeros(2, 2))]})
+    optimizer.add_param_group(
+        {**optimizer.param_groups[0], "params": [torch.nn.Parameter(torch.zeros(2, 2))]}
+    )
 
 
-@pytest.mark.parametrize(("option", "value"), [("states", "8bit"), ("master", "fp32"), ("embeddings", "same")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("states", "8bit"), ("master", "fp32"), ("embeddings", "same")]
+)
 def test_a_form_that_is_changed_under_a_state_is_refused(option: str, value: str) -> None:
     mine = parameters()
     optimizer = AdamW(mine)

@@ -46,7 +46,9 @@ WRITING = Kernel("triton", lambda spec: None, step_and_write)
 @pytest.fixture
 def codes(monkeypatch):
     """As on a device whose products read codes, and whose kernels take up what a step leaves."""
-    monkeypatch.setattr(settings, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    monkeypatch.setattr(
+        settings, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None)
+    )
     monkeypatch.setattr(precast_weights, "refuse_here", lambda weight, cast: "")
 
 
@@ -91,7 +93,11 @@ class Run:
 
     @property
     def taken(self) -> int:
-        return sum(link.stepped.taken for link in self.optimizer.casting._links.values() if link.stepped is not None)
+        return sum(
+            link.stepped.taken
+            for link in self.optimizer.casting._links.values()
+            if link.stepped is not None
+        )
 
 
 def both(recipe, story, frozen: bool = False) -> Run:
@@ -105,7 +111,9 @@ def both(recipe, story, frozen: bool = False) -> Run:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_losses_are_those_without_and_no_weight_is_cast_twice(codes, monkeypatch, recipe, micro_batches):
+def test_losses_are_those_without_and_no_weight_is_cast_twice(
+    codes, monkeypatch, recipe, micro_batches
+):
     made = []
     whole = settings.OperandPlan.quantize
 
@@ -118,7 +126,9 @@ def test_losses_are_those_without_and_no_weight_is_cast_twice(codes, monkeypatch
     monkeypatch.setattr(settings.OperandPlan, "quantize", counting)
     run.step(micro_batches)
     weights = {(48, 32), (32, 48)}
-    assert made and not weights & set(made), "the first forward pass after a step reads no weight to cast it"
+    assert made and not weights & set(made), (
+        "the first forward pass after a step reads no weight to cast it"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -203,7 +213,15 @@ def test_evaluation_between_steps_leaves_the_numbers_alone(codes, recipe):
 
 def test_another_recipe_is_followed(codes):
     def story(run: Run) -> None:
-        for recipe in ("fp8-current", "fp8-current", "fp8-row", "fp8-delayed", "bf16", None, "fp8-delayed"):
+        for recipe in (
+            "fp8-current",
+            "fp8-current",
+            "fp8-row",
+            "fp8-delayed",
+            "bf16",
+            None,
+            "fp8-delayed",
+        ):
             run.step()
             run.model[0].recipe = recipe
         run.step()
@@ -337,7 +355,9 @@ def test_other_casts_are_refused_in_words(codes, recipe, words):
 def test_casts_that_no_step_can_leave(change):
     assert precast_weight.refuse(replace(Cast(format=E4M3), **change))
     assert (
-        precast_weight.refuse(Cast(format=E4M3)) is precast_weight.refuse(Cast(format=E4M3, calibrate=Window())) is None
+        precast_weight.refuse(Cast(format=E4M3))
+        is precast_weight.refuse(Cast(format=E4M3, calibrate=Window()))
+        is None
     )
 
 
@@ -349,7 +369,8 @@ def test_where_no_kernel_does_it_the_optimizer_says_so():
 
 
 @pytest.mark.parametrize(
-    ("backend", "words"), [("auto", "needs a CUDA device"), ("torch", 'the optimizer was built with backend = "torch"')]
+    ("backend", "words"),
+    [("auto", "needs a CUDA device"), ("torch", 'the optimizer was built with backend = "torch"')],
 )
 def test_a_step_by_another_kernel_leaves_nothing_and_says_so(codes, backend, words):
     model = ng.convert(nn.Sequential(nn.Linear(32, 48)), "fp8-delayed")
@@ -368,7 +389,9 @@ def test_a_weight_that_is_not_contiguous_is_refused_in_words(codes):
     model = ng.convert(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), "fp8-delayed")
     model[0].weight.data = model[0].weight.data.T.contiguous().T
     casts = AdamW(model.parameters()).cast_weights(model)
-    assert casts["0"] == "its weight is not contiguous" and casts["1"].startswith("codes in both orientations")
+    assert casts["0"] == "its weight is not contiguous" and casts["1"].startswith(
+        "codes in both orientations"
+    )
     assert str(casts) == f"0: {casts['0']}\n1: {casts['1']}" and len(casts) == 2
 
 
@@ -377,7 +400,11 @@ def test_graphs_cast_for_themselves(codes):
     run.step()
     assert "call cast_weights(None) first" in run.optimizer.replayable().refuse()
     step = cuda_graphs.GraphedStep(
-        run.model, run.optimizer, lambda x: run.model(x).square().mean(), recorder=object(), warmup=1
+        run.model,
+        run.optimizer,
+        lambda x: run.model(x).square().mean(),
+        recorder=object(),
+        warmup=1,
     )
     assert run.optimizer.casting is None and step.graphs.notes == [
         "update: the optimizer's step casts no weights any more; graphs cast them."
@@ -418,7 +445,9 @@ def test_a_poisoned_weight_poisons_its_step_and_no_more(codes):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_write_behind_what_the_step_left_is_reported_and_casts_are_right_from_then_on(codes, recipe):
+def test_a_write_behind_what_the_step_left_is_reported_and_casts_are_right_from_then_on(
+    codes, recipe
+):
     """Weights that are clamped through `.data` after each step: within 16 steps one sentence, and no cast is taken afterwards."""
     run, words = Run(recipe, True), []
     for number in range(20):
@@ -429,10 +458,16 @@ def test_a_write_behind_what_the_step_left_is_reported_and_casts_are_right_from_
         run.model[0].weight.data.clamp_(-0.05, 0.05)
     [(number, sentence)] = words
     assert number < 16
-    assert "the weights of 1 layers, the first '0', were written through .data or raw memory" in sentence
+    assert (
+        "the weights of 1 layers, the first '0', were written through .data or raw memory"
+        in sentence
+    )
     assert "Call narrowgauge.advance(model) after such writes" in sentence
     words = run.optimizer.casting["0"]
-    assert words == "its weight was written between the step and the forward pass, where its version shows nothing"
+    assert (
+        words
+        == "its weight was written between the step and the forward pass, where its version shows nothing"
+    )
     fresh = copy.deepcopy(run.model)
     x = torch.randn(6, 32)
     assert_same(run.model(x), fresh(x))

@@ -18,7 +18,9 @@ from tests.compare import assert_same
 from tests.raising import raises
 from tests.selection import needs_compiler
 
-pytestmark = pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch")  # said once in a process
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:narrowgauge.optim steps in plain torch"
+)  # said once in a process
 
 
 def _constants(group: Any, step: int) -> float:
@@ -47,16 +49,28 @@ def run(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 generator = torch.Generator().manual_seed(step)
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(
+                    parameter.dtype
+                )
         optimizer.step()
 
 
 def test_groups_step_by_their_own_rules():
     """As two optimizers would (noise is of a parameter's number), with the options of each rule as its own optimizer has them."""
     one, two, three, four = matrix(), matrix(20), matrix(), matrix(20)
-    both = AdamW([{"params": [one], "rule": "lion", "lr": 1e-4}, {"params": [two]}], states="fp8", weight_decay=0.0)
-    assert both.param_groups[0]["betas"] == (0.9, 0.99) and both.param_groups[1]["betas"] == (0.9, 0.999)
-    alone = [Lion([three], lr=1e-4, states="fp8"), AdamW([matrix(), four], states="fp8", weight_decay=0.0)]
+    both = AdamW(
+        [{"params": [one], "rule": "lion", "lr": 1e-4}, {"params": [two]}],
+        states="fp8",
+        weight_decay=0.0,
+    )
+    assert both.param_groups[0]["betas"] == (0.9, 0.99) and both.param_groups[1]["betas"] == (
+        0.9,
+        0.999,
+    )
+    alone = [
+        Lion([three], lr=1e-4, states="fp8"),
+        AdamW([matrix(), four], states="fp8", weight_decay=0.0),
+    ]
     for optimizer in (both, *alone):
         run(optimizer, 0, 3)
     assert_same([one.detach(), two.detach()], [three.detach(), four.detach()])
@@ -84,7 +98,9 @@ def test_every_state_and_master_works_with_a_new_rule_and_resumes(states, master
     weight, straight, exact = (matrix(dtype=dtype) for _ in range(3))
 
     def build(parameter: nn.Parameter, states: str) -> AdamW:
-        return AdamW([{"params": [parameter], "rule": CENTRED}], lr=0.1, states=states, master=master)  # type: ignore[arg-type]
+        return AdamW(
+            [{"params": [parameter], "rule": CENTRED}], lr=0.1, states=states, master=master
+        )  # type: ignore[arg-type]
 
     first, uncut, wide = build(weight, states), build(straight, states), build(exact, "fp32")
     run(first, 0, 2)
@@ -108,9 +124,9 @@ def test_kernels_refuse_rules_that_they_do_not_know():
         AdamW([{"params": [parameter], "rule": CENTRED}], backend="native")
     impostor = replace(rules.ADAMW, update=rules.LION.update, granularity="matrix")
     optimizer = AdamW([{"params": [parameter], "rule": impostor}])
-    assert optimizer.computed_by(parameter).startswith("torch (") and "knows no rule 'adamw'" in optimizer.computed_by(
-        parameter
-    )
+    assert optimizer.computed_by(parameter).startswith(
+        "torch ("
+    ) and "knows no rule 'adamw'" in optimizer.computed_by(parameter)
     run(optimizer, 0, 1)
     assert "knows no rule" in str(state_bytes(optimizer))
 

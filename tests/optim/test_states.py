@@ -36,7 +36,9 @@ def matrix(dtype: torch.dtype = torch.float32) -> nn.Parameter:
 def run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, first: int, last: int) -> None:
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
-        parameter.grad = (torch.randn(parameter.shape, generator=generator) * 1e-3).to(parameter.dtype)
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * 1e-3).to(
+            parameter.dtype
+        )
         optimizer.step()
 
 
@@ -81,7 +83,11 @@ def test_names_of_one_form_are_one_form():
     assert_same(*found)
     for name in moments.STATES:
         assert states.same(name, name)
-    assert states.same("8bit", "8bit/8bit") and not states.same("8bit", "8bit/fp16") and not states.same("8bit", None)
+    assert (
+        states.same("8bit", "8bit/8bit")
+        and not states.same("8bit", "8bit/fp16")
+        and not states.same("8bit", None)
+    )
 
 
 @pytest.mark.parametrize("pair", ["8bit/fp16", "fp16/8bit", "fp32/4bit", "e4m3/fp8"])
@@ -112,7 +118,9 @@ def test_sizes_are_those_of_the_formats(pair):
     )
     told = state_bytes(optimizer).total
     run(optimizer, parameter, 0, 1)
-    assert told == state_bytes(optimizer).total == round(expected * parameter.numel()) + 4  # and a step count
+    assert (
+        told == state_bytes(optimizer).total == round(expected * parameter.numel()) + 4
+    )  # and a step count
 
 
 def test_the_first_moment_is_held_where_either_is_narrow():
@@ -138,7 +146,11 @@ def test_the_first_moment_is_held_where_either_is_narrow():
         (AdamW, "8bit/8bit/8bit", coded("optim.states", "'8bit/8bit/8bit'")),
         (AdamW, "fp8-lm/fp16", coded("optim.states", "'fp8-lm/fp16'")),
         (AdamW, ("fp8", "fp16"), coded("optim.states", "'fp8'", "'fp16'")),
-        (Lion, "8bit/fp16", coded("optim.two-moments", "states = '8bit/fp16'", "keeps 1", "states = '8bit'")),
+        (
+            Lion,
+            "8bit/fp16",
+            coded("optim.two-moments", "states = '8bit/fp16'", "keeps 1", "states = '8bit'"),
+        ),
         (SGD, "fp8/fp8", coded("optim.two-moments")),
     ],
 )
@@ -149,12 +161,16 @@ def test_what_names_no_states_is_refused(build, name, words):
 
 def test_a_run_takes_the_same_names():
     rule = TrainConfig.__dataclass_fields__["states"].metadata["rule"]
-    assert rule.names == tuple(moments.STATES) and rule.parts == tuple(states.FIRST) == tuple(states.SECOND)
+    assert rule.names == tuple(moments.STATES) and rule.parts == tuple(states.FIRST) == tuple(
+        states.SECOND
+    )
     for name in (*moments.STATES, *states.FIRST, *PAIRS):
         assert TrainConfig(states=name).states == name
     with pytest.raises(ConfigError, match=r"states = '8bit/fp4': must be one of .*Closest"):
         TrainConfig(states="8bit/fp4")
-    with pytest.raises(ConfigError, match=r"names two moments, and lion keeps one. Give one, as states = '8bit'"):
+    with pytest.raises(
+        ConfigError, match=r"names two moments, and lion keeps one. Give one, as states = '8bit'"
+    ):
         TrainConfig(states="8bit/fp16", optimizer="lion")
 
 
@@ -165,11 +181,15 @@ def test_float16_weights_round_stochastically_without_bias():
     found = masters.round_to_float16(values.expand(20_000, 6), bits)
     for place, value in enumerate(values.tolist()):
         seen = found[:, place].double()
-        assert len(seen.unique()) == 2 and abs(z_score(seen, value, float(seen.std()))) < z_limit(1e-5, 6)
+        assert len(seen.unique()) == 2 and abs(z_score(seen, value, float(seen.std()))) < z_limit(
+            1e-5, 6
+        )
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     for fill in (0, 0xFFFF):
         assert_same(
-            masters.round_to_float16(every.float(), torch.full(every.shape, fill, dtype=torch.int32)),
+            masters.round_to_float16(
+                every.float(), torch.full(every.shape, fill, dtype=torch.int32)
+            ),
             every.clone(),
             any_nan=True,
         )

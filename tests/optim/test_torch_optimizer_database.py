@@ -61,11 +61,18 @@ def weights() -> list[nn.Parameter]:
     """A matrix, a vector, a scalar, one without elements and one that does not lie in the order of its axes."""
     draw = torch.Generator().manual_seed(1)
     turned = torch.randn(9, 6, generator=draw).T
-    made = [torch.randn(6, 40, generator=draw), torch.randn(7, generator=draw), torch.randn((), generator=draw), turned]
+    made = [
+        torch.randn(6, 40, generator=draw),
+        torch.randn(7, generator=draw),
+        torch.randn((), generator=draw),
+        turned,
+    ]
     return [*map(nn.Parameter, made), nn.Parameter(torch.zeros(0, 3))]
 
 
-def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range = range(STEPS)) -> None:
+def run(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range = range(STEPS)
+) -> None:
     for step in steps:
         draw = torch.Generator().manual_seed(100 + step)
         for each in params:
@@ -112,7 +119,9 @@ def test_arguments_of_the_database_are_followed_or_refused(name: str, in_group: 
             run(build(name, given, **({} if in_group else options)), second)
 
         if entry.desc in REFUSED:
-            word = next((each for each in ("maximize", "amsgrad", "dampening") if each in options), "lr")
+            word = next(
+                (each for each in ("maximize", "amsgrad", "dampening") if each in options), "lr"
+            )
             if refuses(trained, word):
                 continue
         else:
@@ -129,7 +138,9 @@ def test_errors_of_the_database_are_errors_here(name: str) -> None:
         params = [nn.Parameter(torch.randn(1, 1))] if given.params is None else given.params
         options = given.kwargs
         if "foreach" in options:
-            assert refuses(lambda params=params, options=options: build(name, params, **options), "foreach")
+            assert refuses(
+                lambda params=params, options=options: build(name, params, **options), "foreach"
+            )
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -153,7 +164,10 @@ def test_options_of_paths_that_ours_lack_are_refused_as_keywords(name: str, opti
 def test_groups_have_their_own_numbers(name: str) -> None:
     """lr and weight_decay of a group go before those of the optimizer."""
     found = []
-    for kind in (getattr(torch.optim, name), lambda params, **options: build(name, params, **options)):
+    for kind in (
+        getattr(torch.optim, name),
+        lambda params, **options: build(name, params, **options),
+    ):
         params = weights()
         groups = [{"params": params[:2], "lr": 0.05}, {"params": params[2:], "weight_decay": 0.3}]
         run(kind(groups, lr=0.01), params)
@@ -176,7 +190,11 @@ def test_a_state_goes_on(name: str) -> None:
             optimizer = build(name, params, **options)
             optimizer.load_state_dict(state)
         else:
-            taken = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+            taken = (
+                copy.deepcopy(optimizer)
+                if way == "deepcopy"
+                else pickle.loads(pickle.dumps(optimizer))
+            )
             params = [each for group in taken.param_groups for each in group["params"]]
             optimizer = taken
         run(optimizer, params, range(STEPS // 2, STEPS))
@@ -223,7 +241,10 @@ def test_schedulers_of_the_database_move_the_learning_rate(name: str) -> None:
     """A loss of one Rosenbrock-like valley falls, with every scheduler of the database; the rates are those of torch's optimizer."""
     for makers in info(name).scheduler_inputs:
         found = []
-        for kind in (getattr(torch.optim, name), lambda params, **options: build(name, params, **options)):
+        for kind in (
+            getattr(torch.optim, name),
+            lambda params, **options: build(name, params, **options),
+        ):
             params = weights()
             optimizer = kind(params, lr=0.01)
             schedulers = [make(optimizer) for make in makers]

@@ -27,7 +27,11 @@ def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = 
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters:
         shape = parameter.shape
-        g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+        g = (
+            torch.randn(shape, generator=generator)
+            * torch.exp(3 * torch.randn(shape, generator=generator))
+            * 1e-3
+        )
         if g.ndim == 2 and len(g) > 1:
             g[1], g[:, 7], g[0, :5] = 0.0, 0.0, 1e-39
             g[:, 40:80] = 1e-3  # held, see `rules.bound`
@@ -38,9 +42,13 @@ def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = 
         parameter.grad = g.to(parameter.dtype).to(parameter.device)
 
 
-def trained(build, device: torch.device, dtype: torch.dtype, poison: float | None = None, **options):
+def trained(
+    build, device: torch.device, dtype: torch.dtype, poison: float | None = None, **options
+):
     torch.manual_seed(4)
-    parameters = [nn.Parameter((torch.randn(shape) * 0.02).to(dtype).to(device)) for shape in SHAPES]
+    parameters = [
+        nn.Parameter((torch.randn(shape) * 0.02).to(dtype).to(device)) for shape in SHAPES
+    ]
     optimizer = build(parameters, backend="triton" if device.type == "cuda" else "torch", **options)
     for step in range(4):
         gradients(parameters, step, poison)
@@ -54,14 +62,20 @@ def test_the_kernel_has_the_bits_of_the_definition(gpu, states, master, dtype):
     """Odd and empty sizes, poisoned memory; every state, master and type."""
     for build in (AdamW, Lion, SGD):
         options = {"states": states, "master": master, "lr": 1e-2, "weight_decay": 0.1}
-        assert_same(trained(build, gpu, dtype, **options), trained(build, torch.device("cpu"), dtype, **options))
+        assert_same(
+            trained(build, gpu, dtype, **options),
+            trained(build, torch.device("cpu"), dtype, **options),
+        )
 
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])
 def test_poison_stays_where_the_definition_has_it(gpu, states, poison):
     options = {"states": states, "master": "fp16-scaled"}
-    found = [trained(AdamW, device, torch.bfloat16, poison, **options) for device in (gpu, torch.device("cpu"))]
+    found = [
+        trained(AdamW, device, torch.bfloat16, poison, **options)
+        for device in (gpu, torch.device("cpu"))
+    ]
     assert_same(*found, any_nan=True)
 
 
@@ -71,14 +85,20 @@ def test_a_step_waits_for_nothing_and_takes_few_launches(gpu, monkeypatch):
 
     parameters = [nn.Parameter(torch.randn(64, 512, device=gpu)) for _ in range(20)]
     vectors = [nn.Parameter(torch.randn(512, device=gpu)) for _ in range(20)]
-    groups = [{"params": parameters[:10]}, {"params": parameters[10:], "lr": 1e-4}, {"params": vectors}]
+    groups = [
+        {"params": parameters[:10]},
+        {"params": parameters[10:], "lr": 1e-4},
+        {"params": vectors},
+    ]
     optimizer = AdamW(groups, states="8bit")
     for _ in range(2):  # proves and compiles
         gradients([*parameters, *vectors], 0)
         optimizer.step()
     launches = []
     whole = launch.launch
-    monkeypatch.setattr(launch, "launch", lambda *call, **options: launches.append(whole(*call, **options)))
+    monkeypatch.setattr(
+        launch, "launch", lambda *call, **options: launches.append(whole(*call, **options))
+    )
     gradients([*parameters, *vectors], 1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -91,7 +111,9 @@ def test_a_step_waits_for_nothing_and_takes_few_launches(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
-@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "stochastic")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "stochastic")], ids=str
+)
 def test_weights_cast_by_the_step_change_no_number(gpu, recipe, dtype, master):
     """Sizes with short bands and tiles; outputs, weights, states and windows of four steps, and nothing waits in the last."""
     found = []
@@ -163,7 +185,10 @@ def test_a_captured_step_without_its_numbers_is_refused(gpu, monkeypatch):
     optimizer = AdamW([parameter], states="8bit")
     parameter.grad = torch.zeros_like(parameter)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ConfigError, match=r"replayable\(\) before the capture, call its capture\(\) instead of step"):
+    with pytest.raises(
+        ConfigError,
+        match=r"replayable\(\) before the capture, call its capture\(\) instead of step",
+    ):
         optimizer.step()
 
 

@@ -14,11 +14,15 @@ from narrowgauge.optim import SGD, AdamW, Lion
 from tests.compare import assert_same
 from tests.raising import raises
 
-OURS: dict[type, set[str]] = {each: set(inspect.signature(each).parameters) for each in (AdamW, Lion, SGD)}
+OURS: dict[type, set[str]] = {
+    each: set(inspect.signature(each).parameters) for each in (AdamW, Lion, SGD)
+}
 THEIRS = {
     name: parameter.default
     for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
     for name, parameter in inspect.signature(kind).parameters.items()
     if name not in ("params", "self", "args", "kwargs")
 }
@@ -46,14 +50,18 @@ def test_every_word_of_torchs_optimizers_is_followed_or_refused(kind, word):
             kind([matrix()], **{word: value})
         for add in (
             lambda value=value: kind([{"params": [matrix()], word: value}]),
-            lambda value=value: kind([matrix()]).add_param_group({"params": [matrix()], word: value}),
+            lambda value=value: kind([matrix()]).add_param_group(
+                {"params": [matrix()], word: value}
+            ),
         ):
             with pytest.raises(ConfigError, match=f"a group has '?{word}") as caught:
                 add()
             assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("word", ["maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable"])
+@pytest.mark.parametrize(
+    "word", ["maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable"]
+)
 def test_a_word_that_asks_for_nothing_is_taken(word):
     """As in the groups of a state that torch saved."""
     for nothing in (False, None):
@@ -85,13 +93,17 @@ def test_a_value_out_of_range_is_a_value_error_too(wrong):
     assert isinstance(caught.value, ValueError)
 
 
-def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, first: int, last: int) -> None:
+def stepped(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, first: int, last: int
+) -> None:
     for step in range(first, last):
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
         optimizer.step()
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)], ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)], ids=lambda x: str(x)
+)
 @pytest.mark.parametrize("from_ours", [True, False])
 def test_a_state_travels_between_torchs_optimizer_and_ours(ours, theirs, from_ours):
     """Three steps of one, three of the other: within float32 of six steps of torch's."""

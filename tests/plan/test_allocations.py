@@ -20,5 +20,7 @@ assert "KINETO_LOG_LEVEL" not in os.environ
 
 @pytest.mark.slow
 def test_measuring_writes_nothing_of_torchs_profiler():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, encoding="utf-8", check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, encoding="utf-8", check=True
+    )
     assert int(done.stdout) > 2 * 64 * 65 * 4 and done.stderr == ""

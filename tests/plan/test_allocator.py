@@ -78,7 +78,11 @@ def test_what_lies_idle_is_given_back_before_it_does_not_fit():
 @pytest.mark.parametrize("capacity", [None, 400 * MIB])
 @pytest.mark.parametrize("expandable", [False, True])
 def test_every_byte_is_in_use_or_free(expandable, capacity):
-    rng, allocator, sizes = random.Random(0), CachingAllocator(capacity, expandable), dict[int, int]()
+    rng, allocator, sizes = (
+        random.Random(0),
+        CachingAllocator(capacity, expandable),
+        dict[int, int](),
+    )
     for number in range(2000):
         while sum(sizes.values()) > 200 * MIB or (sizes and rng.random() < 0.4):
             gone = rng.choice(list(sizes))
@@ -88,7 +92,11 @@ def test_every_byte_is_in_use_or_free(expandable, capacity):
         allocator.allocate(number, nbytes)
         sizes[number] = nbytes
         free = sum(key[0] for keys in allocator._free.values() for key in keys)
-        assert free + allocator.allocated == allocator.reserved <= (capacity or allocator.peak_reserved)
+        assert (
+            free + allocator.allocated
+            == allocator.reserved
+            <= (capacity or allocator.peak_reserved)
+        )
         assert sum(sizes.values()) <= allocator.allocated <= allocator.peak_allocated
     for number in sizes:
         allocator.free(number)

@@ -23,10 +23,21 @@ HOPPER = Device("cuda", (9, 0), cuda=(12, 9))
 GIB = 2**30
 
 
-def llama(recipe: str, states: str, checkpointing: str | None = None, **sizes: Any) -> Callable[[], Step]:
-    given = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+def llama(
+    recipe: str, states: str, checkpointing: str | None = None, **sizes: Any
+) -> Callable[[], Step]:
+    given = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+    }
     given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    dtype, tokens, fused = sizes.pop("dtype", torch.float32), sizes.pop("tokens", 256), sizes.pop("fuse", {})
+    dtype, tokens, fused = (
+        sizes.pop("dtype", torch.float32),
+        sizes.pop("tokens", 256),
+        sizes.pop("fuse", {}),
+    )
     rows = sizes.pop("rows", 2)
 
     def build() -> Step:
@@ -51,9 +62,16 @@ def llama(recipe: str, states: str, checkpointing: str | None = None, **sizes: A
                 ng.advance(model)
 
         def kept() -> list[torch.Tensor]:
-            return [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+            return [
+                each
+                for state in optimizer.state.values()
+                for each in state.values()
+                if torch.is_tensor(each)
+            ]
 
-        return Step(model, lambda: model(input_ids=ids, labels=ids, use_cache=False).loss, update, kept, ids)
+        return Step(
+            model, lambda: model(input_ids=ids, labels=ids, use_cache=False).loss, update, kept, ids
+        )
 
     return build
 
@@ -69,7 +87,9 @@ def allocated(build: Callable[[], Step]) -> int:
         step.update()
 
     held = [*step.model.parameters(), *step.model.buffers(), step.batch]
-    total = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
+    total = sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values()
+    )
     gc.collect()
     gc.disable()
     try:
@@ -130,7 +150,9 @@ def test_the_loss_in_parts_is_counted(slices):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
         def loss() -> torch.Tensor:
-            total, found = ng.memory.chunked_cross_entropy(table(ids), head.weight, ids, slices=slices, checked=True)
+            total, found = ng.memory.chunked_cross_entropy(
+                table(ids), head.weight, ids, slices=slices, checked=True
+            )
             return total / found
 
         def update() -> None:
@@ -146,7 +168,9 @@ def test_the_loss_in_parts_is_counted(slices):
 def test_parts_add_up_and_the_allocator_rounds_them():
     found = count(llama("fp8-current", "8bit"), HOPPER)
     most, parts = found.peak(found.second)
-    assert sum(parts.values()) == most and all(parts[name] for name in ("weights", "states", "saved", "head", "batch"))
+    assert sum(parts.values()) == most and all(
+        parts[name] for name in ("weights", "states", "saved", "head", "batch")
+    )
     allocator = replay(found.trace)
     assert most <= allocator.peak_allocated <= allocator.peak_reserved
     names = [name for name, _, _ in found.peaks_by_phase()]

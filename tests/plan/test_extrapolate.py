@@ -13,11 +13,23 @@ from narrowgauge.plan.moments import Moment, moments
 from tests.plan.test_count import HOPPER, llama
 from tests.selection import quick
 
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 704, "tokens": 256, "vocab_size": 4096}
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "tokens": 256,
+    "vocab_size": 4096,
+}
 
 
-def counted(layers: int, recipe: str, states: str, checkpointing: str | None, **options: Any) -> list[Moment]:
-    return moments(count(llama(recipe, states, checkpointing, num_hidden_layers=layers, **SIZES, **options), HOPPER))
+def counted(
+    layers: int, recipe: str, states: str, checkpointing: str | None, **options: Any
+) -> list[Moment]:
+    return moments(
+        count(
+            llama(recipe, states, checkpointing, num_hidden_layers=layers, **SIZES, **options),
+            HOPPER,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +52,9 @@ def counted(layers: int, recipe: str, states: str, checkpointing: str | None, **
         ],
     ),
 )
-def test_a_deep_model_is_on_the_line_through_two_shallow_ones(recipe, states, checkpointing, options):
+def test_a_deep_model_is_on_the_line_through_two_shallow_ones(
+    recipe, states, checkpointing, options
+):
     options = dict(options)
     tokens = options.pop("tokens", SIZES["tokens"])
     given = (recipe, states, checkpointing)
@@ -53,7 +67,11 @@ def test_a_deep_model_is_on_the_line_through_two_shallow_ones(recipe, states, ch
     found, whole = extrapolated(at(FEW), at(MORE), 7), at(7)
     assert [each.phase for each in found] == [each.phase for each in whole]
     peak, true = max(found, key=lambda each: each.alive), max(whole, key=lambda each: each.alive)
-    assert peak.alive == pytest.approx(true.alive, rel=1e-3) and peak.phase == true.phase and peak.module == true.module
+    assert (
+        peak.alive == pytest.approx(true.alive, rel=1e-3)
+        and peak.phase == true.phase
+        and peak.module == true.module
+    )
     # What lies between the ends is on a line as well, but for moments at which another operation is the largest.
     for one, other in zip(found, whole, strict=True):
         assert one.alive == pytest.approx(other.alive, rel=5e-3), one.phase
@@ -73,4 +91,8 @@ def test_moments_add_up():
     assert all(each.alive <= each.allocated <= each.reserved for each in found)
     assert {each.step for each in found} == {1, 2} and found[-1].phase == "step"
     head = next(each for each in found if each.phase == "head")
-    assert {kind for part, kind in head.parts if part == "saved"} >= {"mlp.act_fn", "self_attn", "input_layernorm"}
+    assert {kind for part, kind in head.parts if part == "saved"} >= {
+        "mlp.act_fn",
+        "self_attn",
+        "input_layernorm",
+    }

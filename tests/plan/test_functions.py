@@ -44,7 +44,9 @@ def test_layers_are_carried_on():
     weights = 12 * (2 * 64 * 256 + 64 + 256) * 4
     parts = whole.forecast.parts()
     assert parts["weights"] == weights and parts["batch"] == x.nbytes
-    assert parts["states"] == 2 * weights + 12 * 4 * 4  # two moments, and a count of steps for each tensor
+    assert (
+        parts["states"] == 2 * weights + 12 * 4 * 4
+    )  # two moments, and a count of steps for each tensor
     assert few.fits is None and "name a card" in str(few)
 
 
@@ -64,7 +66,9 @@ def test_a_model_may_be_converted_where_it_is_made():
 
     x, swap = torch.zeros(16, 64, dtype=torch.bfloat16), torch.utils.swap_tensors
     converted, own = (ng.plan(make, loss, adamw, x) for make in (converting, made))
-    assert converted.allocated == own.allocated and converted.forecast.parts() == own.forecast.parts()
+    assert (
+        converted.allocated == own.allocated and converted.forecast.parts() == own.forecast.parts()
+    )
     assert str(converted).startswith("converting")
 
 
@@ -75,7 +79,9 @@ def test_a_module_stays_as_it_is():
     found = ng.plan(model, loss, adamw, torch.zeros(16, 64), card="rtx-4090")
     assert isinstance(found, Plan) and found.fits and found.as_dict()["card"]["name"] == "RTX 4090"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), draws) and all(each.grad is None for each in model.parameters())
+    assert torch.equal(torch.get_rng_state(), draws) and all(
+        each.grad is None for each in model.parameters()
+    )
     assert float(loss(model, torch.ones(16, 64)).detach()) > 0  # its tensors are real
 
 
@@ -121,7 +127,9 @@ def test_the_loss_in_chunks_reads_no_targets_there():
 
     def in_chunks(model: nn.Module, ids: Tensor) -> Tensor:
         hidden = model.table(ids)
-        total, count = ng.memory.chunked_cross_entropy(hidden[:, :-1], model.head.weight, ids[:, 1:])
+        total, count = ng.memory.chunked_cross_entropy(
+            hidden[:, :-1], model.head.weight, ids[:, 1:]
+        )
         return total / count
 
     assert ng.plan(Head, in_chunks, adamw, torch.zeros(2, 16, dtype=torch.long)).allocated > 0
@@ -130,7 +138,10 @@ def test_the_loss_in_chunks_reads_no_targets_there():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"micro_batches": 0}, coded("plan.whole-number", "micro_batches", "= 0", "number, 1", "1 or")),
+        (
+            {"micro_batches": 0},
+            coded("plan.whole-number", "micro_batches", "= 0", "number, 1", "1 or"),
+        ),
         ({"micro_batches": "2"}, coded("plan.whole-number", "micro_batches = '2'")),
         ({"layers": -1}, coded("plan.whole-number", "layers = -1", "number, 0", "0 or")),
         ({"memory": 24}, coded("plan.words", "memory = 24", "'24GiB'")),

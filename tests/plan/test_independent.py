@@ -36,7 +36,9 @@ NORMS = (2 * LAYERS + 1) * WIDTH
 IN_LINEARS = LAYERS * sum(map(prod, LINEARS))
 PARAMETERS = NORMS + IN_LINEARS + 2 * WORDS * WIDTH
 
-ATTENTION = 2 * WIDTH + 2 * 2 * GROUPS * HEAD + 2 * WIDTH + 4 * HEADS  # q; k and v; out; log-sum-exp
+ATTENTION = (
+    2 * WIDTH + 2 * 2 * GROUPS * HEAD + 2 * WIDTH + 4 * HEADS
+)  # q; k and v; out; log-sum-exp
 NORM = 4 * WIDTH + 4 + 2 * WIDTH  # without its output
 LOGITS = 4 * WORDS
 ROTARY = 2 * 2 * HEAD
@@ -48,10 +50,14 @@ def layer(inputs: int, gates: int, norm: int = NORM) -> int:
 
 
 BF16 = layer(inputs=2 * 2 * WIDTH, gates=4 * 2 * MIDDLE)
-CODES = layer(inputs=2 * WIDTH + MIDDLE, gates=3 * 2 * MIDDLE)  # of both norms' outputs and of the MLP's product
+CODES = layer(
+    inputs=2 * WIDTH + MIDDLE, gates=3 * 2 * MIDDLE
+)  # of both norms' outputs and of the MLP's product
 # Codes are made again from x, out, g and u.
 FUSED = layer(inputs=0, gates=2 * 2 * MIDDLE, norm=2 * WIDTH + 4)
-SAVED = layer(inputs=0, gates=2 * (MIDDLE + MIDDLE // 128), norm=WIDTH + 4)  # codes, a byte each, and scales
+SAVED = layer(
+    inputs=0, gates=2 * (MIDDLE + MIDDLE // 128), norm=WIDTH + 4
+)  # codes, a byte each, and scales
 INPUT = 2 * WIDTH
 
 
@@ -85,17 +91,27 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "run", "states", "kept"), quick(["8-bit states, checkpointing"], CASES))
+@pytest.mark.parametrize(
+    ("name", "run", "states", "kept"), quick(["8-bit states, checkpointing"], CASES)
+)
 def test_a_peak_is_what_shapes_say(name: str, run: dict[str, Any], states: float, kept: int):
     found = count(llama_step(Run(**run, model=MODEL, tokens=TOKENS)), HOPPER)
     most, _ = found.peak(found.second)
     assert most == pytest.approx(2 * PARAMETERS + states + TOKENS * kept, rel=1e-3)
 
 
-@pytest.mark.parametrize(("save", "kept"), quick(["fp8"], [("exact", FUSED), ("fp8", SAVED), ("int8", SAVED)]))
+@pytest.mark.parametrize(
+    ("save", "kept"), quick(["fp8"], [("exact", FUSED), ("fp8", SAVED), ("int8", SAVED)])
+)
 def test_what_fused_blocks_keep_is_what_shapes_say(save: str, kept: int):
-    run = Run(recipe="fp8-current", convert={"fuse": True, "save": save}, model=MODEL, tokens=TOKENS)
+    run = Run(
+        recipe="fp8-current", convert={"fuse": True, "save": save}, model=MODEL, tokens=TOKENS
+    )
     found = count(llama_step(run), HOPPER)
     made = {event for event in found.trace.events[found.second :] if event >= 0}
-    saved = [each.nbytes for each in found.trace.allocations if each.number in made and each.part == "saved"]
+    saved = [
+        each.nbytes
+        for each in found.trace.allocations
+        if each.number in made and each.part == "saved"
+    ]
     assert sum(saved) == pytest.approx(TOKENS * (LAYERS * kept + ROTARY), rel=2e-3)

@@ -15,6 +15,8 @@ def test_a_collective():
 
 def test_a_step():
     """FSDP gathers twice in each micro-batch and reduces once; copies reduce and gather gradients once a step, of a shard's size."""
-    assert of_step(16e9, 32, copies=1, shards=8, micro_batches=2) == pytest.approx(32 * 6 * collective(5e8, 8))
+    assert of_step(16e9, 32, copies=1, shards=8, micro_batches=2) == pytest.approx(
+        32 * 6 * collective(5e8, 8)
+    )
     assert of_step(16e9, 32, copies=8, shards=1) == pytest.approx(32 * 2 * collective(5e8, 8))
     assert of_step(16e9, 32, copies=1, shards=1) == 0

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import recipe_memory
-from benchmarks.recipe_memory import FROZEN, GIB, LARGE, MODELS, PLAIN, RECIPES, counted, device_for, frozen
+from benchmarks.recipe_memory import (
+    FROZEN,
+    GIB,
+    LARGE,
+    MODELS,
+    PLAIN,
+    RECIPES,
+    counted,
+    device_for,
+    frozen,
+)
 from tests.selection import quick
 
 pytestmark = pytest.mark.timeout(1800)  # 300 s ran out on two cores under a load of five
@@ -33,11 +43,14 @@ def test_no_recipe_needs_more_than_bfloat16(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "expected"), [("fp8-current", 72.64), ("mxfp8", 72.7), ("nvfp4", 75.39), ("mxfp4", 75.39)]
+    ("recipe", "expected"),
+    [("fp8-current", 72.64), ("mxfp8", 72.7), ("nvfp4", 75.39), ("mxfp4", 75.39)],
 )
 def test_a_llama_of_8_billion_parameters_on_the_device_of_its_recipe(recipe, expected):
     found = counted(LARGE["llama-8b"], recipe, device_for(recipe))
-    assert found["peak"] / GIB == pytest.approx(expected, rel=0.005) and found["parts"]["codes"] == 0
+    assert (
+        found["peak"] / GIB == pytest.approx(expected, rel=0.005) and found["parts"]["codes"] == 0
+    )
 
 
 @pytest.mark.slow

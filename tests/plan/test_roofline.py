@@ -35,7 +35,11 @@ def linear(recipe: str | None = None, states: str | None = None):
         x = torch.empty(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         gy = torch.empty(ROWS, OUT, dtype=torch.bfloat16)
         named = {"states": states, "master": "stochastic"}
-        optimizer = ng.optim.AdamW(model, **named) if states else torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = (
+            ng.optim.AdamW(model, **named)
+            if states
+            else torch.optim.AdamW(model.parameters(), fused=True)
+        )
 
         def update() -> None:
             optimizer.step()
@@ -52,7 +56,9 @@ def linear(recipe: str | None = None, states: str | None = None):
 
 def second(found: Count) -> list[Work]:
     phases = found.trace.phases
-    return [each for each in found.trace.work if each.phase and phases[each.phase][0] >= found.second]
+    return [
+        each for each in found.trace.work if each.phase and phases[each.phase][0] >= found.second
+    ]
 
 
 def of_kind(found: Count, kind: str) -> list[Work]:
@@ -81,7 +87,11 @@ def test_products_are_those_that_torch_counts():
     step = build()
     with FlopCounterMode(display=False) as counted:
         step.loss().backward()
-    torchs = {str(name): flops for name, flops in counted.get_flop_counts()["Global"].items() if "mm" in str(name)}
+    torchs = {
+        str(name): flops
+        for name, flops in counted.get_flop_counts()["Global"].items()
+        if "mm" in str(name)
+    }
     assert sum(each.flops for each in of_kind(found, "products")) == sum(torchs.values()) > 0
 
 
@@ -91,7 +101,9 @@ def test_bytes_of_a_product_and_of_the_step():
     assert [each.nbytes for each in of_kind(found, "products")] == [2 * (x + w + y)] * 3
     assert {each.flops for each in of_kind(found, "products")} == {2 * ROWS * WIDTH * OUT}
     (adamw,) = [each for each in second(found) if "adamw" in each.operation]
-    assert adamw.nbytes - 14 * w < 1000  # reads weight, gradient and two moments, writes all but the gradient
+    assert (
+        adamw.nbytes - 14 * w < 1000
+    )  # reads weight, gradient and two moments, writes all but the gradient
 
 
 def test_bytes_of_casts():
@@ -103,10 +115,14 @@ def test_bytes_of_casts():
     assert all(each.own for each in casts)
 
 
-@pytest.mark.parametrize(("states", "moments"), [("8bit", 2 * (1 + 2 / 256)), ("4bit", 2 * (1 / 2 + 2 / 128))])
+@pytest.mark.parametrize(
+    ("states", "moments"), [("8bit", 2 * (1 + 2 / 256)), ("4bit", 2 * (1 / 2 + 2 / 128))]
+)
 def test_bytes_that_an_optimizer_reaches_by_address(states, moments):
     step = [each for each in second(count(linear(states=states), H100.device)) if each.own]
-    expected = (2 + 2 * 2 + 2 * moments) * OUT * WIDTH  # the gradient once, weight and moments there and back
+    expected = (
+        (2 + 2 * 2 + 2 * moments) * OUT * WIDTH
+    )  # the gradient once, weight and moments there and back
     assert sum(each.nbytes for each in step) == pytest.approx(expected, rel=1e-3)
 
 
@@ -115,10 +131,24 @@ def test_time_is_that_of_what_bounds_it():
     flops = 2 * ROWS * WIDTH * OUT
     whole = time(tally(found), H100)
     (adamw,) = [each for each in second(found) if "adamw" in each.operation]
-    assert whole.by_kind["optimizer"] >= RATES.eager * adamw.nbytes / (RATES.copied * H100.bandwidth)
-    assert whole.launches * RATES.launch <= whole.device <= whole.seconds == max(whole.device, whole.host)
-    assert sum(whole.by_phase.values()) == pytest.approx(whole.device) and whole.flops == 3 * flops == whole.model_flops
-    twice = replace(H100, bandwidth=H100.bandwidth / 2, peak={kind: rate / 2 for kind, rate in H100.peak.items()})
+    assert whole.by_kind["optimizer"] >= RATES.eager * adamw.nbytes / (
+        RATES.copied * H100.bandwidth
+    )
+    assert (
+        whole.launches * RATES.launch
+        <= whole.device
+        <= whole.seconds
+        == max(whole.device, whole.host)
+    )
+    assert (
+        sum(whole.by_phase.values()) == pytest.approx(whole.device)
+        and whole.flops == 3 * flops == whole.model_flops
+    )
+    twice = replace(
+        H100,
+        bandwidth=H100.bandwidth / 2,
+        peak={kind: rate / 2 for kind, rate in H100.peak.items()},
+    )
     assert time(tally(found), twice).device <= 2 * whole.device
 
 
@@ -136,12 +166,18 @@ def test_no_product_is_lost(recipe):
     """Those of cuBLAS' blocks, too, which no operator of torch stands for under fake tensors."""
     products = of_kind(count(linear(recipe), H100.device), "products")
     assert [each.flops for each in products] == [2 * ROWS * WIDTH * OUT] * 3
-    assert {each.operands for each in products} == {"fp8"} and (recipe == "fp8-block") == (products[0].sums == "blocks")
+    assert {each.operands for each in products} == {"fp8"} and (recipe == "fp8-block") == (
+        products[0].sums == "blocks"
+    )
 
 
 def test_products_in_four_bits_count_both_codes_of_a_byte():
     b200 = card("b200")
-    products = [each for each in of_kind(count(linear("mxfp4"), b200.device), "products") if each.operands == "fp4"]
+    products = [
+        each
+        for each in of_kind(count(linear("mxfp4"), b200.device), "products")
+        if each.operands == "fp4"
+    ]
     assert [each.flops for each in products] == [2 * ROWS * WIDTH * OUT] * 3
     assert {each.sums for each in products} == {"mx"}
 
@@ -152,10 +188,16 @@ def test_an_answer_of_it():
     low, high = answer["likely_seconds"]
     assert low < found.seconds < high == found.seconds * (1 + ERROR["eager"])
     assert answer["tokens_per_s"] == [ROWS / high, ROWS / low] and len(answer["lines"]) == 2
-    assert f"{found.seconds:.3g} s in eager mode, predicted" in answer["lines"][0] and "products" in answer["lines"][1]
+    assert (
+        f"{found.seconds:.3g} s in eager mode, predicted" in answer["lines"][0]
+        and "products" in answer["lines"][1]
+    )
     assert json.loads(json.dumps(answer)) == answer
     spread = as_dict(found, H100, tokens=ROWS, messages=1.0)
-    assert spread["likely_seconds"] == [1.0, high + 1.0] and "Messages between ranks take 1 s" in spread["lines"][2]
+    assert (
+        spread["likely_seconds"] == [1.0, high + 1.0]
+        and "Messages between ranks take 1 s" in spread["lines"][2]
+    )
 
 
 def test_what_cannot_be_timed():
@@ -187,7 +229,11 @@ def test_a_deep_model_lies_on_a_line():
     found = deeper(few, more, 3)
     assert from_rows(as_rows(found)) == found
     found, deep = time(found, H100), time(deep, H100)
-    assert found.launches == deep.launches and found.flops == deep.flops and found.device == pytest.approx(deep.device)
+    assert (
+        found.launches == deep.launches
+        and found.flops == deep.flops
+        and found.device == pytest.approx(deep.device)
+    )
     assert found.by_kind == pytest.approx(deep.by_kind) and found.host == pytest.approx(deep.host)
 
 

@@ -13,7 +13,9 @@ MIB = 2**20
 
 
 def moment(phase, **parts):
-    named = {tuple(name.split("/")) if "/" in name else (name, ""): size for name, size in parts.items()}
+    named = {
+        tuple(name.split("/")) if "/" in name else (name, ""): size for name, size in parts.items()
+    }
     total = sum(named.values())
     return Moment(
         step=2, micro_batch=1, phase=phase, alive=total, end=total, allocated=total, reserved=total, parts=named, module=""
@@ -21,12 +23,17 @@ def moment(phase, **parts):
 
 
 def of(*moments, **more):
-    return Forecast(moments=moments, counted="", reserved=0, reserved_error=0.1, on_gpu=True, **more)
+    return Forecast(
+        moments=moments, counted="", reserved=0, reserved_error=0.1, on_gpu=True, **more
+    )
 
 
 def test_copies_hold_all_gradients_from_step_to_step():
     """As views of DistributedDataParallel's buckets: also where the next forward pass is at its largest."""
-    whole = of(moment("head", weights=10 * MIB, saved=7 * MIB), moment("step", weights=10 * MIB, gradients=10 * MIB))
+    whole = of(
+        moment("head", weights=10 * MIB, saved=7 * MIB),
+        moment("step", weights=10 * MIB, gradients=10 * MIB),
+    )
     copy = divided(whole, 4, copies=2)
     assert whole.allocated == 20 * MIB and copy.allocated == 27 * MIB and copy.top.phase == "head"
     assert copy.parts()["gradients"] == 10 * MIB and copy.allocated_error == whole.allocated_error
@@ -34,7 +41,11 @@ def test_copies_hold_all_gradients_from_step_to_step():
 
 
 def test_shared_products_cut_inner_layers_and_an_own_head_but_no_sum_of_residuals():
-    saved = {"saved/mlp.up_proj": 8 * MIB, "saved/input_layernorm": 3 * MIB, "saved/(block)": 2 * MIB}
+    saved = {
+        "saved/mlp.up_proj": 8 * MIB,
+        "saved/input_layernorm": 3 * MIB,
+        "saved/(block)": 2 * MIB,
+    }
     whole = of(
         moment("head", weights=40 * MIB, **saved), block_weights=8 * MIB, head_weights=4 * MIB
     )  # 4 blocks, the head, and an embedding of the same size
@@ -45,13 +56,18 @@ def test_shared_products_cut_inner_layers_and_an_own_head_but_no_sum_of_residual
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(("layout", "within", "early"), [("dp=2", 0.005, 0), ("fsdp=2", 0.01, 0.05), ("tp=2", 0.03, 0)])
+@pytest.mark.parametrize(
+    ("layout", "within", "early"), [("dp=2", 0.005, 0), ("fsdp=2", 0.01, 0.05), ("tp=2", 0.03, 0)]
+)
 def test_planned_is_what_a_rank_allocates(layout, within, early, tmp_path):
     """Buffers of messages are freed when the other rank is done, so the peak of one run is not that of the next.
 
     early  what a rank of shards may lack at its peak, where messages arrive before they are waited for
     """
-    runs = [planned_ranks.settings(tmp_path / name, layout, **planned_ranks.RUNS["plain"]) for name in "abc"]
+    runs = [
+        planned_ranks.settings(tmp_path / name, layout, **planned_ranks.RUNS["plain"])
+        for name in "abc"
+    ]
     # New processes: what tests before left behind would be freed on the way. On busy cores more messages wait, which only adds.
     most = min(max(planned_ranks.on_ranks(each)) for each in runs)
     assert most * (1 - within) < planned_ranks.planned(runs[0]) < most * (1 + within + early)

@@ -44,7 +44,12 @@ metadata.version = version
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.act, self.down = nn.LayerNorm(128), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(128),
+            nn.Linear(128, 256),
+            nn.GELU(),
+            nn.Linear(256, 128),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.act(self.up(self.norm(x))))
@@ -64,21 +69,37 @@ def counted(recipe: str, states: Any, device: Device) -> list[Any]:
             ng.advance(model)
 
         def kept() -> list[Tensor]:
-            return [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+            return [
+                each
+                for state in optimizer.state.values()
+                for each in state.values()
+                if torch.is_tensor(each)
+            ]
 
         return Step(model, lambda: model(x).float().square().mean(), update, kept, x)
 
     trace = count(build, device).trace
-    allocations = [[each.nbytes, each.phase, each.module, each.operation, each.part] for each in trace.allocations]
+    allocations = [
+        [each.nbytes, each.phase, each.module, each.operation, each.part]
+        for each in trace.allocations
+    ]
     return [allocations, trace.events, [repr(each) for each in trace.work]]
 
 
 def child(program: str, folder: Path) -> str:
     root = str(Path(ng.__file__).parents[1])
     folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path]), "XDG_CACHE_HOME": str(folder)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, *sys.path]),
+        "XDG_CACHE_HOME": str(folder),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", env=environment, cwd=folder
+        [sys.executable, "-c", program],
+        capture_output=True,
+        encoding="utf-8",
+        env=environment,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -98,9 +119,19 @@ def test_without_triton_a_count_has_the_same_allocations(tmp_path):
 def test_without_triton_plan_says_what_it_says_with_it(tmp_path):
     # One recipe: the search for the largest batch takes minutes in int4-hq-bs, whose allocations the test above compares.
     recipe = "fp8-delayed"
-    settings = ["layers=4", "hidden_size=128", "heads=4", "intermediate_size=256", "vocab_size=512", "batch_size=4"]
+    settings = [
+        "layers=4",
+        "hidden_size=128",
+        "heads=4",
+        "intermediate_size=256",
+        "vocab_size=512",
+        "batch_size=4",
+    ]
     words = ["plan", "--card=h100", f"--recipe={recipe}", "--states=8bit", "--sequence-length=128"]
-    words += [f"--{name.replace('_', '-')}={value}" for name, _, value in (each.partition("=") for each in settings)]
+    words += [
+        f"--{name.replace('_', '-')}={value}"
+        for name, _, value in (each.partition("=") for each in settings)
+    ]
     call = f"\nfrom narrowgauge.cli import main\nsys.exit(main({words!r}))"
     without = child(BLOCKED + call, tmp_path / "without")
     assert child("import sys" + call, tmp_path / "with") == without

@@ -34,4 +34,6 @@ def test_every_sort_of_argument_counts():
     names = ", ".join(f"x{place}" for place in range(10))
     assert dict(crowded(f"def f({names}, *args, option, **options): ...")) == {"f": 13}
     assert dict(crowded(f"lambda {names}, *args, **options: 0")) == {}
-    assert dict(crowded(f"class A:\n    async def f(self, {names}, /, option, *, other): ...")) == {"f": 13}
+    assert dict(crowded(f"class A:\n    async def f(self, {names}, /, option, *, other): ...")) == {
+        "f": 13
+    }

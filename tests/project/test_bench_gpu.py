@@ -35,7 +35,8 @@ def test_without_a_gpu_it_says_so_in_one_sentence():
 
 
 @pytest.mark.parametrize(
-    "question", ["casts", "adamw", "step", "sweep", "layer", "integers", "growth", "largest", "graphs"]
+    "question",
+    ["casts", "adamw", "step", "sweep", "layer", "integers", "growth", "largest", "graphs"],
 )
 def test_every_question_runs(question, capsys):
     """torchao and transformers included, where they are installed."""
@@ -46,7 +47,11 @@ def test_every_question_runs(question, capsys):
     code = suite.main(["--dry-run", "--only", question])
     out = capsys.readouterr()
     assert code == 0, out.err
-    assert out.out.startswith("floor: copy ") and f"-- {question}: " in out.out and "Left out" not in out.out
+    assert (
+        out.out.startswith("floor: copy ")
+        and f"-- {question}: " in out.out
+        and "Left out" not in out.out
+    )
     assert {
         "casts": "128x128",
         "adamw": "narrowgauge-8bit",
@@ -87,7 +92,12 @@ class Card:
 
 @pytest.mark.parametrize(
     ("card", "rows"),
-    [(Card(100, 20, 10), 8), (Card(100, 85, 10), 1), (Card(100, 20, 10, grows=1), 5), (Card(100, 20, 0), 2)],
+    [
+        (Card(100, 20, 10), 8),
+        (Card(100, 85, 10), 1),
+        (Card(100, 20, 10, grows=1), 5),
+        (Card(100, 20, 0), 2),
+    ],
     ids=["foreseen", "one alone", "foreseen too many", "nothing grows"],
 )
 def test_the_largest_batch_is_found(card, rows):
@@ -103,7 +113,10 @@ def test_the_largest_batch_is_found(card, rows):
     assert found.rows == rows == card.tried[-1] and found.samples_s == (0.5,) * len(calls)
     assert found.one == card.fixed + card.each + card.grows
     assert found.peak == card.fixed + card.each * rows + card.grows * rows**2
-    assert card.fixed + card.each * (rows + 1) + card.grows * (rows + 1) ** 2 > card.holds or card.each == 0
+    assert (
+        card.fixed + card.each * (rows + 1) + card.grows * (rows + 1) ** 2 > card.holds
+        or card.each == 0
+    )
 
 
 def test_a_step_that_never_fits_is_an_error():
@@ -115,15 +128,32 @@ def test_lines_hold_the_floor_and_the_share_of_it(bench, tmp_path):
     x = torch.randn(64, 64)
     builds = {"a": lambda: lambda: x @ x, "b": lambda: lambda: x + x}
     timings = bench.compare(
-        "probe", builds, "a", work={"a": (2.0 * 64**3, "bf16"), "b": (3.0 * x.nbytes, "copy")}, facts={"n": 64}
+        "probe",
+        builds,
+        "a",
+        work={"a": (2.0 * 64**3, "bf16"), "b": (3.0 * x.nbytes, "copy")},
+        facts={"n": 64},
     )
-    lines = [json.loads(line) for line in (tmp_path / "gpu_probe.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "gpu_probe.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert (
-        [line["case"] for line in lines] == ["a", "b"] and lines[0]["n"] == 64 and lines[0]["benchmark"] == "gpu-probe"
+        [line["case"] for line in lines] == ["a", "b"]
+        and lines[0]["n"] == 64
+        and lines[0]["benchmark"] == "gpu-probe"
     )
     assert lines[0]["share_of_floor"] == pytest.approx(2.0 * 64**3 / timings["a"].median_s / 1e12)
     assert lines[1]["share_of_floor"] == pytest.approx(3.0 * x.nbytes / timings["b"].median_s / 1e9)
-    assert {"floor_copy", "floor_bf16", "floor_fp8", "commit", "driver", "command", "triton"} <= lines[0].keys()
+    assert {
+        "floor_copy",
+        "floor_bf16",
+        "floor_fp8",
+        "commit",
+        "driver",
+        "command",
+        "triton",
+    } <= lines[0].keys()
 
 
 def test_a_case_that_fails_is_named_and_the_others_go_on(bench, tmp_path, capsys):
@@ -131,18 +161,28 @@ def test_a_case_that_fails_is_named_and_the_others_go_on(bench, tmp_path, capsys
         raise ModuleNotFoundError("No module named 'peer'\nand more")
 
     timings = bench.compare("probe", {"bf16": lambda: lambda: None, "peer": missing}, "bf16")
-    assert list(timings) == ["bf16"] and bench.failures == ["probe: peer: ModuleNotFoundError: No module named 'peer'"]
-    lines = [json.loads(line) for line in (tmp_path / "gpu_probe.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert list(timings) == ["bf16"] and bench.failures == [
+        "probe: peer: ModuleNotFoundError: No module named 'peer'"
+    ]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "gpu_probe.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert lines[0]["error"] == "ModuleNotFoundError: No module named 'peer'"
     assert suite._ending(bench) == 1 and "Failed: probe: peer" in capsys.readouterr().err
-    assert bench.compare("probe", {"bf16": missing, "x": lambda: lambda: None}, "bf16") == {}, "no baseline, no figures"
+    assert bench.compare("probe", {"bf16": missing, "x": lambda: lambda: None}, "bf16") == {}, (
+        "no baseline, no figures"
+    )
 
 
 def test_what_a_budget_leaves_out_is_named(bench, capsys):
     bench.dry, bench.ends_at_s = False, time.monotonic() - 1
     sweep.main(bench)
     assert len(bench.left_out) == 7 * 5 * 5 and suite._ending(bench) == 0
-    assert "Left out for want of time: 175, the first sweep 512 x 1024 -> 1024" in capsys.readouterr().out
+    assert (
+        "Left out for want of time: 175, the first sweep 512 x 1024 -> 1024"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_sweep_sees_the_corners_first():
@@ -161,15 +201,34 @@ def test_inputs_take_turns():
 def test_many_modules_compile_without_giving_up(monkeypatch):
     """More than Dynamo's eight recompilations of one code object."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda call, real=torch.compile: real(call, backend="eager"))
+    monkeypatch.setattr(
+        torch, "compile", lambda call, real=torch.compile: real(call, backend="eager")
+    )
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for width in range(12):
-            assert compiled_alone(nn.Linear(4, 2 + width))(torch.zeros(1, 4)).shape == (1, 2 + width)
+            assert compiled_alone(nn.Linear(4, 2 + width))(torch.zeros(1, 4)).shape == (
+                1,
+                2 + width,
+            )
 
 
-def row(case: str, tokens: int, inputs: int, outputs: int, ratio: float, device: str = "H", **more) -> dict:
-    sizes = {"tokens": tokens, "inputs": inputs, "outputs": outputs, "device": device, "baseline": "bf16"}
-    return {"case": case, "of_baseline": [ratio, ratio, ratio], "chosen": "fp8-row", **sizes, **more}
+def row(
+    case: str, tokens: int, inputs: int, outputs: int, ratio: float, device: str = "H", **more
+) -> dict:
+    sizes = {
+        "tokens": tokens,
+        "inputs": inputs,
+        "outputs": outputs,
+        "device": device,
+        "baseline": "bf16",
+    }
+    return {
+        "case": case,
+        "of_baseline": [ratio, ratio, ratio],
+        "chosen": "fp8-row",
+        **sizes,
+        **more,
+    }
 
 
 def test_the_sweep_is_drawn_where_it_was_measured(tmp_path):
@@ -184,14 +243,25 @@ def test_the_sweep_is_drawn_where_it_was_measured(tmp_path):
     maps = picture.grids(found)
     assert list(maps) == [512, 8192] and maps[512][:2] == ([1024, 2048], [1024, 4096])
     assert maps[512][2][0][1] == pytest.approx(1.25) and maps[8192][2][1][0] == pytest.approx(2.0)
-    empty = [value for _, _, grid in maps.values() for line in grid for value in line if math.isnan(value)]
+    empty = [
+        value
+        for _, _, grid in maps.values()
+        for line in grid
+        for value in line
+        if math.isnan(value)
+    ]
     assert len(empty) == 6
     figure = picture.sweep(found)
     images = [axes.images[0] for axes in figure.axes if axes.images and axes.get_title()]
     assert [image.get_array()[0, 1] for image in images[:1]] == [pytest.approx(1.25)]
-    assert {text.get_text() for axes in figure.axes for text in axes.texts} == {"1.25\nrow", "2.00\nrow"}
+    assert {text.get_text() for axes in figure.axes for text in axes.texts} == {
+        "1.25\nrow",
+        "2.00\nrow",
+    }
     red, white, blue = (images[0].cmap(images[0].norm(value))[:3] for value in (0.75, 1.0, 1.8))
-    assert red[0] > red[2] and blue[2] > blue[0] and min(white) > 0.9, "slower than BF16 is red, faster is blue"
+    assert red[0] > red[2] and blue[2] > blue[0] and min(white) > 0.9, (
+        "slower than BF16 is red, faster is blue"
+    )
 
 
 def test_growth_has_a_line_for_each_recipe_and_pictures_lie_beside_their_lines(tmp_path, capsys):
@@ -211,8 +281,14 @@ def test_growth_has_a_line_for_each_recipe_and_pictures_lie_beside_their_lines(t
         "torchao-rowwise": ([256, 1024], [1.25, 1.25], "--"),
     }
     assert picture.main(["--results", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "gpu_sweep.png"), str(tmp_path / "gpu_growth.png")]
-    assert all((tmp_path / f"gpu_{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("sweep", "growth"))
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "gpu_sweep.png"),
+        str(tmp_path / "gpu_growth.png"),
+    ]
+    assert all(
+        (tmp_path / f"gpu_{name}.png").read_bytes().startswith(b"\x89PNG")
+        for name in ("sweep", "growth")
+    )
 
 
 def test_without_lines_there_is_no_picture(tmp_path, capsys):
@@ -221,7 +297,11 @@ def test_without_lines_there_is_no_picture(tmp_path, capsys):
 
 
 def test_a_peer_in_triton_is_no_contender_on_a_cpu(bench):
-    assert not bench.has_peer("bf16-liger") and bench.has_peer("fp8-row") and bench.has_peer("torchao-rowwise")
+    assert (
+        not bench.has_peer("bf16-liger")
+        and bench.has_peer("fp8-row")
+        and bench.has_peer("torchao-rowwise")
+    )
 
 
 def test_a_question_that_breaks_off_is_named_and_the_others_are_answered(monkeypatch, capsys):

@@ -33,17 +33,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_the_order_is_balanced():
-    assert [order(["a", "b"], i) for i in range(4)] == [["a", "b"], ["b", "a"], ["b", "a"], ["a", "b"]]
+    assert [order(["a", "b"], i) for i in range(4)] == [
+        ["a", "b"],
+        ["b", "a"],
+        ["b", "a"],
+        ["a", "b"],
+    ]
     places = {name: sum(order(["a", "b", "c"], i).index(name) for i in range(6)) for name in "abc"}
     assert set(places.values()) == {6}
 
 
 def test_drift_cancels_in_the_ratio(clock):
     """The machine becomes 1.001 ** 200 = 1.22 times slower; what one case costs more than the other shows all the same."""
-    timings = measure({"a": lambda: clock.case(1), "b": lambda: clock.case(1.5)}, rounds=100, warmup=1)
+    timings = measure(
+        {"a": lambda: clock.case(1), "b": lambda: clock.case(1.5)}, rounds=100, warmup=1
+    )
     assert timings["a"].calls == 1
     assert timings["a"].spread_s.q3 / timings["a"].spread_s.q1 > 1.1
-    assert ratio(timings["b"], timings["a"]).median == pytest.approx(1.5, rel=0.001)  # one call's drift
+    assert ratio(timings["b"], timings["a"]).median == pytest.approx(
+        1.5, rel=0.001
+    )  # one call's drift
 
 
 def test_short_calls_are_timed_together(clock):
@@ -67,14 +76,21 @@ def test_the_table_has_one_line_per_case_with_units():
     lines = table(timings, baseline="bf16", work={"fp8": (2e9, "FLOP")}).splitlines()
     assert len(lines) == 3
     assert lines[1].split("  ")[0] == "bf16" and "2 ms" in lines[1] and "1.000" in lines[1]
-    assert "1 ms" in lines[2] and "0.500 (0.500 .. 0.500)" in lines[2] and lines[2].endswith("2 TFLOP/s")
+    assert (
+        "1 ms" in lines[2]
+        and "0.500 (0.500 .. 0.500)" in lines[2]
+        and lines[2].endswith("2 TFLOP/s")
+    )
 
 
 def test_records_are_appended_with_their_conditions(tmp_path):
     timings = {"a": Timing("a", (1.0, 3.0), 7)}
     for _ in range(2):
         record("probe", rows(timings, baseline="a"), tmp_path / "new" / "probe.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "new" / "probe.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "new" / "probe.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert len(lines) == 2
     assert (lines[0]["benchmark"], lines[0]["case"], lines[0]["median_s"]) == ("probe", "a", 2.0)
     assert lines[0]["of_baseline"] == [1, 1, 1] and lines[0]["calls_per_sample"] == 7
@@ -93,7 +109,9 @@ def test_same_loss_sees_the_last_bit():
 
 def test_same_loss_reads_a_run(tmp_path):
     events = [{"event": "step", "step": 1, "loss": 0.1}, {"event": "eval", "step": 1, "loss": 9.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in events), encoding="utf-8"
+    )
     assert same_loss.read_losses(tmp_path / "metrics.jsonl") == {1: 0.1}
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from benchmarks import cola_speed, cola_variants, cumulative, made_tasks, paired, tasks_beside_trainer
+from benchmarks import (
+    cola_speed,
+    cola_variants,
+    cumulative,
+    made_tasks,
+    paired,
+    tasks_beside_trainer,
+)
 from benchmarks.cumulative_row import area_under_roc
 from narrowgauge.data import Document
 from tests.train.tasks import folders
@@ -32,7 +39,9 @@ def place(tmp_path_factory):
     folders.save(folder / "bert", BertForMaskedLM(sizes), folders.word_tokenizer())
     lines = [f"x\t{int('red' in text)}\t\t{text}\n" for text in folders.texts(70)]
     for name in ("in_domain_train.tsv", "in_domain_dev.tsv", "out_of_domain_dev.tsv"):
-        (folder / name).write_text("".join(lines[: 70 if "train" in name else 20]), encoding="utf-8")
+        (folder / name).write_text(
+            "".join(lines[: 70 if "train" in name else 20]), encoding="utf-8"
+        )
     return folder
 
 
@@ -44,8 +53,15 @@ def here(monkeypatch):
 
 
 def cola(monkeypatch, place, tmp_path, *more):
-    words = ["cola_speed", f"--data={place}", f"--encoder={place / 'bert'}", f"--output={tmp_path / 'runs'}"]
-    monkeypatch.setattr(sys, "argv", [*words, f"--results={tmp_path / 'results.jsonl'}", "--quick", *more])
+    words = [
+        "cola_speed",
+        f"--data={place}",
+        f"--encoder={place / 'bert'}",
+        f"--output={tmp_path / 'runs'}",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", [*words, f"--results={tmp_path / 'results.jsonl'}", "--quick", *more]
+    )
     cola_speed.main()
 
 
@@ -54,7 +70,9 @@ def job(place, **changes):
     return cola_variants.Job(data=str(place), encoder=str(place / "bert"), **{**sizes, **changes})
 
 
-@pytest.mark.parametrize("name", [name for name in cola_variants.VARIANTS if name != "trainer-dynamic-bf16"])
+@pytest.mark.parametrize(
+    "name", [name for name in cola_variants.VARIANTS if name != "trainer-dynamic-bf16"]
+)
 def test_every_variant_sees_every_example_once_in_an_epoch(place, name):
     found = cola_variants.run(name, 0, job(place, examples=44), scored=name == "ours-run")
     assert found["examples"] == 44 and found["steps"] == 6  # the last of 4
@@ -78,11 +96,18 @@ def test_the_tables_of_cola_are_made_kept_and_not_mixed(monkeypatch, place, tmp_
     ]
     cola(monkeypatch, place, tmp_path, *variants)
     printed = capsys.readouterr().out
-    assert "ours-run is" in printed and "times as fast as trainer-dynamic-fp32 (the fastest rival)" in printed
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()]
+    assert (
+        "ours-run is" in printed
+        and "times as fast as trainer-dynamic-fp32 (the fastest rival)" in printed
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()
+    ]
     speed = [line for line in lines if line["benchmark"] == "cola_speed"]
     assert {(line["case"], line["clock"]) for line in speed} == {
-        (case, clock) for case in ("trainer-dynamic-fp32", "ours-run") for clock in ("train_s", "cpu_s")
+        (case, clock)
+        for case in ("trainer-dynamic-fp32", "ours-run")
+        for clock in ("train_s", "cpu_s")
     }
     quality = [line for line in lines if line["benchmark"] == "cola_quality"]
     assert [line["recipe"] for line in quality] == ["trainer-dynamic-fp32", "ours-run"]
@@ -95,14 +120,23 @@ def test_the_tables_of_cola_are_made_kept_and_not_mixed(monkeypatch, place, tmp_
 def test_rows_add_up():
     rows = cumulative.cumulated(cumulative.LANGUAGE_MODEL)
     assert [row.padding for row in rows[:5]] == ["fixed", "longest", "longest", "buckets", "packed"]
-    assert rows[-2].accumulation == 2 and rows[-2].recipe and rows[-2].states == "8bit" and rows[-2].chunked
-    assert rows[-1] == cumulative.replace(rows[-2], name=rows[-1].name, in_backward=True, accumulation=1)
+    assert (
+        rows[-2].accumulation == 2
+        and rows[-2].recipe
+        and rows[-2].states == "8bit"
+        and rows[-2].chunked
+    )
+    assert rows[-1] == cumulative.replace(
+        rows[-2], name=rows[-1].name, in_backward=True, accumulation=1
+    )
 
 
 def test_docstrings_are_records_of_prompt_and_completion(monkeypatch):
     text = 'class A:\n    def f(self, x=1):\n        """Adds.\n\n        More."""\n    def g(self):\n        pass\n'
     monkeypatch.setattr("narrowgauge.data.documents", lambda source: [Document(text, "a.py")])
-    assert list(cumulative.docstrings()) == [{"prompt": "def f(self, x=1):\n", "completion": "Adds."}]
+    assert list(cumulative.docstrings()) == [
+        {"prompt": "def f(self, x=1):\n", "completion": "Adds."}
+    ]
 
 
 def test_the_area_under_roc() -> None:
@@ -119,19 +153,33 @@ def test_the_cumulative_table(monkeypatch, place, tmp_path, capsys, kind):
     monkeypatch.setattr(cumulative, "alone", lambda function, *arguments: function(*arguments))
     texts = [{"prompt": f"{text}:", "completion": text.split()[1]} for text in folders.texts(120)]
     monkeypatch.setattr(cumulative, "docstrings", lambda: iter(texts))
-    words = ["cumulative", f"--data={place}", f"--encoder={place / 'bert'}", f"--output={tmp_path / 'runs'}", "--quick"]
-    monkeypatch.setattr(sys, "argv", [*words, f"--only={kind}", f"--results={tmp_path / 'results.jsonl'}"])
+    words = [
+        "cumulative",
+        f"--data={place}",
+        f"--encoder={place / 'bert'}",
+        f"--output={tmp_path / 'runs'}",
+        "--quick",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", [*words, f"--only={kind}", f"--results={tmp_path / 'results.jsonl'}"]
+    )
     cumulative.main()
     lines = {
-        line["row"]: line for line in map(json.loads, (tmp_path / "results.jsonl").read_text("utf-8").splitlines())
+        line["row"]: line
+        for line in map(json.loads, (tmp_path / "results.jsonl").read_text("utf-8").splitlines())
     }
-    names = [name for name, _ in (cumulative.LANGUAGE_MODEL if kind == "causal-lm" else cumulative.CLASSIFIER)]
+    names = [
+        name
+        for name, _ in (cumulative.LANGUAGE_MODEL if kind == "causal-lm" else cumulative.CLASSIFIER)
+    ]
     assert list(lines) == names
     printed = capsys.readouterr().out
     assert all(f"| {name} |" in printed for name in names)
 
     def values(column, *parts):
-        return [next(line[column] for name, line in lines.items() if part in name) for part in parts]
+        return [
+            next(line[column] for name, line in lines.items() if part in name) for part in parts
+        ]
 
     fixed, longest, buckets = values("padding", "fixed padding", "defaults", "by length")
     assert fixed > longest > 0 and fixed > buckets

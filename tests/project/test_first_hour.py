@@ -42,7 +42,11 @@ def test_the_questions_are_those_of_the_suite_without_the_long_ones():
     assert set(asked) <= set(suite.BUDGETS_S) and not {"largest", "sweep"} & set(asked)
     first = [piece.name for pieces in COMMANDS.values() for piece in pieces if "step" in piece.name]
     assert first == ["step, compiled", "step, eager and fused"]
-    mib = [piece.variables.get("CUBLASLT_WORKSPACE_SIZE") for piece in COMMANDS["truth"] if "gemms" in piece.name]
+    mib = [
+        piece.variables.get("CUBLASLT_WORKSPACE_SIZE")
+        for piece in COMMANDS["truth"]
+        if "gemms" in piece.name
+    ]
     assert mib == ["1024", "32768"]
 
 
@@ -56,16 +60,27 @@ def test_a_piece_takes_no_other_ones_time(tmp_path):
         Piece(
             "right",
             20.0,
-            ("-c", "import os, sys; print(os.environ['OWN'], os.environ['GIVEN'], sys.argv[1])", "OUT"),
+            (
+                "-c",
+                "import os, sys; print(os.environ['OWN'], os.environ['GIVEN'], sys.argv[1])",
+                "OUT",
+            ),
             {"OWN": "1"},
         ),
     ]
     began_at_s = time.monotonic()
     found = first_hour.run(pieces, tmp_path, 60.0, {"GIVEN": "2"})
     assert time.monotonic() - began_at_s < 40
-    words = ["ended for want of time", "ended with 3", "left out: no no-such-program on the PATH", "done"]
+    words = [
+        "ended for want of time",
+        "ended with 3",
+        "left out: no no-such-program on the PATH",
+        "done",
+    ]
     assert (
-        [line["outcome"] for line in found] == words == [line["outcome"] for line in lines(tmp_path / "pieces.jsonl")]
+        [line["outcome"] for line in found]
+        == words
+        == [line["outcome"] for line in lines(tmp_path / "pieces.jsonl")]
     )
     assert (tmp_path / "wrong.txt").read_text(encoding="utf-8") == "words\n"
     assert (tmp_path / "right.txt").read_text(encoding="utf-8") == f"1 2 {tmp_path}\n"
@@ -122,7 +137,10 @@ def test_new_entries_are_a_failure(tmp_path, monkeypatch, capsys):
 
         monkeypatch.setattr(caches, "warm", warm)
         assert caches.main(["prove", str(tmp_path / "p.tar.xz"), "--", "-m", "x"]) == code
-    assert capsys.readouterr().out.splitlines() == ["0 new entries", "1 new entries: triton/b.cubin"]
+    assert capsys.readouterr().out.splitlines() == [
+        "0 new entries",
+        "1 new entries: triton/b.cubin",
+    ]
 
 
 def test_a_baseline_that_is_kept_is_built_once(tmp_path, capsys):
@@ -140,8 +158,16 @@ def test_a_baseline_that_is_kept_is_built_once(tmp_path, capsys):
 
 
 def test_the_twelve_products_are_those_of_the_layer():
-    flop = sum(2 * m * n * k for shape in gemms.SHAPES for m, n, k in gemms.products(gemms.TOKENS, *shape).values())
-    assert flop == 6 * 15_872 * 4096 * (3 * 4096 + 4096 + 2 * 16_384) == pytest.approx(1.917e13, rel=1e-3)
+    flop = sum(
+        2 * m * n * k
+        for shape in gemms.SHAPES
+        for m, n, k in gemms.products(gemms.TOKENS, *shape).values()
+    )
+    assert (
+        flop
+        == 6 * 15_872 * 4096 * (3 * 4096 + 4096 + 2 * 16_384)
+        == pytest.approx(1.917e13, rel=1e-3)
+    )
 
 
 @EMPTY
@@ -150,14 +176,29 @@ def test_a_command_runs_to_its_end_over_the_empty_runtime(tmp_path, name):
     """With tiny budgets; every line says that there was no device. Its tests are left out: they look at numbers."""
     pieces = [piece.name for piece in COMMANDS[name] if piece.name not in ("tests", "profile")]
     limits = ["--budget-s", "1", "--piece-s", "240", "--limit-s", "1200"]
-    done = runtime.python(["-m", "benchmarks.gpu.first_hour", name, "--out", str(tmp_path), *limits, "--only", *pieces])
+    done = runtime.python(
+        [
+            "-m",
+            "benchmarks.gpu.first_hour",
+            name,
+            "--out",
+            str(tmp_path),
+            *limits,
+            "--only",
+            *pieces,
+        ]
+    )
     found = lines(tmp_path / name / "pieces.jsonl")
     assert [line["piece"] for line in found] == pieces, done.stderr
-    assert all(line["outcome"].startswith(("done", "left out: no ", "ended with 1")) for line in found), done.stdout
+    assert all(
+        line["outcome"].startswith(("done", "left out: no ", "ended with 1")) for line in found
+    ), done.stdout
     rows = [line for path in (tmp_path / name).glob("gpu_*.jsonl") for line in lines(path)]
     assert rows and not [
-        line for line in [*rows, *found] if not line["device"].startswith("no device: empty CUDA runtime")
+        line
+        for line in [*rows, *found]
+        if not line["device"].startswith("no device: empty CUDA runtime")
     ]
-    assert all(line["error"].startswith("ModuleNotFoundError") for line in rows if "error" in line), (
-        "a peer that is not installed"
-    )
+    assert all(
+        line["error"].startswith("ModuleNotFoundError") for line in rows if "error" in line
+    ), "a peer that is not installed"

@@ -25,7 +25,9 @@ def defined(lhs: Tensor, rhs: Tensor, fast: bool, bits: int) -> Tensor:
     total = torch.zeros(len(lhs), len(rhs), dtype=torch.float64)
     result = torch.zeros(len(lhs), len(rhs), dtype=torch.float32)
     for k in range(0, lhs.shape[1], GROUP):
-        addends = torch.cat([lhs[:, None, k : k + GROUP] * rhs[None, :, k : k + GROUP], total[..., None]], dim=-1)
+        addends = torch.cat(
+            [lhs[:, None, k : k + GROUP] * rhs[None, :, k : k + GROUP], total[..., None]], dim=-1
+        )
         e = torch.frexp(addends.abs().amax(-1)).exponent - 1
         whole = torch.ldexp(addends, (bits - 1 - e)[..., None]).trunc().sum(-1)
         mantissa, exponent = torch.frexp(torch.ldexp(whole, e - bits + 1))
@@ -83,5 +85,9 @@ def test_layers_use_them_by_their_flags_and_no_longer_afterwards():
     assert KERNELS.kernels == before
     for one, other in zip(plain, results("fp8-current-fast"), strict=True):
         assert_same(one, other)
-    assert [torch.equal(one, other) for one, other in zip(split, fast, strict=True)] == [True, False, False]
+    assert [torch.equal(one, other) for one, other in zip(split, fast, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
     assert not any(torch.equal(one, other) for one, other in zip(plain, split, strict=True))

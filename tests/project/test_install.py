@@ -21,7 +21,9 @@ from tests.processes import PYTHON, ROOT, run, run_ok
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-REQUIREMENTS = [Requirement(line) for group in [PROJECT["dependencies"], *EXTRAS.values()] for line in group]
+REQUIREMENTS = [
+    Requirement(line) for group in [PROJECT["dependencies"], *EXTRAS.values()] for line in group
+]
 
 
 def pins() -> dict[str, Version]:
@@ -43,9 +45,13 @@ def test_the_pin_fits_the_requirement(requirement):
         assert requirement.name not in pins()
         return
     pin = pins().get(canonicalize_name(requirement.name))
-    assert pin is not None, f"constraints.txt has no {requirement.name}. Install it, then run scripts/pin.py."
+    assert pin is not None, (
+        f"constraints.txt has no {requirement.name}. Install it, then run scripts/pin.py."
+    )
     assert requirement.specifier.contains(pin), f"pinned to {pin}"
-    assert any(each.operator in (">=", "==") for each in requirement.specifier), "a lower bound is missing"
+    assert any(each.operator in (">=", "==") for each in requirement.specifier), (
+        "a lower bound is missing"
+    )
 
 
 def test_pins_fit_every_build_of_a_version():
@@ -61,9 +67,15 @@ def test_every_import_is_declared():
     """By core or an extra for users: what another package happens to bring may be gone with its next release."""
     declared = {
         "torch",
-        *(Requirement(line).name for extra in ("train", "tensorboard", "evaluate") for line in EXTRAS[extra]),
+        *(
+            Requirement(line).name
+            for extra in ("train", "tensorboard", "evaluate")
+            for line in EXTRAS[extra]
+        ),
     }
-    declared |= {"triton"}  # comes with torch's GPU builds; the kernels that import it are refused without it
+    declared |= {
+        "triton"
+    }  # comes with torch's GPU builds; the kernels that import it are refused without it
     distributions = packages_distributions()
     undeclared = {
         f"{path.relative_to(ROOT)}: {root}"
@@ -80,7 +92,9 @@ def imported_roots(tree: ast.AST) -> set[str]:
     """First parts of the names that a module imports, at its top or within a function."""
     nodes = list(ast.walk(tree))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    names |= {
+        node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level
+    }
     return {name.partition(".")[0] for name in names}
 
 
@@ -100,13 +114,23 @@ def test_the_documents_name_every_dependency():
 def test_a_wheel_holds_every_file_of_the_package(tmp_path):
     """Built without isolation by the installed setuptools, from a copy, so that the checkout gains no build folder."""
     copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "narrowgauge", copy / "narrowgauge", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "narrowgauge", copy / "narrowgauge", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     build = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"
     wheel = run_ok([PYTHON, "-c", build], cwd=copy, import_from=copy).stdout.split()[-1]
-    inside = {name for name in zipfile.ZipFile(copy / "dist" / wheel).namelist() if ".dist-info/" not in name}
-    on_disk = {path.relative_to(copy).as_posix() for path in (copy / "narrowgauge").rglob("*") if path.is_file()}
+    inside = {
+        name
+        for name in zipfile.ZipFile(copy / "dist" / wheel).namelist()
+        if ".dist-info/" not in name
+    }
+    on_disk = {
+        path.relative_to(copy).as_posix()
+        for path in (copy / "narrowgauge").rglob("*")
+        if path.is_file()
+    }
     assert inside == on_disk
     assert "narrowgauge/py.typed" in inside
 
@@ -116,7 +140,9 @@ def test_the_oldest_versions_are_those_that_are_asked_for():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     oldest = dict(re.findall(r"^OLDEST_(TORCH|TRITON) := (\d+\.\d+)\.\d+$", makefile, re.MULTILINE))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    asked = {name.upper(): re.search(rf'"{name}>=(\d+\.\d+)', project)[1] for name in ("torch", "triton")}
+    asked = {
+        name.upper(): re.search(rf'"{name}>=(\d+\.\d+)', project)[1] for name in ("torch", "triton")
+    }
     assert oldest == asked
     assert ".".join(map(str, triton.OLDEST)) == oldest["TRITON"]
 
@@ -128,7 +154,8 @@ def wheel(folder: Path, name: str, needs: str = "") -> Path:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{name}.py", "")
         file.writestr(
-            f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}"
+            f"{name}-1.0.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}",
         )
         file.writestr(
             f"{name}-1.0.dist-info/WHEEL",
@@ -151,7 +178,14 @@ def test_a_lock_has_the_hash_of_every_package_and_pip_refuses_another_file(tmp_p
         '[build-system]\nrequires = []\n[project]\nname = "x"\ndependencies = ["onea"]\n[project.optional-dependencies]\ndev = ["twob"]\n'
     )
     (tmp_path / "constraints.txt").write_text("onea==1.0\ntwob==1.0\n")
-    options = ["--project", str(project), "--constraints", str(tmp_path / "constraints.txt"), "--extras", "dev"]
+    options = [
+        "--project",
+        str(project),
+        "--constraints",
+        str(tmp_path / "constraints.txt"),
+        "--extras",
+        "dev",
+    ]
     lock = run_ok([PYTHON, str(ROOT / "scripts" / "lock.py"), *options]).stdout
     found = [line.split()[0] for line in lock.splitlines() if not line.startswith("#")]
     assert found == ["onea==1.0", "twob==1.0"]
@@ -170,13 +204,21 @@ def test_a_lock_has_the_hash_of_every_package_and_pip_refuses_another_file(tmp_p
     with zipfile.ZipFile(second, "a") as file:
         file.writestr("added.py", "")
     refused = run([*install, "--target", str(tmp_path / "changed")])
-    assert refused.returncode and "DO NOT MATCH THE HASHES" in refused.stderr and not (tmp_path / "changed").exists()
+    assert (
+        refused.returncode
+        and "DO NOT MATCH THE HASHES" in refused.stderr
+        and not (tmp_path / "changed").exists()
+    )
 
 
 def test_the_lock_is_of_what_make_installs():
     """The extras of scripts/lock.py and of docs/install.md's offline recipe are those of the Makefile."""
-    makefile, docs = ((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "docs/install.md"))
+    makefile, docs = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "docs/install.md")
+    )
     asked = re.search(r"-c \$\(CONSTRAINTS\) -e '\.\[([a-z,]+)\]'", makefile)[1]
     script = (ROOT / "scripts" / "lock.py").read_text(encoding="utf-8")
     assert f"EXTRAS = {tuple(asked.split(','))!r}".replace("'", '"') in script
-    assert docs.count(f".[{asked}]") == 2, "what make runs, and what to download for a machine without a network"
+    assert docs.count(f".[{asked}]") == 2, (
+        "what make runs, and what to download for a machine without a network"
+    )

@@ -60,5 +60,7 @@ def test_a_figure_beyond_its_limit_fails_and_limits_only_fall(language):
     assert len(language.failures({"nn": worse}, limits)) == 3
     assert len(language.failures({"a-new-folder": worse}, limits)) == 3
     assert language.lowered({"nn": better}, limits) == {"nn": language.TARGETS}
-    assert language.lowered({"nn": half}, limits) == {"nn": {"indirect": 3.0, "comments": 3.0, "long": 4.0}}
+    assert language.lowered({"nn": half}, limits) == {
+        "nn": {"indirect": 3.0, "comments": 3.0, "long": 4.0}
+    }
     assert language.lowered({"nn": worse}, limits) == {"nn": limit}

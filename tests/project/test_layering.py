@@ -39,17 +39,29 @@ def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
     package = tmp_path / "narrowgauge"
     files = {
         name: ""
-        for name in ("__init__.py", "errors.py", "formats.py", "recipes.py", "ops/__init__.py", "data/__init__.py")
+        for name in (
+            "__init__.py",
+            "errors.py",
+            "formats.py",
+            "recipes.py",
+            "ops/__init__.py",
+            "data/__init__.py",
+        )
     }
     files |= {"nn/__init__.py": "", "nn/linear.py": ""}
-    files |= {"train/__init__.py": "", "train/planted_too.py": "from narrowgauge.train import planted"}
+    files |= {
+        "train/__init__.py": "",
+        "train/planted_too.py": "from narrowgauge.train import planted",
+    }
     files |= {"train/planted.py": "", file: source}
     for name, text in files.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text, encoding="utf-8")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     done = run(LINT, cwd=tmp_path, import_from=tmp_path)
-    assert done.returncode == 1 and complaint in " ".join(done.stdout.split()), done.stdout + done.stderr
+    assert done.returncode == 1 and complaint in " ".join(done.stdout.split()), (
+        done.stdout + done.stderr
+    )
 
 
 def test_the_house_stays_small():
@@ -60,9 +72,9 @@ def test_the_house_stays_small():
         "__init__.py",
         "__main__.py",
     }
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "importlinter"
+    ]["contracts"]
     floors = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
     assert len(entries) <= 25 and len(floors) <= 16
 

@@ -35,15 +35,29 @@ def test_sources_are_gathered_once_and_each_text_once(tmp_path, capsys):
 
 def test_a_quick_run_has_a_row_for_each_recipe(tmp_path, monkeypatch, capsys):
     source = tmp_path / "text.txt"
-    source.write_text("\f".join(f"The number {n} is one more than {n - 1}. " * 20 for n in range(60)), encoding="utf-8")
+    source.write_text(
+        "\f".join(f"The number {n} is one more than {n - 1}. " * 20 for n in range(60)),
+        encoding="utf-8",
+    )
     recipes = ["bf16", "fp8-current", "bf16-in-halves"]
-    words = ["pretraining", "--quick", f"--data={source}", f"--output={tmp_path / 'runs'}", "--recipes", *recipes]
+    words = [
+        "pretraining",
+        "--quick",
+        f"--data={source}",
+        f"--output={tmp_path / 'runs'}",
+        "--recipes",
+        *recipes,
+    ]
     monkeypatch.setattr(sys, "argv", words)
     pretraining.main()
     printed = capsys.readouterr().out
-    lines = (tmp_path / "runs" / "quick" / "pretraining.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (tmp_path / "runs" / "quick" / "pretraining.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     rows = {row["recipe"]: row for row in map(json.loads, lines)}
-    assert list(rows) == recipes and all(row["steps"] == 10 and row["tokens"] == 1280 for row in rows.values())
+    assert list(rows) == recipes and all(
+        row["steps"] == 10 and row["tokens"] == 1280 for row in rows.values()
+    )
     assert rows["bf16"]["difference"] == 0 and all(row["tokens_per_s"] > 0 for row in rows.values())
     assert rows["fp8-current"]["validation_loss"] != rows["bf16"]["validation_loss"]
     assert "| `bf16-in-halves` |" in printed

@@ -32,7 +32,8 @@ NOT_RUN = {"git", "pip", "cd", "python3", "source", "export"}
 TREE_WORDS = "checked file tree"
 
 _BLOCK = re.compile(
-    r"(?:<!-- test(?P<skips> skips)?: (?P<note>.*?)-->\n\s*)?^```(?P<kind>\w+)\n(?P<text>.*?)^```", re.S | re.M
+    r"(?:<!-- test(?P<skips> skips)?: (?P<note>.*?)-->\n\s*)?^```(?P<kind>\w+)\n(?P<text>.*?)^```",
+    re.S | re.M,
 )
 
 
@@ -66,7 +67,9 @@ def blocks(readme: str, kind: str) -> list[Block]:
 def commands(block: Block) -> list[list[str]]:
     """The words of each command; comments and prompts dropped, continued lines joined, the note appended to `train`."""
     lines = block.text.replace("\\\n", " ").splitlines()
-    found = [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
+    found = [
+        words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))
+    ]
     extra = shlex.split(block.note)
     return [words + extra if words[:2] == ["narrowgauge", "train"] else words for words in found]
 
@@ -80,7 +83,9 @@ def tree_entries(text: str) -> list[tuple[str, ...]]:
         name = re.split(r"\s{2,}", line.strip())[0]
         assert " " not in name, f"one entry a line, remarks after two spaces: {line!r}"
         parents = entries[-1][:depth] if entries else ()
-        assert len(parents) == depth and all(part.endswith("/") for part in parents), f"no folder above {line!r}"
+        assert len(parents) == depth and all(part.endswith("/") for part in parents), (
+            f"no folder above {line!r}"
+        )
         entries.append((*parents, name))
     return entries
 
@@ -91,10 +96,14 @@ def tree_differences(entries: list[tuple[str, ...]], on_disk: list[str]) -> list
     known = {path[:depth] for path in files for depth in range(1, len(path) + 1)}
     listed = set(entries)
     opened = {path[:-1] for path in entries}
-    visible = {path for path in known if not (path[-1].startswith(".") or path[-1] == "__init__.py")}
+    visible = {
+        path for path in known if not (path[-1].startswith(".") or path[-1] == "__init__.py")
+    }
     problems = [f"listed but not there: {''.join(path)}" for path in sorted(listed - known)]
     return problems + [
-        f"there but not listed: {''.join(path)}" for path in sorted(visible - listed) if path[:-1] in opened
+        f"there but not listed: {''.join(path)}"
+        for path in sorted(visible - listed)
+        if path[:-1] in opened
     ]
 
 
@@ -116,7 +125,9 @@ def test_the_commands_run(block, folder):
         elif words[0] == "narrowgauge":
             run_ok([PYTHON, "-m", *words], cwd=folder)
         else:
-            assert words[0] in NOT_RUN, f"README.md:{block.line}: this test does not know what to do with {words}"
+            assert words[0] in NOT_RUN, (
+                f"README.md:{block.line}: this test does not know what to do with {words}"
+            )
 
 
 @pytest.mark.slow
@@ -174,10 +185,26 @@ docs/
 
 def test_blocks_are_understood():
     (shell,) = blocks(SAMPLE, "sh")
-    train = ["narrowgauge", "train", "--data", "my text.txt", "--recipe", "fp8", "--steps", "2", "--batch-size", "1"]
+    train = [
+        "narrowgauge",
+        "train",
+        "--data",
+        "my text.txt",
+        "--recipe",
+        "fp8",
+        "--steps",
+        "2",
+        "--batch-size",
+        "1",
+    ]
     assert commands(shell) == [train, ["make", "test", "ARGS=-k x"]]
     (program,) = blocks(SAMPLE, "python")
-    assert (program.skips, program.note, program.text, program.line) == (True, "needs a GPU", "print(1)\n", 13)
+    assert (program.skips, program.note, program.text, program.line) == (
+        True,
+        "needs a GPU",
+        "print(1)\n",
+        13,
+    )
 
 
 def test_a_wrong_tree_is_seen():

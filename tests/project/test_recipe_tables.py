@@ -19,8 +19,13 @@ from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, Recipe
 from tests.processes import ROOT
 
-README, DOCS = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/recipes.md"))
-IN_WORDS = {INT4X2: r"two INT4 digits|two digits|the same", E3M0: r"powers of two"}  # formats that are told, not named
+README, DOCS = (
+    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/recipes.md")
+)
+IN_WORDS = {
+    INT4X2: r"two INT4 digits|two digits|the same",
+    E3M0: r"powers of two",
+}  # formats that are told, not named
 DEVICES = {
     "Blackwell (10.x; 12.x without `mxfp4`)": (Device("cuda", (10, 0), cuda=(12, 9)), Device("cuda", (12, 0), cuda=(12, 9))),
     "Hopper (9.0)": (Device("cuda", (9, 0), cuda=(12, 9)), Device("cuda", (9, 0), cuda=(12, 8))),
@@ -54,7 +59,12 @@ ROWS = {
 
 
 def casts(recipe: Recipe) -> list[Cast]:
-    return [cast for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs) if cast is not None]
+    return [
+        cast
+        for gemm in recipe.gemms().values()
+        for cast in (gemm.lhs, gemm.rhs)
+        if cast is not None
+    ]
 
 
 def test_readme_names_every_recipe_in_the_order_of_the_registry() -> None:
@@ -62,7 +72,9 @@ def test_readme_names_every_recipe_in_the_order_of_the_registry() -> None:
     # The paragraph below the table.
     after = README.partition(f"| `{rows[-1]}` |")[2].partition("\n\n")[2].partition("\n\n")[0]
     others = [name for name in named(after) if name not in rows]
-    assert set(rows) | set(others) == set(recipes.names()) and len(rows) + len(others) == len(recipes.names())
+    assert set(rows) | set(others) == set(recipes.names()) and len(rows) + len(others) == len(
+        recipes.names()
+    )
 
 
 def test_the_docs_have_a_row_for_every_recipe() -> None:
@@ -86,16 +98,25 @@ def test_a_row_has_the_tiles_of_its_recipe(recipe: Recipe, row: list[str]) -> No
 @pytest.mark.parametrize("place", range(1, 5))
 def test_devices_compute_what_the_docs_say(place: int, triton_installed: None) -> None:
     """Row by row, for every recipe that the column names; of int4 the forward product, which all of them run as INT8."""
-    header = next(line for line in DOCS.splitlines() if line.startswith("| device |")).strip("|").split("|")[place]
+    header = (
+        next(line for line in DOCS.splitlines() if line.startswith("| device |"))
+        .strip("|")
+        .split("|")[place]
+    )
     matched = [fnmatch.filter(recipes.names(), each) for each in re.findall(r"`([\w*-]+)`", header)]
     names = set().union(*matched)
     rows = {row[0]: row[place] for row in table(DOCS, "device")}
     assert rows.keys() == DEVICES.keys() and all(matched)
     for title, devices in DEVICES.items():
         found = {
-            how(recipes.get(name), device) for name in names for device in devices if not except_mxfp4(name, device)
+            how(recipes.get(name), device)
+            for name in names
+            for device in devices
+            if not except_mxfp4(name, device)
         }
-        assert found == set(re.findall(r"native|Triton|emulated", re.sub("else emulated", "", rows[title]))), title
+        assert found == set(
+            re.findall(r"native|Triton|emulated", re.sub("else emulated", "", rows[title]))
+        ), title
 
 
 def except_mxfp4(name: str, device: Device) -> bool:
@@ -109,8 +130,13 @@ def how(recipe: Recipe, device: Device) -> str:
 
 def test_no_aim_is_denied_by_the_predictions_beside_it():
     """An aim of docs/performance.md for a recipe's layer is not above 1 where the newest prediction for that card says slower."""
-    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/planned_time.jsonl").read_text().splitlines()]
-    gains = {(row["case"], row["card"]): row["gain_over_bf16"] for row in rows if "gain_over_bf16" in row}
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "benchmarks/results/planned_time.jsonl").read_text().splitlines()
+    ]
+    gains = {
+        (row["case"], row["card"]): row["gain_over_bf16"] for row in rows if "gain_over_bf16" in row
+    }
     lines = (ROOT / "docs/performance.md").read_text(encoding="utf-8").splitlines()
     [stated] = [line for line in lines if "12-GEMM layer in `int8`" in line]
     for card in ("H200", "H100", "B200"):

@@ -55,7 +55,8 @@ def parse(text: str) -> dict[str, list[str]]:
 def render(sections: dict[str, list[str]]) -> str:
     head = "# The public surface. tests/project/test_surface.py compares it with the code and says how to change it.\n"
     return head + "".join(
-        f"\n[{title}]\n" + "".join(f"{name}\n" for name in names) for title, names in sections.items()
+        f"\n[{title}]\n" + "".join(f"{name}\n" for name in names)
+        for title, names in sections.items()
     )
 
 

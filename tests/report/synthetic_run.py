@@ -24,9 +24,14 @@ SAMPLE_TEXT = (
     "And thou shalt know the narrow gauge of words,\nThat eight small bits may carry all the sense.\n"
 )
 REFERENCE_TEXT = (
-    SAMPLE_PROMPT + "What say you, neighbour? The price of bread is up,\nand we are down; so runs the world.\n"
+    SAMPLE_PROMPT
+    + "What say you, neighbour? The price of bread is up,\nand we are down; so runs the world.\n"
 )
-MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj", "model.layers.3.mlp.down_proj")
+MODULES = (
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.1.mlp.up_proj",
+    "model.layers.3.mlp.down_proj",
+)
 # role: (standard deviation at the start and at the end of the run, share of far larger outliers)
 TENSORS = {"x": (1.0, 2.6, 2e-4), "w": (0.02, 0.045, 0.0), "gy": (3e-5, 2e-6, 1e-3)}
 FORMATS = {"e4m3": (448.0, 2.0**-9), "e5m2": (57344.0, 2.0**-16)}
@@ -53,7 +58,9 @@ class Plan:
 REFERENCE = Plan(recipe="bf16", gap=0.0, speed=36500.0, peak_bytes=1_560_000_000, seed=2)
 
 
-def write_pair(folder: Path, plan: Plan = Plan(tensors=True, resumed_at=(160,)), reference: Plan = REFERENCE) -> Path:
+def write_pair(
+    folder: Path, plan: Plan = Plan(tensors=True, resumed_at=(160,)), reference: Plan = REFERENCE
+) -> Path:
     """A run with its reference inside."""
     write_run(folder, plan)
     write_run(folder / f"compare-{reference.recipe}", reference)
@@ -64,7 +71,9 @@ def write_run(folder: Path, plan: Plan) -> Path:
     """config.toml, run.json and metrics.jsonl of one run."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(config(plan), encoding="utf-8")
-    (folder / "run.json").write_text(json.dumps(run(plan), indent=1, ensure_ascii=False), encoding="utf-8")
+    (folder / "run.json").write_text(
+        json.dumps(run(plan), indent=1, ensure_ascii=False), encoding="utf-8"
+    )
     lines = (json.dumps(storable(event), ensure_ascii=False) for event in events(plan))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
@@ -74,7 +83,9 @@ def storable(event: dict[str, Any]) -> dict[str, Any]:
     """NaN and infinity as the strings that the reader restores."""
     names = {math.inf: "Infinity", -math.inf: "-Infinity"}
     return {
-        key: value if not isinstance(value, float) or math.isfinite(value) else names.get(value, "NaN")
+        key: value
+        if not isinstance(value, float) or math.isfinite(value)
+        else names.get(value, "NaN")
         for key, value in event.items()
     }
 
@@ -109,7 +120,13 @@ def run(plan: Plan) -> dict[str, Any]:
         "recipe": plan.recipe,
         "precision": "bf16",
         "parameters": 3_212_928,
-        "model": {"name": "llama-tiny", "hidden_size": 128, "layers": 4, "heads": 4, "vocab_size": 65},
+        "model": {
+            "name": "llama-tiny",
+            "hidden_size": 128,
+            "layers": 4,
+            "heads": 4,
+            "vocab_size": 65,
+        },
         "data": {
             "source": "tinyshakespeare.txt",
             "documents": 1,
@@ -143,8 +160,17 @@ def describe(plan: Plan) -> list[dict[str, str]]:
                     "note": "",
                 }
             )
-    ordinary = {"output": "bf16", "grad_input": "bf16", "grad_weight": "bf16", "backend": "torch", "recipe": "–"}
-    return [*rows, {"name": "lm_head", "shape": "65 × 128", **ordinary, "note": "output layer, kept ordinary"}]
+    ordinary = {
+        "output": "bf16",
+        "grad_input": "bf16",
+        "grad_weight": "bf16",
+        "backend": "torch",
+        "recipe": "–",
+    }
+    return [
+        *rows,
+        {"name": "lm_head", "shape": "65 × 128", **ordinary, "note": "output layer, kept ordinary"},
+    ]
 
 
 def events(plan: Plan) -> list[dict[str, Any]]:
@@ -155,7 +181,13 @@ def events(plan: Plan) -> list[dict[str, Any]]:
     for step in range(1, plan.steps + 1):
         level = 1.52 + 2.65 * math.exp(-step / 32) + 0.35 * math.exp(-step / 140)
         drift = 0.9 * drift + own.gauss(0, 0.0022) * min(step / 40, 1)
-        loss = level + batch.gauss(0, 0.035) + drift + own.gauss(0, 0.004) + plan.gap * min(step / 150, 1)
+        loss = (
+            level
+            + batch.gauss(0, 0.035)
+            + drift
+            + own.gauss(0, 0.004)
+            + plan.gap * min(step / 150, 1)
+        )
         if plan.nonfinite_at is not None and step >= plan.nonfinite_at:
             loss = math.nan
         rate = plan.speed * (0.4 if step == 1 else 1 + own.gauss(0, 0.02))
@@ -187,20 +219,40 @@ def events(plan: Plan) -> list[dict[str, Any]]:
                 }
             )
             written.append(
-                {"event": "checkpoint", "step": step, "path": f"checkpoints/step-{step:08d}", "elapsed_s": elapsed}
+                {
+                    "event": "checkpoint",
+                    "step": step,
+                    "path": f"checkpoints/step-{step:08d}",
+                    "elapsed_s": elapsed,
+                }
             )
         if plan.tensors and (step == 1 or step % 20 == 0):
             written += tensor_events(step, plan)
         if plan.nonfinite_at is not None and plan.nonfinite_at - 2 <= step:
-            written.append({"event": "nonfinite_amax", "step": step, "module": MODULES[2], "role": "gy", "count": 3})
+            written.append(
+                {
+                    "event": "nonfinite_amax",
+                    "step": step,
+                    "module": MODULES[2],
+                    "role": "gy",
+                    "count": 3,
+                }
+            )
             if step >= plan.nonfinite_at:
                 break
     if plan.steps > 1:
         text = REFERENCE_TEXT if plan.recipe == "bf16" else SAMPLE_TEXT
-        written.append({"event": "sample", "step": written[-1]["step"], "prompt": SAMPLE_PROMPT, "text": text})
+        written.append(
+            {"event": "sample", "step": written[-1]["step"], "prompt": SAMPLE_PROMPT, "text": text}
+        )
     if plan.done is not None:
         written.append(
-            {"event": "done", "step": step, "reason": plan.done, "exit_code": 5 if plan.done == "nonfinite" else 0}
+            {
+                "event": "done",
+                "step": step,
+                "reason": plan.done,
+                "exit_code": 5 if plan.done == "nonfinite" else 0,
+            }
         )
     return written
 
@@ -219,7 +271,9 @@ def tensor_events(step: int, plan: Plan) -> list[dict[str, Any]]:
                 x *= torch.exp(1.8 * torch.randn(128, 1, generator=generator))
             x[torch.rand(128, 256, generator=generator) < outliers] *= 8
             x[torch.rand(128, 256, generator=generator) < 0.01] = 0.0
-            scale = float(x.abs().max()) / largest * (0.82 if step % 60 == 0 and role != "w" else 1.3)
+            scale = (
+                float(x.abs().max()) / largest * (0.82 if step % 60 == 0 and role != "w" else 1.3)
+            )
             found = tensor_statistics(x, largest, smallest, scale)
             written.append(
                 {

@@ -32,7 +32,12 @@ def test_a_run_without_checks_has_no_section():
 
 
 def test_the_sentences_say_verdict_cost_and_steps_of_bf16():
-    alarms = check(16, 0.05, "worse", "stay"), rewind(16), check(24, 0.04, "worse", "stay"), rewind(24)
+    alarms = (
+        check(16, 0.05, "worse", "stay"),
+        rewind(16),
+        check(24, 0.04, "worse", "stay"),
+        rewind(24),
+    )
     run = recorded(check(8, 0.02, "unknown", control=0.001), *alarms, check(32, 0.0, "unknown"))
     found = guard.section(run)
     assert found["sentences"] == [
@@ -41,19 +46,34 @@ def test_the_sentences_say_verdict_cost_and_steps_of_bf16():
         "First alarm at step 20; the check there differed by +0.0500 nats.",
         "In BF16 in place of the recipe: steps 17 to 32.",
     ]
-    assert [words for words, _, _ in found["legend"]] == ["unknown", "worse"] and found["kind"] == "open"
+    assert [words for words, _, _ in found["legend"]] == ["unknown", "worse"] and found[
+        "kind"
+    ] == "open"
     assert found["figure"].startswith("<svg") and "margin" in found["figure"]
 
 
 def test_what_an_alarm_was_laid_at_is_told_with_the_line_to_use():
-    seen = {"products": ["a.down_proj:output"], "hurts": True, "words": "in 8 steps all of the loss comes back"}
-    blame = {"event": "blame", "step": 20, "suspects": ["a.down_proj:output"], "confirmations": [seen]}
-    found = guard.section(recorded(check(16, 0.05, "worse"), {**blame, "recipes": ["a.down_proj=bf16:output"]}))
+    seen = {
+        "products": ["a.down_proj:output"],
+        "hurts": True,
+        "words": "in 8 steps all of the loss comes back",
+    }
+    blame = {
+        "event": "blame",
+        "step": 20,
+        "suspects": ["a.down_proj:output"],
+        "confirmations": [seen],
+    }
+    found = guard.section(
+        recorded(check(16, 0.05, "worse"), {**blame, "recipes": ["a.down_proj=bf16:output"]})
+    )
     assert found["sentences"][-1] == (
         "Step 20, inaccurate: a.down_proj:output. Confirmed, a.down_proj:output: in 8 steps all of the loss comes back. "
         'In 16 bits: recipes = ["a.down_proj=bf16:output"].'
     )
-    found = guard.section(recorded(check(16, 0.05, "worse"), {**blame, "suspects": [], "confirmations": []}))
+    found = guard.section(
+        recorded(check(16, 0.05, "worse"), {**blame, "suspects": [], "confirmations": []})
+    )
     assert found["sentences"][-1].endswith("none is to blame.")
 
 
@@ -64,7 +84,13 @@ def test_a_wider_recipe_leaves_the_stretch_alone_in_bf16(then, steps):
 
 
 def test_what_the_first_steps_showed_is_drawn_and_said():
-    first = {**check(8, 0.001, "unknown"), "same": 0.002, "weights": 14, "slopes": [0.0, 1.25], "sick": []}
+    first = {
+        **check(8, 0.001, "unknown"),
+        "same": 0.002,
+        "weights": 14,
+        "slopes": [0.0, 1.25],
+        "sick": [],
+    }
     second = {
         **check(16, 0.001, "worse", "warn"),
         "same": -0.003,
@@ -78,15 +104,19 @@ def test_what_the_first_steps_showed_is_drawn_and_said():
         "gradients of 14 weights had slopes of \N{MINUS SIGN}0.50 to 1.25; another gradient: a.up."
     ) in found["sentences"]
     assert (
-        "First alarm at step 20, seen on the gradient; the check there differed by +0.0010 nats." in found["sentences"]
+        "First alarm at step 20, seen on the gradient; the check there differed by +0.0010 nats."
+        in found["sentences"]
     )
     assert "x: of the first step" in found["figure"]
-    [_, _, unseen, *_] = guard.section(recorded({**check(8, 0.001, "unknown"), "same": 0.002, "slopes": None}))[
-        "sentences"
-    ]
+    [_, _, unseen, *_] = guard.section(
+        recorded({**check(8, 0.001, "unknown"), "same": 0.002, "slopes": None})
+    )["sentences"]
     assert unseen.endswith("gradients were not compared.")
 
 
 def test_a_reference_that_diverged_is_said_and_not_drawn():
     found = guard.section(recorded(check(8, math.nan, "reference")))
-    assert found["figure"] == "" and "Step 12: the BF16 reference itself was not finite." in found["sentences"]
+    assert (
+        found["figure"] == ""
+        and "Step 12: the BF16 reference itself was not finite." in found["sentences"]
+    )

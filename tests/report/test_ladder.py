@@ -20,7 +20,11 @@ FIX = "narrowgauge train --from 'a<b'@100 --switch 'bf16@100:output' --output NE
 def made(recipe="int8", lost=0, refused="", **gaps):
     """A ladder of 40 steps whose rungs lie so far above BF16."""
     found = Ladder(
-        recipe=recipe, begun=100, steps=40, asked=110, scores={"narrow": {"loss": 3.1}, "wide": {"loss": 3.0}}
+        recipe=recipe,
+        begun=100,
+        steps=40,
+        asked=110,
+        scores={"narrow": {"loss": 3.1}, "wide": {"loss": 3.0}},
     )
     while name := found.next():
         gap = gaps.get(name.replace(":", "_"), 0.0005 if name == "control" else 0.0)
@@ -59,6 +63,9 @@ def test_a_lost_loss_and_a_run_without_narrow_products_have_pages_too(tmp_path):
     page, text = written(made(again=math.nan, bf16=math.nan, control=math.nan), tmp_path)
     assert "Distance from BF16" not in page.text
     page, text = written(made(recipe=""), tmp_path, fix="")
-    assert "No product of the run is narrower than 16 bits" in page.text and 'class="notice same"' in text
+    assert (
+        "No product of the run is narrower than 16 bits" in page.text
+        and 'class="notice same"' in text
+    )
     page, text = written(made(), tmp_path, fix="")
     assert "the cause is not the number format" in page.text and 'class="notice same"' in text

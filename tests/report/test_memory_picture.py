@@ -16,7 +16,10 @@ GIB = 2**30
 
 
 def column(phase: str, **parts: float) -> dict[str, Any]:
-    return {"phase": phase, "parts": {"weights": 4 * GIB} | {part: int(size * GIB) for part, size in parts.items()}}
+    return {
+        "phase": phase,
+        "parts": {"weights": 4 * GIB} | {part: int(size * GIB) for part, size in parts.items()},
+    }
 
 
 TIMELINE = [
@@ -33,7 +36,11 @@ TIMELINE = [
 
 
 def answer(usable: float = 9.0, timeline: list[dict[str, Any]] = TIMELINE) -> dict[str, Any]:
-    return {"run": "fp8-current <run>", "card": {"name": "L4", "usable_bytes": int(usable * GIB)}, "timeline": timeline}
+    return {
+        "run": "fp8-current <run>",
+        "card": {"name": "L4", "usable_bytes": int(usable * GIB)},
+        "timeline": timeline,
+    }
 
 
 def test_a_block_is_one_column():

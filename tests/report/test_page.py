@@ -28,7 +28,21 @@ from narrowgauge.report import page as report  # noqa: E402
 from narrowgauge.report.run_data import Recorded, last_done  # noqa: E402
 from tests.raising import raises  # noqa: E402
 
-VOID = {"meta", "link", "br", "img", "input", "hr", "source", "col", "wbr", "base", "area", "embed", "track"}
+VOID = {
+    "meta",
+    "link",
+    "br",
+    "img",
+    "input",
+    "hr",
+    "source",
+    "col",
+    "wbr",
+    "base",
+    "area",
+    "embed",
+    "track",
+}
 
 
 class Page(HTMLParser):
@@ -94,8 +108,19 @@ def text(html: str) -> str:
 def test_the_page_fetches_nothing(html):
     page = Page(html)
     assert "http:" not in html and "https:" not in html and "@import" not in html
-    assert {tag for tag, _, _ in page.attributes} & {"link", "img", "iframe", "object", "embed", "base"} == set()
-    references = [value for _, name, value in page.attributes if name in ("src", "href", "xlink:href", "action")]
+    assert {tag for tag, _, _ in page.attributes} & {
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+    } == set()
+    references = [
+        value
+        for _, name, value in page.attributes
+        if name in ("src", "href", "xlink:href", "action")
+    ]
     assert references and all(value.startswith("#") for value in references)
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
 
@@ -121,7 +146,9 @@ def test_the_page_is_small(pair):
 @pytest.mark.slow
 def test_the_page_has_the_same_bytes_in_another_process_without_a_home(pair, html):
     """Other hash seed, no writable home, warnings are errors: nothing on stderr, and not one byte of difference."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MPL", "XDG_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("MPL", "XDG_"))
+    }
     environment |= {
         "HOME": "/nonexistent/home",
         "PYTHONHASHSEED": "7",
@@ -132,9 +159,14 @@ def test_the_page_has_the_same_bytes_in_another_process_without_a_home(pair, htm
         "print('matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(pair)], env=environment, capture_output=True, text=True
+        [sys.executable, "-W", "error", "-c", code, str(pair)],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "False\n"), "drawing leaves pyplot alone"
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "False\n"), (
+        "drawing leaves pyplot alone"
+    )
     assert (pair / "report.html").read_text(encoding="utf-8") == html
 
 
@@ -179,7 +211,9 @@ def test_only_the_tensors_that_lose_most_are_drawn_where_there_are_many(tmp_path
 
 
 def test_command_configuration_and_environment_are_shown(text):
-    assert "narrowgauge train --recipe fp8-delayed --data 'a file & more.txt' --compare bf16" in text
+    assert (
+        "narrowgauge train --recipe fp8-delayed --data 'a file & more.txt' --compare bf16" in text
+    )
     assert 'name = "llama-tiny" # <not a tag>' in text
     assert "started 2026-11-20 22:56:00 UTC" in text
     assert "PyTorch 2.13.0+cpu" in text and '"unigram_entropy": 3.3127' in text
@@ -197,7 +231,15 @@ def test_the_sample_is_shown_as_text_and_never_as_markup(html):
     assert "<script>alert" not in html and "<b>any further" not in html
     assert "&lt;/pre&gt;&lt;script&gt;alert(&#39;sample&#39;)&lt;/script&gt;{{ 7 * 7 }}" in html
     shown = Page(html).text
-    for piece in ("<b>any further</b>", "3 < 4 && 5 > 2", "ROMÉO", "你好", "Ζεύς", "🙂", "{{ 7 * 7 }}"):
+    for piece in (
+        "<b>any further</b>",
+        "3 < 4 && 5 > 2",
+        "ROMÉO",
+        "你好",
+        "Ζεύς",
+        "🙂",
+        "{{ 7 * 7 }}",
+    ):
         assert piece in shown
 
 
@@ -208,18 +250,29 @@ def test_the_prompt_is_not_written_twice(html):
 def test_hostile_names_stay_text(tmp_path):
     evil = '"><img src=x onerror=alert(1)>$\\frac{}$\x00\ud800'
     folder = write_run(tmp_path / "run", Plan(steps=1, recipe="bf16", tensors=True))
-    facts = run(Plan(steps=20)) | {"recipe": evil, "device": evil, "command": [evil], "narrowgauge": evil}
+    facts = run(Plan(steps=20)) | {
+        "recipe": evil,
+        "device": evil,
+        "command": [evil],
+        "narrowgauge": evil,
+    }
     facts["model"] |= {"name": evil, evil: evil}
     facts["describe"] = [{key: evil for key in ("name", "note", *tables.DESCRIBE_COLUMNS)}]
     (folder / "run.json").write_text(json.dumps(facts))
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     changed = [json.loads(line) for line in lines]
     for event in changed:
-        event |= {key: evil for key in ("module", "role", "format", "prompt", "text", "path", "reason") if key in event}
+        event |= {
+            key: evil
+            for key in ("module", "role", "format", "prompt", "text", "path", "reason")
+            if key in event
+        }
     rewrite(folder, changed)
     html = written(folder)
     assert "<img" not in html
-    assert not any(name.startswith("on") for _, name, _ in Page(html.replace("\x00", "")).attributes)
+    assert not any(
+        name.startswith("on") for _, name, _ in Page(html.replace("\x00", "")).attributes
+    )
 
 
 # --- runs that are not as they should be ---
@@ -238,10 +291,15 @@ def test_a_crashed_run_says_where_it_ended(tmp_path):
 
 
 def test_a_run_stopped_by_a_loss_that_is_not_finite_says_where(tmp_path):
-    text = Page(written(write_pair(tmp_path / "run", Plan(nonfinite_at=187, done="nonfinite")))).text
+    text = Page(
+        written(write_pair(tmp_path / "run", Plan(nonfinite_at=187, done="nonfinite")))
+    ).text
     assert "The run was stopped at step 187 because the loss was not finite." in text
     assert "at step 186." in text
-    assert "The first amax that was not finite: output gradients of model.layers.3.mlp.down_proj, at step 185." in text
+    assert (
+        "The first amax that was not finite: output gradients of model.layers.3.mlp.down_proj, at step 185."
+        in text
+    )
     assert "loss not finite" in text  # at the line in the figure
 
 
@@ -249,12 +307,16 @@ def test_a_run_stopped_by_a_gradient_says_so(tmp_path):
     folder = write_run(tmp_path / "run", Plan(steps=30, done="nonfinite"))
     metrics = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     changed = [json.loads(line) for line in metrics]
-    next(event for event in changed if event["event"] == "step" and event["step"] == 30)["grad_norm"] = "Infinity"
+    next(event for event in changed if event["event"] == "step" and event["step"] == 30)[
+        "grad_norm"
+    ] = "Infinity"
     rewrite(folder, changed)
     assert "stopped at step 30 because the gradient norm was not finite" in written(folder)
 
 
-@pytest.mark.parametrize(("reason", "said"), [("interrupted", "stopped by Ctrl-C"), ("preempted", "(SIGTERM)")])
+@pytest.mark.parametrize(
+    ("reason", "said"), [("interrupted", "stopped by Ctrl-C"), ("preempted", "(SIGTERM)")]
+)
 def test_a_run_that_was_asked_to_stop_says_by_what(tmp_path, reason, said):
     assert said in written(write_run(tmp_path / "run", Plan(steps=30, done=reason)))
 
@@ -291,7 +353,11 @@ def test_each_kind_of_event_may_be_missing(tmp_path, kind):
 def test_readings_without_their_optional_keys(tmp_path):
     folder = write_run(tmp_path / "run", Plan(steps=3))
     broken = {"format": "e4m3", "amax": "NaN", "scale": 0.0}
-    far = {"histogram": {"lowest_exponent": -140, "counts": [1, 0, 5]}, "underflow": 1.0, "saturated": 0.0}
+    far = {
+        "histogram": {"lowest_exponent": -140, "counts": [1, 0, 5]},
+        "underflow": 1.0,
+        "saturated": 0.0,
+    }
     bare = [
         {"event": "tensor", "step": 1, "module": "m", "role": "x"},
         {"event": "tensor", "step": 2, "module": "n", "role": "w", **broken},
@@ -324,7 +390,10 @@ def test_a_reference_that_has_not_started_is_mentioned(tmp_path):
 
 def test_a_run_that_went_on_after_its_end_is_not_finished(tmp_path):
     def end(*events: tuple[str, int]) -> Any:
-        listed = [{"event": event, "step": step, "reason": "interrupted", "loss": 1.0} for event, step in events]
+        listed = [
+            {"event": event, "step": step, "reason": "interrupted", "loss": 1.0}
+            for event, step in events
+        ]
         return last_done(recorded(tmp_path, listed))
 
     assert end(("step", 5), ("done", 5))["step"] == 5
@@ -361,7 +430,9 @@ def test_layers_alike_are_one_row(tmp_path):
     groups = tables.layers(recorded(tmp_path, **run(Plan())))
     assert [sum(group["names"].values()) for group in groups] == [16, 8, 4, 1]
     assert groups[0]["names"]["model.layers.*.self_attn.q_proj"] == 4
-    assert groups[-1]["names"] == {"lm_head": 1} and list(groups[-1]["notes"]) == ["output layer, kept ordinary"]
+    assert groups[-1]["names"] == {"lm_head": 1} and list(groups[-1]["notes"]) == [
+        "output layer, kept ordinary"
+    ]
 
 
 def test_a_layer_that_differs_is_not_put_into_the_group(tmp_path):
@@ -369,7 +440,9 @@ def test_a_layer_that_differs_is_not_put_into_the_group(tmp_path):
     facts["describe"][7]["recipe"] = "bf16"
     found = [group["names"] for group in tables.layers(recorded(tmp_path, **facts))]
     assert [
-        names["model.layers.*.self_attn.q_proj"] for names in found if "model.layers.*.self_attn.q_proj" in names
+        names["model.layers.*.self_attn.q_proj"]
+        for names in found
+        if "model.layers.*.self_attn.q_proj" in names
     ] == [3, 1]
 
 
@@ -377,7 +450,12 @@ def test_a_long_curve_keeps_its_spikes_and_stays_short():
     points = [(step, 1.0) for step in range(50_000)]
     points[31_234] = (31_234, 9.0)
     kept = figures.thinned(points)
-    assert len(kept) <= 1100 and (31_234, 9.0) in kept and kept[0] == points[0] and kept[-1] == points[-1]
+    assert (
+        len(kept) <= 1100
+        and (31_234, 9.0) in kept
+        and kept[0] == points[0]
+        and kept[-1] == points[-1]
+    )
 
 
 @pytest.mark.parametrize("name", formats.NAMES)
@@ -426,20 +504,32 @@ def test_numbers_in_words():
     ]  # fmt: skip
     assert format_text.magnitude(2.36e-8).replace("\xa0", " ") == "2.36 × 10⁻⁸"
     assert format_text.rounded(3_212_928) == "3.21 million" and format_text.rounded(999) == "999"
-    assert format_text.plural(1, "step") == "1 step" and format_text.plural(1200, "step") == "1,200 steps"
+    assert (
+        format_text.plural(1, "step") == "1 step"
+        and format_text.plural(1200, "step") == "1,200 steps"
+    )
 
 
 def test_the_reference_of_the_made_up_runs_sees_the_same_batches():
     """The comparison in these tests is a paired one only if this holds."""
-    tokens = [[event["tokens"] for event in events(plan) if event["event"] == "step"] for plan in (Plan(), REFERENCE)]
+    tokens = [
+        [event["tokens"] for event in events(plan) if event["event"] == "step"]
+        for plan in (Plan(), REFERENCE)
+    ]
     assert tokens[0] == tokens[1]
 
 
 def test_layers_that_differ_in_their_notes_are_one_row_that_tells_them(tmp_path):
-    rows = [{"name": f"layers.{i}.up", "recipe": "int4-hq-lss", "note": f"adds {i % 2}"} for i in range(4)]
+    rows = [
+        {"name": f"layers.{i}.up", "recipe": "int4-hq-lss", "note": f"adds {i % 2}"}
+        for i in range(4)
+    ]
     [group] = tables.layers(recorded(tmp_path, describe=rows))
     assert group["names"] == {"layers.*.up": 4}
-    assert group["notes"] == {"adds 0": ["layers.0.up", "layers.2.up"], "adds 1": ["layers.1.up", "layers.3.up"]}
+    assert group["notes"] == {
+        "adds 0": ["layers.0.up", "layers.2.up"],
+        "adds 1": ["layers.1.up", "layers.3.up"],
+    }
 
 
 def test_what_layers_send_has_a_column_where_they_send(tmp_path):
@@ -456,14 +546,31 @@ def test_what_happened_is_told_in_order(tmp_path):
     listed = [
         {"event": "nonfinite_amax", "step": 7, "module": "m", "role": "gy", "count": 3},
         {"event": "nonfinite_amax", "step": 9, "module": "m", "role": "gy", "count": 5},
-        {"event": "switch", "step": 240, "switch": "bf16@80%", "layers": 14, "before": ["nvfp4"], "after": ["bf16"]},
+        {
+            "event": "switch",
+            "step": 240,
+            "switch": "bf16@80%",
+            "layers": 14,
+            "before": ["nvfp4"],
+            "after": ["bf16"],
+        },
         {"event": "switch", "step": 250, "switch": "bf16@81%"},  # as an earlier version wrote it
-        {"event": "launches", "step": 30, "words": "the GPU was idle", "advice": ["Compile the model."]},
+        {
+            "event": "launches",
+            "step": 30,
+            "words": "the GPU was idle",
+            "advice": ["Compile the model."],
+        },
         {"event": "resume", "step": 5, "skipped": []},
         {"event": "spike", "step": 8, "cause": "data", "sentence": "The loss jumped."},
         {"event": "guard", "step": 9, "verdict": "unknown", "sentence": "Not known yet."},
         {"event": "rewind", "step": 20, "steps": 5, "why": "guard"},
-        {"event": "blame", "step": 25, "suspects": ["down_proj:output"], "recipes": ["down_proj=bf16:output"]},
+        {
+            "event": "blame",
+            "step": 25,
+            "suspects": ["down_proj:output"],
+            "recipes": ["down_proj=bf16:output"],
+        },
         {"event": "guard", "step": 25, "verdict": "worse", "sentence": "The loss is higher."},
         {"event": "blame", "step": 26, "suspects": [], "recipes": []},
     ]
@@ -493,7 +600,10 @@ def test_the_score_in_16_bits_says_its_step(tmp_path):
 
 
 def test_padding_is_one_card(tmp_path):
-    padding = {way: {"tokens": 50, "positions": n} for way, n in (("fixed", 200), ("shuffled", 100), ("planned", 50))}
+    padding = {
+        way: {"tokens": 50, "positions": n}
+        for way, n in (("fixed", 200), ("shuffled", 100), ("planned", 50))
+    }
     steps = [{"event": "step", "step": n, "inputs": 30, "positions": 40} for n in (1, 2)]
     [card] = measured.metric_cards(recorded(tmp_path, steps, data={"padding": padding}))
     assert card["value"].replace("\xa0", " ") == "25.0 %"
@@ -505,7 +615,9 @@ def test_padding_is_one_card(tmp_path):
 def test_the_best_of_equal_evaluations_is_the_one_of_least_loss(tmp_path):
     """As the run chooses whose weights it keeps."""
     scores = [(1, 0.9, 0.5), (2, 0.9, 0.4), (3, 0.9, 0.4), (4, 0.8, 0.1), (5, math.nan, 0.1)]
-    listed = [{"event": "eval", "step": step, "mcc": mcc, "loss": loss} for step, mcc, loss in scores]
+    listed = [
+        {"event": "eval", "step": step, "mcc": mcc, "loss": loss} for step, mcc, loss in scores
+    ]
     assert measured.best(recorded(tmp_path, listed, best="mcc")) == ("mcc", 2, 0.9)
     assert measured.best(recorded(tmp_path, listed, best="loss"))[1] == 4
     assert measured.best(recorded(tmp_path, listed, best="")) is None

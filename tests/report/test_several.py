@@ -22,13 +22,20 @@ from narrowgauge.report import groups, several, several_figures
 
 
 def write(
-    folder: Path, recipe: str, seed: int, gap: float = 0.0, facts: dict[str, Any] | None = None, **plan: Any
+    folder: Path,
+    recipe: str,
+    seed: int,
+    gap: float = 0.0,
+    facts: dict[str, Any] | None = None,
+    **plan: Any,
 ) -> Path:
     """A run of 30 steps; the seed moves its losses too."""
     values = {"steps": 30, "planned": 30, "gap": gap, **plan}
     write_run(folder, Plan(recipe=recipe, seed=seed + 1, **values))
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    (folder / "run.json").write_text(json.dumps({**run, "seed": seed, **(facts or {})}), encoding="utf-8")
+    (folder / "run.json").write_text(
+        json.dumps({**run, "seed": seed, **(facts or {})}), encoding="utf-8"
+    )
     return folder
 
 
@@ -53,8 +60,13 @@ def test_runs_are_grouped_by_recipe_and_judged_in_pairs(six):
         ("bf16", [0, 1, 2]), ("fp8-row", [0, 1, 2])
     ]  # fmt: skip
     [verdict] = found.verdicts()
-    finals = {folder.name: groups.final(each, "loss")[0] for folder, each in zip(six, found.runs, strict=True)}
-    assert verdict.differences == tuple(finals[f"fp8-row-{seed}"] - finals[f"bf16-{seed}"] for seed in range(3))
+    finals = {
+        folder.name: groups.final(each, "loss")[0]
+        for folder, each in zip(six, found.runs, strict=True)
+    }
+    assert verdict.differences == tuple(
+        finals[f"fp8-row-{seed}"] - finals[f"bf16-{seed}"] for seed in range(3)
+    )
     assert groups.gather(six, reference="fp8-row").groups[0].name == "fp8-row"
 
 
@@ -64,12 +76,22 @@ def test_the_page_is_whole_and_the_same_for_the_same_runs(six, tmp_path, capsys)
     first = path.read_text(encoding="utf-8")
     text = visible(path)
     assert "2 recipes, 3 seeds" in text and "6 runs of a model" in text and "fp8-row: " in text
-    for heading in ("Finals", "Training loss", "Validation loss", "Difference from bf16", "Speed and memory", "Runs"):
+    for heading in (
+        "Finals",
+        "Training loss",
+        "Validation loss",
+        "Difference from bf16",
+        "Speed and memory",
+        "Runs",
+    ):
         assert heading in text
     assert "http:" not in first and "https:" not in first and "<script" not in first
     assert main(["report", *map(str, reversed(six)), "--reference=bf16", f"--output={path}"]) == 0
     assert path.read_text(encoding="utf-8").count("<svg") == first.count("<svg")
-    assert main(["report", *map(str, six), f"--output={path}"]) == 0 and path.read_text(encoding="utf-8") == first
+    assert (
+        main(["report", *map(str, six), f"--output={path}"]) == 0
+        and path.read_text(encoding="utf-8") == first
+    )
 
 
 def test_what_cannot_be_compared_is_said_and_left_out(six, tmp_path):
@@ -95,12 +117,23 @@ def test_other_settings_make_another_group_and_other_batches_no_verdict(six, tmp
         (folder / "config.toml").write_text(f"{head}{rate}\n\n# run\nlog_every = {rate[-1]}\n")
     longer = write(tmp_path / "longer", "mxfp8", 0)
     lines = (longer / "metrics.jsonl").read_text().splitlines()
-    changed = [json.dumps({**json.loads(line), "tokens": 7}) if '"event": "step"' in line else line for line in lines]
+    changed = [
+        json.dumps({**json.loads(line), "tokens": 7}) if '"event": "step"' in line else line
+        for line in lines
+    ]
     (longer / "metrics.jsonl").write_text("\n".join(changed) + "\n")
     found = groups.gather([*six, faster, longer])
-    assert [group.name for group in found.groups] == ["bf16", "fp8-row", "fp8-row, learning_rate = 0.002", "mxfp8"]
+    assert [group.name for group in found.groups] == [
+        "bf16",
+        "fp8-row",
+        "fp8-row, learning_rate = 0.002",
+        "mxfp8",
+    ]
     assert found.groups[-1].reason == "other batches at 30 steps"
-    assert [each.runs.name for each in found.verdicts()] == ["fp8-row", "fp8-row, learning_rate = 0.002"]
+    assert [each.runs.name for each in found.verdicts()] == [
+        "fp8-row",
+        "fp8-row, learning_rate = 0.002",
+    ]
 
 
 def test_two_runs_of_one_seed_stand_for_themselves(six, tmp_path):
@@ -116,7 +149,10 @@ def test_runs_that_failed_or_go_on_are_told_of(six, tmp_path):
     going = write(tmp_path / "going", "mxfp8", 1, done=None, steps=10)
     found = groups.gather([*six, broken, going])
     verdict = next(each for each in found.verdicts() if each.runs.name == "mxfp8")
-    assert verdict.name == seeds.DIVERGED and verdict.runs.failed == {0: seeds.NOT_FINITE, 1: "unfinished, at step 10"}
+    assert verdict.name == seeds.DIVERGED and verdict.runs.failed == {
+        0: seeds.NOT_FINITE,
+        1: "unfinished, at step 10",
+    }
     text = visible(several.write(found, tmp_path / "page.html"))
     assert "mxfp8: diverged in 1 of 2 runs" in text and "unfinished, at step 10" in text
 
@@ -126,16 +162,22 @@ def test_a_branch_stands_beside_its_parent(six, tmp_path):
     branch = write(tmp_path / "branch", "bf16", 0, facts={"parent": parent})
     found = groups.gather([*six, branch])
     assert [group.name for group in found.groups] == ["bf16", "fp8-row", "bf16, from step 20"]
-    assert "branch of ../fp8-row-0 from step 20" in visible(several.write(found, tmp_path / "page.html"))
+    assert "branch of ../fp8-row-0 from step 20" in visible(
+        several.write(found, tmp_path / "page.html")
+    )
 
 
 def test_what_runs_say_is_escaped(six, tmp_path):
     evil = "</td><script>alert(1)</script>{{ 7 * 7 }}"
     odd = write(tmp_path / "odd", "fp8-row", 5, facts={"recipe": evil, "device": evil})
     lines = (odd / "metrics.jsonl").read_text().splitlines()
-    changed = [json.dumps({**json.loads(line), evil: 0.5}) if '"eval"' in line else line for line in lines]
+    changed = [
+        json.dumps({**json.loads(line), evil: 0.5}) if '"eval"' in line else line for line in lines
+    ]
     (odd / "metrics.jsonl").write_text("\n".join(changed) + "\n")
-    page = several.write(groups.gather([*six, odd]), tmp_path / "page.html").read_text(encoding="utf-8")
+    page = several.write(groups.gather([*six, odd]), tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )
     assert "<script" not in page and "{{" in Page(page).text
 
 
@@ -153,7 +195,13 @@ def test_wrong_folders_references_and_metrics_are_refused(six, tmp_path):
 
 
 def study_of(folder: Path, **changes: Any) -> Path:
-    facts = {"recipes": ["bf16", "fp8-row"], "seeds": [0, 1], "metric": "loss", "margin": "0.25%", **changes}
+    facts = {
+        "recipes": ["bf16", "fp8-row"],
+        "seeds": [0, 1],
+        "metric": "loss",
+        "margin": "0.25%",
+        **changes,
+    }
     for recipe in facts["recipes"]:
         for seed in facts["seeds"]:
             write(folder / f"{recipe}-seed{seed}", recipe, seed)
@@ -163,16 +211,24 @@ def study_of(folder: Path, **changes: Any) -> Path:
 
 def test_a_study_is_named_by_its_folder(tmp_path, capsys):
     folder = study_of(
-        tmp_path / "study", failed={"fp8-row-seed1": "out of memory"}, margins=["1%", "0.25%"], looks=[1, 2]
+        tmp_path / "study",
+        failed={"fp8-row-seed1": "out of memory"},
+        margins=["1%", "0.25%"],
+        looks=[1, 2],
     )
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
     text = visible(folder / "report.html")
-    assert "The margin was 1% when the study began" in text and "The run fp8-row-seed1 failed (out of memory)" in text
+    assert (
+        "The margin was 1% when the study began" in text
+        and "The run fp8-row-seed1 failed (out of memory)" in text
+    )
     assert main(["report", str(folder), "--metric=mcc"]) == 2
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"recipes": [], "seeds": [1], "metric": "loss", "margin": "1%"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"recipes": [], "seeds": [1], "metric": "loss", "margin": "1%"}']
+)
 def test_a_damaged_study_is_refused(tmp_path, text):
     (tmp_path / "study.json").write_text(text)
     with pytest.raises(ConfigError, match="damaged"):
@@ -180,8 +236,12 @@ def test_a_damaged_study_is_refused(tmp_path, text):
 
 
 def test_a_mean_line_ends_with_the_shortest_run_and_has_a_band_of_two():
-    line = several_figures.mean_line(1, [[(1, 2.0), (2, 4.0), (3, 9.0)], [(1, 4.0), (2, float("nan")), (3, 5.0)]])
-    assert line.points == [(1, 3.0), (3, 7.0)] and line.half_widths[1] == pytest.approx(12.7062 * 1.0, rel=1e-4)
+    line = several_figures.mean_line(
+        1, [[(1, 2.0), (2, 4.0), (3, 9.0)], [(1, 4.0), (2, float("nan")), (3, 5.0)]]
+    )
+    assert line.points == [(1, 3.0), (3, 7.0)] and line.half_widths[1] == pytest.approx(
+        12.7062 * 1.0, rel=1e-4
+    )
     assert several_figures.mean_line(0, [[(1, 2.0)]]).half_widths == {}
 
 
@@ -194,7 +254,10 @@ def test_a_run_that_left_a_batch_out_is_judged_and_named(six, tmp_path):
     """The tokens of its steps are those of other batches from there on, which is said and is no reason against the pair."""
     run = write(tmp_path / "skipped", "fp8-row", 2, 0.001, facts={"left_out": [11]})
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    changed = [{**each, "tokens": 7} if each["event"] == "step" and each["step"] >= 11 else each for each in lines]
+    changed = [
+        {**each, "tokens": 7} if each["event"] == "step" and each["step"] >= 11 else each
+        for each in lines
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in changed))
     found = groups.gather([*six[:5], run])
     assert [group.reason for group in found.groups] == ["", ""]

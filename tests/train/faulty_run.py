@@ -56,7 +56,9 @@ def apply(fault: str, trainer: Any) -> None:
         def overflowed(optimizer: Any) -> None:
             trainer.passes.scaler.unscale_ = unscale
             gradient = trainer.model.model.layers[1].mlp.down_proj.weight.grad
-            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[3] = float("inf")
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[3] = (
+                float("inf")
+            )
             unscale(optimizer)
 
         trainer.passes.scaler.unscale_ = overflowed
@@ -72,11 +74,17 @@ def apply(fault: str, trainer: Any) -> None:
         norm = trainer.model.model.layers[1].post_attention_layernorm
         norm.register_full_backward_hook(lambda module, given, _: (given[0] * math.inf,))
     elif fault == "full":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
     elif fault in ("weight", "nan"):
         weight = trainer.model.model.layers[1].mlp.down_proj.weight.data
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
-        weight.view(-1)[3] = float("nan") if fault == "nan" else torch.nextafter(weight.view(-1)[3], torch.tensor(9.0))
+        weight.view(-1)[3] = (
+            float("nan")
+            if fault == "nan"
+            else torch.nextafter(weight.view(-1)[3], torch.tensor(9.0))
+        )
 
 
 def install(fault: str, rank: int, number: int) -> None:

@@ -20,7 +20,11 @@ from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.trainer import Trainer
 
 # A run that is much worse than BF16: the second check finds it.
-SICK: dict[str, Any] = {"recipe": "fp8-current", "steps": 20, "guard": "every=4,steps=2,margin=0.02%,then=stay"}
+SICK: dict[str, Any] = {
+    "recipe": "fp8-current",
+    "steps": 20,
+    "guard": "every=4,steps=2,margin=0.02%,then=stay",
+}
 
 
 def hurt(model: Any) -> None:
@@ -41,7 +45,9 @@ def _is_wide(layer: Any) -> bool:
 def run(config: TrainConfig, at: int) -> int:
     """In a process that is forked with its imports made; its exit code. at: the place of the kill, 0: nowhere, but places are counted."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["narrowgauge.train.loop", "transformers.models.llama.modeling_llama", __name__])
+    context.set_forkserver_preload(
+        ["narrowgauge.train.loop", "transformers.models.llama.modeling_llama", __name__]
+    )
     process = context.Process(target=main, args=(config, at))
     process.start()
     process.join(300)

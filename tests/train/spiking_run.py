@@ -34,7 +34,9 @@ def corrupt(patch: pytest.MonkeyPatch, at: int = PLANTED) -> None:
         if step + 1 == at:
             for batch in found.batches:
                 noise = torch.Generator().manual_seed(3)
-                batch["input_ids"] = torch.randint(0, 300, batch["input_ids"].shape, generator=noise)
+                batch["input_ids"] = torch.randint(
+                    0, 300, batch["input_ids"].shape, generator=noise
+                )
                 batch["labels"] = torch.randint(0, 300, batch["labels"].shape, generator=noise)
         return found
 
@@ -74,5 +76,7 @@ if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
         corrupt(patch, int(sys.argv[3]))
         if os.environ["RANK"] == sys.argv[1]:
-            at_judged_step(patch, int(sys.argv[2]), lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
+            at_judged_step(
+                patch, int(sys.argv[2]), lambda trainer: os.kill(os.getpid(), signal.SIGKILL)
+            )
         sys.exit(main(sys.argv[4:]))

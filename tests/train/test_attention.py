@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, masking_utils
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    masking_utils,
+)
 from transformers import MistralForCausalLM as Mistral
 
 from narrowgauge.train.attention import (
@@ -28,7 +35,9 @@ def llama():
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["as it is", "float32"])
-@pytest.mark.parametrize("build", [llama, lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))], ids=["llama", "neox"])
+@pytest.mark.parametrize(
+    "build", [llama, lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))], ids=["llama", "neox"]
+)
 def test_the_numbers_stay_and_positions_are_not_looked_at(monkeypatch, build, wide):
     """Also where transformers could not look, while a graph is captured, and would make a mask."""
     model = build().to(torch.bfloat16).eval()
@@ -57,7 +66,10 @@ def test_the_numbers_stay_and_positions_are_not_looked_at(monkeypatch, build, wi
 )
 def test_what_needs_a_mask_keeps_it(build, batch):
     model = build()
-    assert not use_attention_of_whole_rows(model, batch) and model.config._attn_implementation == "sdpa"
+    assert (
+        not use_attention_of_whole_rows(model, batch)
+        and model.config._attn_implementation == "sdpa"
+    )
 
 
 def test_a_saved_model_does_not_ask_for_it(tmp_path):

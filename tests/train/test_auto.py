@@ -29,7 +29,9 @@ def as_if_measured(monkeypatch):
     def decide(problem, device):
         asked.append(problem)
         name = "fp8-row" if problem.outputs == 48 else "fp8-current"
-        return Decision(recipe=name, tokens=problem.tokens, how="measured", seconds={"bf16": 2.0, name: 1.0})
+        return Decision(
+            recipe=name, tokens=problem.tokens, how="measured", seconds={"bf16": 2.0, name: 1.0}
+        )
 
     monkeypatch.setattr(auto, "decide", decide)
     return asked
@@ -39,7 +41,9 @@ def run_facts(folder):
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
 
-def test_a_resumed_run_computes_what_the_whole_run_did(text, tmp_path, as_if_measured, monkeypatch, capsys):
+def test_a_resumed_run_computes_what_the_whole_run_did(
+    text, tmp_path, as_if_measured, monkeypatch, capsys
+):
     whole = tiny.settings(text, tmp_path / "whole", recipe="auto")
     assert loop.run(whole) == 0
     assert {problem.tokens for problem in as_if_measured} == {4 * 16}
@@ -84,7 +88,9 @@ def test_save_is_a_recipes_own(text, tmp_path):
 
 
 def test_a_gpu_that_emulates_says_why(device_is):
-    model = ng.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), {"*": "fp8-current", "1": "bf16"})
+    model = ng.convert(
+        nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), {"*": "fp8-current", "1": "bf16"}
+    )
     device_is(Device("cuda", (8, 0), cuda=(12, 9)), of="cpu")
     assert machine.emulated_on_gpu(model, torch.device("cpu")) == [], (
         "a CPU emulates all of them, and nobody expects else"
@@ -111,7 +117,9 @@ def test_an_optimizer_without_its_kernel_says_why(triton_installed, device_is):
 def test_a_driver_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
     assert machine.unused_gpu(torch.device("cpu")) == ""
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  450.80\nGCC\n", encoding="utf-8")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  450.80\nGCC\n", encoding="utf-8"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = machine.unused_gpu(torch.device("cpu"))
     assert words.startswith(

@@ -17,7 +17,10 @@ from narrowgauge.train.checkpoint_ref import CheckpointRef
 from tests.selection import quick
 from tests.train import tiny
 
-SICK = {"recipe": "fp8-current", "layers_recipe": {"layers.1.mlp.down_proj": "int4-minmax-sr:grad_input"}}
+SICK = {
+    "recipe": "fp8-current",
+    "layers_recipe": {"layers.1.mlp.down_proj": "int4-minmax-sr:grad_input"},
+}
 SUSPECT = "model.layers.1.mlp.down_proj:grad_input"
 RUNS = [
     {**SICK, "micro_batches": 2},
@@ -25,7 +28,13 @@ RUNS = [
     {"recipe": "int4-hq-lss"},
     {"recipe": "nvfp4", "checkpointing": "full"},
     {"recipe": "fp8-delayed", "precision": "amp-fp16"},
-    {"recipe": "mxfp8", "states": "8bit", "step_in_backward": True, "clip_by": "previous", "micro_batches": 2},
+    {
+        "recipe": "mxfp8",
+        "states": "8bit",
+        "step_in_backward": True,
+        "clip_by": "previous",
+        "micro_batches": 2,
+    },
     {"recipe": "fp8-row", "states": "8bit", "step_in_backward": True, "clip_by": "two-pass"},
     {"recipe": "fp8-current", "precision": "bf16-o2", "held_gradients": "fp8", "states": "8bit"},
 ]
@@ -51,7 +60,9 @@ def test_a_run_that_is_looked_at_ends_as_the_run_that_is_not(make, before_step, 
     assert tiny.digests(Path(looked.output)) == tiny.digests(Path(plain.output))
     [event] = tiny.events(Path(looked.output), "blame")
     wanted = [SUSPECT] if "layers_recipe" in settings else []
-    assert event["step"] == 2 and event["suspects"] == wanted == [each.name for each in found[0].suspects]
+    assert event["step"] == 2 and event["suspects"] == wanted == [
+        each.name for each in found[0].suspects
+    ]
     assert len(event["errors"]) == len(found[0].findings)
     assert sum(each.recipe != "bf16" for each in found[0].findings) in (
         40,
@@ -64,7 +75,10 @@ def test_a_run_that_is_looked_at_ends_as_the_run_that_is_not(make, before_step, 
 def test_suspects_are_confirmed_by_stretches(make, before_step):
     found = []
     before_step(21, lambda trainer: found.append(blame_run(trainer, steps=20)))
-    recipes = {"layers.1.mlp.down_proj": "int4-minmax-sr", "layers.0.mlp.down_proj": "int4-minmax-sr:grad_input"}
+    recipes = {
+        "layers.1.mlp.down_proj": "int4-minmax-sr",
+        "layers.0.mlp.down_proj": "int4-minmax-sr:grad_input",
+    }
     loop.run(make(recipe="fp8-current", layers_recipe=recipes, steps=60, learning_rate=1e-2))
     names = {each.name for each in found[0].suspects}
     assert SUSPECT in names and all("down_proj" in name for name in names)
@@ -84,7 +98,9 @@ def test_a_healthy_step_that_the_run_has_logged_is_the_baseline(make, before_ste
     [event] = tiny.events(Path(config.output), "blame")
     healthy = logged_baseline(metrics, 5)
     logged = event["errors"]["model.layers.1.mlp.down_proj:output"]
-    assert {role: list(each) for role, each in healthy["model.layers.1.mlp.down_proj", "output"].items()} == logged
+    assert {
+        role: list(each) for role, each in healthy["model.layers.1.mlp.down_proj", "output"].items()
+    } == logged
     assert logged_baseline(metrics, event["step"]) is None
     found = blame_checkpoint(CheckpointRef(Path(config.output)), confirm=0)
     worst = found.findings[0]
@@ -96,7 +112,9 @@ def test_the_command_looks_at_a_checkpoint_and_writes_nothing(make, capsys):
     config = make(**SICK, steps=8, checkpoint_every=4, keep=3)
     loop.run(config)
     run = Path(config.output)
-    before = {each: each.read_bytes() for each in run.rglob("*") if each.is_file() and each.name != "lock"}
+    before = {
+        each: each.read_bytes() for each in run.rglob("*") if each.is_file() and each.name != "lock"
+    }
     capsys.readouterr()
     assert cli.main(["blame", str(run), "--at", "4", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -105,7 +123,9 @@ def test_the_command_looks_at_a_checkpoint_and_writes_nothing(make, capsys):
     assert Blame.from_dict(answer).suspects[0].name == SUSPECT
     assert cli.main(["blame", str(run), "--baseline", "4"]) == 0
     assert "No product is suspect" in capsys.readouterr().out  # the healthy one has the same fault
-    assert {each: each.read_bytes() for each in run.rglob("*") if each.is_file() and each.name != "lock"} == before
+    assert {
+        each: each.read_bytes() for each in run.rglob("*") if each.is_file() and each.name != "lock"
+    } == before
     for flags, words in [
         ([str(run), "--at", "5"], "no checkpoint of step 5"),
         ([str(run.parent / "missing")], "is not there"),

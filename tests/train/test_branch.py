@@ -24,7 +24,11 @@ from tests.selection import quick
 from tests.train import tiny
 from tests.train.tasks import folders
 
-SIZES = {"hidden_size": 64, "heads": 2, "intermediate_size": 96}  # matrices of 4,096 and more have narrow states
+SIZES = {
+    "hidden_size": 64,
+    "heads": 2,
+    "intermediate_size": 96,
+}  # matrices of 4,096 and more have narrow states
 
 
 @pytest.fixture
@@ -62,12 +66,18 @@ SAME = [
 def test_a_branch_with_the_same_settings_has_the_bits_of_its_parent(parent, tmp_path, settings):
     first = parent(**settings)
     second = branch(first, 3, tmp_path / "again")
-    assert tiny.losses(second) == {step: loss for step, loss in tiny.losses(first).items() if step > 3}
+    assert tiny.losses(second) == {
+        step: loss for step, loss in tiny.losses(first).items() if step > 3
+    }
     assert tiny.digests(second) == tiny.digests(first)
-    begun, going_on = read_metrics(second / "metrics.jsonl")[0], read_run(second / "run.json")["parent"]
+    begun, going_on = (
+        read_metrics(second / "metrics.jsonl")[0],
+        read_run(second / "run.json")["parent"],
+    )
     assert begun["event"] == "branch" and begun["step"] == 3 and begun["from"] == f"{first}@3"
     assert (
-        going_on["fingerprint"] == json.loads((first / "checkpoints/step-00000003/manifest.json").read_text())["sha256"]
+        going_on["fingerprint"]
+        == json.loads((first / "checkpoints/step-00000003/manifest.json").read_text())["sha256"]
     )
     assert "bit for bit" in " ".join(begun["carried"]) and begun["changes"] == {}
     assert (second / begun["run"]).resolve() == first.resolve()
@@ -91,7 +101,10 @@ def test_another_recipe_goes_on_from_the_same_weights_and_moments(parent, tmp_pa
 def test_windows_stay_and_other_state_begins_anew(parent, tmp_path):
     first = parent(recipe="fp8-delayed")
     second = branch(first, 3, tmp_path / "row", states="8bit")
-    assert checkpoint(first, 3).tensors["scaling"].keys() == checkpoint(second, 3).tensors["scaling"].keys()
+    assert (
+        checkpoint(first, 3).tensors["scaling"].keys()
+        == checkpoint(second, 3).tensors["scaling"].keys()
+    )
     for name, tensor in checkpoint(first, 3).tensors["scaling"].items():
         assert torch.equal(tensor, checkpoint(second, 3).tensors["scaling"][name])
     third = branch(first, 3, tmp_path / "learned", recipe="int4-hq-lss")
@@ -158,9 +171,20 @@ def test_a_branch_is_killed_and_resumed_without_its_parent(parent, before_step, 
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_and_another_output_is_not_overwritten(parent, before_step, tmp_path, capsys):
+def test_the_same_command_goes_on_and_another_output_is_not_overwritten(
+    parent, before_step, tmp_path, capsys
+):
     first = parent()
-    command = ["train", "--resume", "--from", f"{first}@3", "--recipe", "bf16", "--output", str(tmp_path / "new")]
+    command = [
+        "train",
+        "--resume",
+        "--from",
+        f"{first}@3",
+        "--recipe",
+        "bf16",
+        "--output",
+        str(tmp_path / "new"),
+    ]
     before_step(5, lambda trainer: signal.raise_signal(signal.SIGTERM))
     assert main(command) == 75
     assert main(command) == 0
@@ -173,7 +197,9 @@ def test_the_same_command_goes_on_and_another_output_is_not_overwritten(parent, 
 
 
 @pytest.mark.slow
-def test_the_best_weights_go_on_with_a_new_optimizer_where_their_checkpoint_is_gone(parent, tmp_path):
+def test_the_best_weights_go_on_with_a_new_optimizer_where_their_checkpoint_is_gone(
+    parent, tmp_path
+):
     first = parent(best="loss", eval_every=1)
     best = max(int(path.name[5:]) for path in (first / "best").iterdir())
     weights = store.load(first / f"best/step-{best:08}").tensors["weights"]
@@ -191,7 +217,9 @@ def test_a_guarded_parent_hands_its_guard_on(parent, tmp_path):
     guard = "every=2,steps=2,then=stay"
     first = parent(recipe="fp8-delayed", guard=guard, steps=12, warmup_steps=1)
     second = branch(first, 3, tmp_path / "again")
-    assert tiny.losses(second) == {step: loss for step, loss in tiny.losses(first).items() if step > 3}
+    assert tiny.losses(second) == {
+        step: loss for step, loss in tiny.losses(first).items() if step > 3
+    }
     third = branch(first, 3, tmp_path / "wide", recipe="bf16")  # nothing is left to guard
     assert 'guard = ""' in (third / "config.toml").read_text()
 
@@ -214,8 +242,22 @@ def test_two_ranks_branch_from_a_run_of_theirs_and_go_on_with_its_bits(text, mak
     run_ok([*launch, *tiny.flags(first, text), "--keep=9", "--gradients=fp8", "--parallel=fsdp"])
     again, wide = tmp_path / "again", tmp_path / "wide"
     run_ok([*launch, "--from", f"{first.output}@3", "--output", again])
-    run_ok([*launch, "--from", f"{first.output}@3", "--output", wide, "--recipe", "bf16", "--parallel", "dp"])
-    assert tiny.losses(again) == {step: loss for step, loss in tiny.losses(Path(first.output)).items() if step > 3}
+    run_ok(
+        [
+            *launch,
+            "--from",
+            f"{first.output}@3",
+            "--output",
+            wide,
+            "--recipe",
+            "bf16",
+            "--parallel",
+            "dp",
+        ]
+    )
+    assert tiny.losses(again) == {
+        step: loss for step, loss in tiny.losses(Path(first.output)).items() if step > 3
+    }
     changes = read_run(wide / "run.json")["parent"]["changes"]
     assert changes == {"recipe": ["fp8-current", "bf16"], "parallel": ["fsdp", "dp"]}
     refused = run([*launch, "--from", f"{first.output}@4", "--output", tmp_path / "gone"])
@@ -230,7 +272,12 @@ def test_a_branch_of_a_table_goes_on_at_its_place_in_the_epoch(tmp_path):
         "data": folders.classes_csv(tmp_path / "classes.csv"),
     }
     first = folders.settings(
-        tmp_path / "first", recipe="fp8-current", checkpoint_every=2, keep=9, cache=tmp_path / "cache", **common
+        tmp_path / "first",
+        recipe="fp8-current",
+        checkpoint_every=2,
+        keep=9,
+        cache=tmp_path / "cache",
+        **common,
     )
     assert loop.run(first) == 0
     second = branched(f"{first.output}@2", str(tmp_path / "second"))

@@ -61,7 +61,9 @@ def test_each_capability_of_the_cpu_has_its_own_folder_of_kernels(home, monkeypa
     """Inductor does not tell them apart: a kernel made for AVX512 and met under AVX2 leaves elements unwritten."""
     names = []
     for capability in ("DEFAULT", "AVX2", "AVX512"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(
+            torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
+        )
         environment: dict[str, str] = {}
         assert list(device.use_own_caches(environment)) == []
         names.append(Path(environment["TORCHINDUCTOR_CACHE_DIR"]).name)
@@ -77,7 +79,9 @@ def test_a_folder_that_the_user_named_is_kept_and_told(home, make, monkeypatch, 
 
 @pytest.mark.parametrize("variable", VARIABLES)
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o722])
-def test_a_named_folder_that_others_may_write_to_is_refused(home, make, monkeypatch, variable, mode):
+def test_a_named_folder_that_others_may_write_to_is_refused(
+    home, make, monkeypatch, variable, mode
+):
     planted = home / "planted"
     planted.mkdir()
     planted.chmod(mode)
@@ -107,12 +111,17 @@ def test_a_folder_below_one_that_all_may_rename_is_refused(home, make, monkeypat
     assert caches_of_a_run(make, monkeypatch)["TRITON_CACHE_DIR"] == home / "open" / "mine"
 
 
-def test_where_the_users_cache_is_open_the_code_is_kept_for_one_run(home, make, monkeypatch, capsys):
+def test_where_the_users_cache_is_open_the_code_is_kept_for_one_run(
+    home, make, monkeypatch, capsys
+):
     """The C++ kernels of narrowgauge too: a library that somebody planted there would be loaded."""
     (home / "cache" / "narrowgauge").mkdir(parents=True)
     (home / "cache" / "narrowgauge").chmod(0o777)
     found = caches_of_a_run(make, monkeypatch)
-    assert all(home not in folder.parents and folder.parent == build.cache_folder() for folder in found.values())
+    assert all(
+        home not in folder.parents and folder.parent == build.cache_folder()
+        for folder in found.values()
+    )
     assert "kept for this run alone" in capsys.readouterr().err
 
 
@@ -136,7 +145,11 @@ def test_a_planted_cache_runs_nothing(home, monkeypatch):
     words = [PYTHON, "-c", PROGRAM]
     assert run([*words, "default"], cwd=ROOT).returncode == 0
     payload = b"cposix\nmkdir\n(V%b\ntR." % os.fsencode(trace)
-    planted = [path for path in shared.rglob("*") if path.is_file() and path.suffix == "" and "graph" in str(path)]
+    planted = [
+        path
+        for path in shared.rglob("*")
+        if path.is_file() and path.suffix == "" and "graph" in str(path)
+    ]
     planted += [path for path in shared.rglob("*aot*/**/*") if path.is_file()]
     assert planted
     for path in planted:

@@ -22,9 +22,13 @@ def told(folder) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", quick(["fp8-delayed"], ["fp8-delayed", "fp8-current"]))
-def test_a_run_whose_step_casts_learns_what_one_without_does(text, tmp_path, monkeypatch, cpu, recipe):
+def test_a_run_whose_step_casts_learns_what_one_without_does(
+    text, tmp_path, monkeypatch, cpu, recipe
+):
     """Micro-batches, evaluation on the way, a recipe that is switched; the definition in the kernels' place."""
-    monkeypatch.setattr(layer_settings, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+    monkeypatch.setattr(
+        layer_settings, "plan", lambda gemm, device: replace(plan(gemm, device), expand=None)
+    )
     changes = {
         "recipe": recipe, "micro_batches": 2, "states": "8bit", "steps": 6, "eval_every": 2, "switch": "layers.0.*=bf16@5:forward",
     }  # fmt: skip
@@ -50,7 +54,10 @@ def test_a_run_whose_step_casts_learns_what_one_without_does(text, tmp_path, mon
     ("changes", "words"),
     [
         ({"recipe": "fp8-current"}, ["none: AdamW of torch writes the weights alone"]),
-        ({"recipe": "bf16", "states": "8bit"}, ["its output takes the weight in 16 bits: {} layers"]),
+        (
+            {"recipe": "bf16", "states": "8bit"},
+            ["its output takes the weight in 16 bits: {} layers"],
+        ),
     ],
     ids=str,
 )

@@ -54,7 +54,9 @@ def test_a_full_disk_on_one_rank_ends_all_and_loses_nothing(ranks, make, layout)
     assert loop.run(reference) == 0
     config = make("full", parallel=layout, checkpoint_every=2, **common)
     said = ranks(2)(trained, config, [("full", 1, 3)])
-    assert_all_end(said, r"StorageError: rank 1: cannot save a checkpoint in .*step-00000004: File too large")
+    assert_all_end(
+        said, r"StorageError: rank 1: cannot save a checkpoint in .*step-00000004: File too large"
+    )
     assert os.listdir(saved(config)) == ["step-00000002"]  # and no draft
     assert shards_of(saved(config) / "step-00000002") == ["rank-00000", "rank-00001"]
     assert ranks(2)(trained, replace(config, resume=True)) == [0, 0]
@@ -117,11 +119,16 @@ def test_the_best_weights_of_shards_are_exported_after_a_resumption(ranks, make,
     before_step(5, lambda trainer: faulty_run.apply("spoil", trainer))
     assert loop.run(reference) == 0
     config = make("best", parallel="fsdp", **common)
-    assert ranks(2)(trained, config, [("stop", 0, 6), ("spoil", 0, 5), ("spoil", 1, 5)]) == [130, 130]
+    assert ranks(2)(trained, config, [("stop", 0, 6), ("spoil", 0, 5), ("spoil", 1, 5)]) == [
+        130,
+        130,
+    ]
     assert ranks(2)(trained, replace(config, resume=True)) == [0, 0]
     first, second = Path(config.output), Path(reference.output)
     assert os.listdir(first / "best") == os.listdir(second / "best") == ["step-00000004"]
-    assert (first / "final" / "model.safetensors").read_bytes() == (second / "final" / "model.safetensors").read_bytes()
+    assert (first / "final" / "model.safetensors").read_bytes() == (
+        second / "final" / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.slow
@@ -136,7 +143,9 @@ def test_the_scales_of_gradient_messages_go_on(ranks, make, layout):
     assert store.load(checkpoint).facts["agreement"]["gradients"]["mu"]
     assert ranks(2)(trained, replace(config, resume=True)) == [0, 0]
     same_run(Path(config.output), Path(calm.output))
-    ours, theirs = (store.load(saved(each) / "step-00000006").facts["agreement"] for each in (config, calm))
+    ours, theirs = (
+        store.load(saved(each) / "step-00000006").facts["agreement"] for each in (config, calm)
+    )
     assert ours == theirs
 
 
@@ -163,7 +172,9 @@ def test_a_checkpoint_of_another_run_is_refused_as_in_one_process(ranks, make):
     assert_all_end(said, r"ConfigError: (rank 1: )?steps = 3: the run is at step 4 already")
     (Path(config.output) / "config.toml").unlink()
     said = ranks(2)(trained, replace(config, resume=True, hidden_size=64))
-    assert_all_end(said, r"CheckpointError: .*: a checkpoint of another model or recipe: model\.embed")
+    assert_all_end(
+        said, r"CheckpointError: .*: a checkpoint of another model or recipe: model\.embed"
+    )
 
 
 # --- the trained weights
@@ -177,16 +188,29 @@ class LiveBytes(TorchDispatchMode):
         self.held: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # what it does to local tensors comes here
         found = function(*given, **(named or {}))
-        before = {each.untyped_storage()._cdata for each in tree_leaves((given, named)) if type(each) is torch.Tensor}
+        before = {
+            each.untyped_storage()._cdata
+            for each in tree_leaves((given, named))
+            if type(each) is torch.Tensor
+        }
         for each in tree_leaves(found):
-            if type(each) is torch.Tensor and each.untyped_storage()._cdata not in before - self.held.keys():
+            if (
+                type(each) is torch.Tensor
+                and each.untyped_storage()._cdata not in before - self.held.keys()
+            ):
                 storage = each.untyped_storage()
                 self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.held = {key: (storage, size) for key, (storage, size) in self.held.items() if not storage.expired()}
+        self.held = {
+            key: (storage, size)
+            for key, (storage, size) in self.held.items()
+            if not storage.expired()
+        }
         self.most = max(self.most, sum(size for _, size in self.held.values()))
         return found
 
@@ -224,7 +248,11 @@ def test_rank_0_holds_the_trained_weights_once_and_the_others_one_tensor(ranks, 
 
 def command(number: int, settings: Path, fault: str, *more: str) -> str:
     """What `narrowgauge train` says on so many ranks of torchrun, 1 being a process without it."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)] if number > 1 else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+        if number > 1
+        else []
+    )
     return run([PYTHON, *launch, PROGRAM, *fault.split(), "train", settings, *more]).stderr
 
 
@@ -233,8 +261,19 @@ def command(number: int, settings: Path, fault: str, *more: str) -> str:
 def test_two_ranks_then_one_then_four_then_two_are_one_process(tmp_path):
     """Steps of two rows: two ranks or micro-batches have one each, two of four ranks nothing to learn. So all sums are of two terms."""
     data = folders.prompts(tmp_path / "prompts.jsonl")
-    common = {"task": "causal-lm", "model": folders.llama(tmp_path / "llama"), "data": data, "packing": 64}
-    common |= {"token_budget": 128, "steps": 8, "recipe": "fp8-delayed", "cache": tmp_path / "cache", "seed": 3}
+    common = {
+        "task": "causal-lm",
+        "model": folders.llama(tmp_path / "llama"),
+        "data": data,
+        "packing": 64,
+    }
+    common |= {
+        "token_budget": 128,
+        "steps": 8,
+        "recipe": "fp8-delayed",
+        "cache": tmp_path / "cache",
+        "seed": 3,
+    }
     reference = folders.settings(tmp_path / "reference", micro_batches=2, **common)
     assert loop.run(reference) == 0
     config = folders.settings(tmp_path / "chain", **common)
@@ -243,7 +282,12 @@ def test_two_ranks_then_one_then_four_then_two_are_one_process(tmp_path):
     chain = [
         (2, "stop 1 2", ["--parallel=fsdp"], ["rank-00000", "rank-00001"]),
         (1, "stop 0 4", ["--resume", "--micro-batches=2"], []),
-        (4, "stop 3 6", ["--resume", "--parallel=dp=2,fsdp=2"], [f"rank-{rank:05d}" for rank in range(4)]),
+        (
+            4,
+            "stop 3 6",
+            ["--resume", "--parallel=dp=2,fsdp=2"],
+            [f"rank-{rank:05d}" for rank in range(4)],
+        ),
         (2, "none 0 0", ["--resume", "--parallel=fsdp"], ["rank-00000", "rank-00001"]),
     ]
     for turn, (number, fault, more, expected) in enumerate(chain, 1):
@@ -255,5 +299,8 @@ def test_two_ranks_then_one_then_four_then_two_are_one_process(tmp_path):
     same_run(folder, Path(reference.output))
     ours, theirs = (store.load(saved(each) / "step-00000008").facts for each in (config, reference))
     assert ours["position"] == theirs["position"] and ours["agreement"] == theirs["agreement"]
-    final = [(Path(each.output) / "final" / "model.safetensors").read_bytes() for each in (config, reference)]
+    final = [
+        (Path(each.output) / "final" / "model.safetensors").read_bytes()
+        for each in (config, reference)
+    ]
     assert final[0] == final[1]

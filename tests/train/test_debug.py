@@ -62,14 +62,21 @@ def test_the_sick_product_is_found_and_the_run_is_left_alone(make, monkeypatch, 
     assert fix in said.out and "0:00:" in said.err and "Validation at step 30: loss" in said.out
     assert contents(run) == before
     found = json.loads((run / "debug-35.json").read_text())
-    assert [each["name"] for each in found["rungs"]][:3] == ["again", "bf16", "control"] and found["fix"] == fix
+    assert [each["name"] for each in found["rungs"]][:3] == ["again", "bf16", "control"] and found[
+        "fix"
+    ] == fix
     assert (run / "debug-35.txt").read_text() == said.out
     page = (run / "debug-35.html").read_text(encoding="utf-8")
     assert "output alone in 16 bits" in page and "product:grad_weight" in page
     new = run.parent / "NEW"
-    assert main(["train", "--from", f"{run}@30", "--switch", "bf16@30:output", "--output", str(new)]) == 0
+    assert (
+        main(["train", "--from", f"{run}@30", "--switch", "bf16@30:output", "--output", str(new)])
+        == 0
+    )
     mended = {each["name"]: each["losses"] for each in found["rungs"]}["product:output"]
-    assert [tiny.losses(new)[step] for step in range(31, 56)] == mended  # a rung is what the branch will be
+    assert [
+        tiny.losses(new)[step] for step in range(31, 56)
+    ] == mended  # a rung is what the branch will be
 
 
 @pytest.mark.slow
@@ -91,7 +98,9 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
     rungs = json.loads((run / "debug-4.json").read_text())["rungs"]
     assert [each["name"] for each in rungs] == ["again", "bf16"]
     assert main(["debug", str(run), "--at", "4", "--steps", "18"]) == 0
-    assert [each["name"] for each in json.loads((run / "debug-4.json").read_text())["rungs"]][:3] == [
+    assert [each["name"] for each in json.loads((run / "debug-4.json").read_text())["rungs"]][
+        :3
+    ] == [
         "again",
         "bf16",
         "control",
@@ -113,7 +122,10 @@ def test_a_folder_that_is_none_is_named_as_by_other_commands(tmp_path, capsys):
     """And one without a checkpoint says what to do next."""
     assert main(["debug", str(tmp_path / "gone"), "--at", "10"]) == 2
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'gone'}: is not there. Name the folder of a run" in said and "checkpoint" not in said
+    assert (
+        f"{tmp_path / 'gone'}: is not there. Name the folder of a run" in said
+        and "checkpoint" not in said
+    )
     (tmp_path / "empty").mkdir()
     assert main(["debug", str(tmp_path / "empty"), "--at", "10"]) == 2
     assert "has no config.toml. Name the folder of a run" in capsys.readouterr().err
@@ -135,7 +147,10 @@ def test_a_run_without_a_checkpoint_is_told_what_to_do(make, capsys):
             (6, 4, 0, 20, 20),
             coded("debug.stretch", "--at 6", "--steps 4", "10 steps", "step 0"),
         ),
-        ((18, 100, 10, 20, 20), coded("debug.too-few-steps", "10 steps", "step 10", "its end", "--at")),
+        (
+            (18, 100, 10, 20, 20),
+            coded("debug.too-few-steps", "10 steps", "step 10", "its end", "--at"),
+        ),
         ((20, 100, 20, 20, 20), coded("debug.too-few-steps", "0 steps", "step 20", "its end")),
         ((12, 100, 10, 17, 60), coded("debug.too-few-steps", "7 steps", "step 10", "18")),
     ],
@@ -147,4 +162,7 @@ def test_too_few_steps_are_counted_where_they_are_missing(tmp_path, asked, words
 
 
 def test_the_advice_on_too_few_steps_is_enough(tmp_path):
-    assert _steps_taken(tmp_path, 6, 10, 0, 20, 20) == 16 and _steps_taken(tmp_path, 6, 100, 0, 20, 20) == 20
+    assert (
+        _steps_taken(tmp_path, 6, 10, 0, 20, 20) == 16
+        and _steps_taken(tmp_path, 6, 100, 0, 20, 20) == 20
+    )

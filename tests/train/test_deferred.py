@@ -29,7 +29,13 @@ from tests.train.test_torchrun import trained
 HOPPER = Device("cuda", (9, 0), cuda=(12, 9))
 RUNS = [
     {"recipe": "fp8-delayed", "states": "8bit", "precision": "bf16-o3"},
-    {"recipe": "fp8-row", "optimizer": "lion", "states": "4bit", "precision": "bf16-o2", "held_gradients": "fp8"},
+    {
+        "recipe": "fp8-row",
+        "optimizer": "lion",
+        "states": "4bit",
+        "precision": "bf16-o2",
+        "held_gradients": "fp8",
+    },
     {"recipe": "fp8-current"},
     {"recipe": "int4-hq-lss", "optimizer": "sgd", "precision": "fp32"},
     {"recipe": "fp8-delayed", "precision": "amp-fp16"},
@@ -46,7 +52,9 @@ def late(monkeypatch):
     def begin() -> None:
         monkeypatch.setattr(trainer_module, "waits", lambda device: True)
         monkeypatch.setattr(LeftOut, "seen_by_host", lambda self, flag: False)
-        monkeypatch.setattr(backends, "choose", lambda param_step, backend: chosen(param_step, "torch"))
+        monkeypatch.setattr(
+            backends, "choose", lambda param_step, backend: chosen(param_step, "torch")
+        )
 
     return begin
 
@@ -54,7 +62,16 @@ def late(monkeypatch):
 def seen(folder: Path) -> list[dict[str, Any]]:
     """All events of a run but what a clock says, and the file of a checkpoint."""
     clocks = ("elapsed_s", "tokens_per_s", "peak_bytes", "save_s")
-    kinds = ("step", "eval", "checkpoint", "switch", "nonfinite", "done", "tensor", "nonfinite_amax")
+    kinds = (
+        "step",
+        "eval",
+        "checkpoint",
+        "switch",
+        "nonfinite",
+        "done",
+        "tensor",
+        "nonfinite_amax",
+    )
     found = [event for event in read_metrics(folder / "metrics.jsonl") if event["event"] in kinds]
     return [{key: value for key, value in event.items() if key not in clocks} for event in found]
 
@@ -85,7 +102,9 @@ def test_numbers_are_read_where_they_are_told(make, late, monkeypatch):
     late()
     counts = []
     real = deferred.StepQueue.read
-    monkeypatch.setattr(deferred.StepQueue, "read", lambda self: counts.append(self.steps[-1].number) or real(self))
+    monkeypatch.setattr(
+        deferred.StepQueue, "read", lambda self: counts.append(self.steps[-1].number) or real(self)
+    )
     config = make(recipe="bf16", steps=9, log_every=4, eval_every=6, checkpoint_every=7)
     assert loop.run(config) == 0
     assert counts == [4, 6, 7, 8, 9]
@@ -112,7 +131,12 @@ def test_a_step_that_is_not_finite_ends_the_run_at_the_same_place(make, late, in
         if name == "late":
             late()
         models: list[Any] = []
-        installed(lambda model, models=models: (models.append(model), in_forward(model, Poison(math.nan, first=3))))
+        installed(
+            lambda model, models=models: (
+                models.append(model),
+                in_forward(model, Poison(math.nan, first=3)),
+            )
+        )
         with pytest.raises(NumericsError) as caught:
             loop.run(make(name, recipe=recipe, micro_batches=1, log_every=6, checkpoint_every=0))
         folders.append(make(name).output)
@@ -132,9 +156,18 @@ def test_float16_leaves_out_steps_as_the_scaler_does(make, late, installed, stat
         if name == "late":
             late()
         installed(
-            lambda model: [in_weight_gradient(model, Poison(math.inf, first=n, last=m)) for n, m in ((2, 2), (4, 5))]
+            lambda model: [
+                in_weight_gradient(model, Poison(math.inf, first=n, last=m))
+                for n, m in ((2, 2), (4, 5))
+            ]
         )
-        common = {"recipe": "fp8-delayed", "precision": "amp-fp16", "states": states, "micro_batches": 1, "steps": 8}
+        common = {
+            "recipe": "fp8-delayed",
+            "precision": "amp-fp16",
+            "states": states,
+            "micro_batches": 1,
+            "steps": 8,
+        }
         config = make(name, **common, log_every=8)
         assert loop.run(config) == 0
         folders.append(Path(config.output))

@@ -32,7 +32,9 @@ def test_freed_memory_is_kept_for_the_next_step():
     """
     given_back, kept = json.loads(run_ok([PYTHON, "-c", FAULTS]).stdout)
     if not kept or min(given_back) < 16_000:
-        pytest.skip("no mallopt in this C library, or huge pages, which fault too seldom to show a difference")
+        pytest.skip(
+            "no mallopt in this C library, or huge pages, which fault too seldom to show a difference"
+        )
     assert max(kept[-4:]) < 1000, kept
 
 

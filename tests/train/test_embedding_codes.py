@@ -23,7 +23,12 @@ from tests.train.test_torchrun import same_run, trained
 
 def step_of(folder) -> dict:
     found, _ = store.newest_valid(folder / "checkpoints")
-    return {name: tensor for part in found.tensors.values() for name, tensor in part.items() if ".steps." in name}
+    return {
+        name: tensor
+        for part in found.tensors.values()
+        for name, tensor in part.items()
+        if ".steps." in name
+    }
 
 
 def test_a_run_learns_the_step_of_its_table(make, capsys):
@@ -79,7 +84,10 @@ def test_a_model_without_a_table_is_refused_by_name(make, tmp_path):
             self.table, self.up = table, torch.nn.Linear(32, 32)
 
     config, cpu = make(embedding_codes="int4"), torch.device("cpu")
-    for table, words in ((torch.nn.Identity(), "Model holds no nn.Embedding"), (Own(8, 32), "'table' is a Own")):
+    for table, words in (
+        (torch.nn.Identity(), "Model holds no nn.Embedding"),
+        (Own(8, 32), "'table' is a Own"),
+    ):
         with raises(ConfigError, "convert.embedding-codes", words):
             build(config, lambda table=table: Model(table), cpu, 8, None)
 
@@ -87,14 +95,20 @@ def test_a_model_without_a_table_is_refused_by_name(make, tmp_path):
 def test_the_reference_of_a_comparison_has_none(make):
     config = make(recipe="bf16", embedding_codes="int4", compare="bf16")
     assert loop.run(config) == 0
-    facts = [json.loads((Path(config.output) / part / "run.json").read_bytes()) for part in ("", "compare-bf16")]
+    facts = [
+        json.loads((Path(config.output) / part / "run.json").read_bytes())
+        for part in ("", "compare-bf16")
+    ]
     assert [each["embedding_codes"] for each in facts] == ["int4", ""]
     assert not [row for row in facts[1]["describe"] if row["recipe"] == "int4 rows"]
 
 
 def test_a_study_gives_codes_to_all_but_its_reference(make, tmp_path):
     study = Study(
-        config=make(embedding_codes="int8"), recipes=("bf16", "fp8-row"), seeds=(0, 1), output=tmp_path / "study"
+        config=make(embedding_codes="int8"),
+        recipes=("bf16", "fp8-row"),
+        seeds=(0, 1),
+        output=tmp_path / "study",
     )
     # Of each seed: the reference, fp8-row, and the positive control, which has the settings of the reference.
     assert [study.settings_of(job).embedding_codes for job in study.jobs()] == ["", "int8", ""] * 2
@@ -130,7 +144,9 @@ def test_a_branch_carries_the_step_over_and_may_leave_it(make, tmp_path):
     wide = checkpoint_ref.branched(f"{config.output}@3", str(tmp_path / "wide"), recipe="none")
     assert wide.embedding_codes == "" and loop.run(wide) == 0
     assert not step_of(tmp_path / "wide")
-    narrower = checkpoint_ref.branched(f"{config.output}@3", str(tmp_path / "int8"), embedding_codes="int8")
+    narrower = checkpoint_ref.branched(
+        f"{config.output}@3", str(tmp_path / "int8"), embedding_codes="int8"
+    )
     assert loop.run(narrower) == 0
     assert float(step_of(tmp_path / "int8")["model.embed_tokens.steps.w"]) != 0
 
@@ -143,7 +159,11 @@ def test_frozen_tables_keep_their_step(make):
 
 def test_a_guard_has_something_to_judge_though_no_product_is_narrow(make):
     config = make(
-        recipe="none", embedding_codes="int4", steps=30, warmup_steps=2, guard="every=10,steps=6,margin=0.25%,then=warn"
+        recipe="none",
+        embedding_codes="int4",
+        steps=30,
+        warmup_steps=2,
+        guard="every=10,steps=6,margin=0.25%,then=warn",
     )
     assert loop.run(config) == 0
     found = tiny.events(Path(config.output), "guard")
@@ -155,7 +175,10 @@ def test_a_guard_has_something_to_judge_though_no_product_is_narrow(make):
 def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, parallel):
     """Exact: two parts are summed in one order alone."""
     changes = {"recipe": "fp8-row", "embedding_codes": "int4", "steps": 4}
-    reference, config = make("reference", micro_batches=2, **changes), make("ranks", parallel=parallel, **changes)
+    reference, config = (
+        make("reference", micro_batches=2, **changes),
+        make("ranks", parallel=parallel, **changes),
+    )
     assert loop.run(reference) == 0
     assert ranks(2)(trained, config) == [0, 0]
     same_run(Path(config.output), Path(reference.output))

@@ -31,7 +31,11 @@ class Disk:
         write_synced, write = storage.write_synced, MetricsLog.write
 
         def synced(path, data):
-            parent = path.parent.parent.name if path.parent.name.startswith(".tmp-step") else path.parent.name
+            parent = (
+                path.parent.parent.name
+                if path.parent.name.startswith(".tmp-step")
+                else path.parent.name
+            )
             self.take(f"{parent}/{path.name}")
             write_synced(path, data)
 
@@ -55,7 +59,9 @@ class Disk:
         """The first and the last write of each kind."""
         kinds = dict.fromkeys(label for label in self.labels if wanted(label))
         last = {label: place for place, label in enumerate(self.labels)}
-        return sorted({*(self.labels.index(kind) for kind in kinds), *(last[kind] for kind in kinds)})
+        return sorted(
+            {*(self.labels.index(kind) for kind in kinds), *(last[kind] for kind in kinds)}
+        )
 
 
 @pytest.fixture
@@ -72,7 +78,10 @@ def ended(config):
 
 def refused_at(disk, place, config, expected):
     disk.has_room(place)
-    with pytest.raises(StorageError, match=r"(?s)\A[^\n]*No space left on device[^\n]*Free some space, or [^\n]*\.\Z"):
+    with pytest.raises(
+        StorageError,
+        match=r"(?s)\A[^\n]*No space left on device[^\n]*Free some space, or [^\n]*\.\Z",
+    ):
         loop.run(config)
     label = disk.labels[place]
     for path in manifest.newest_first(Path(config.output) / "checkpoints"):

@@ -20,7 +20,9 @@ from tests.train.tiny import events, losses, settings
 @contextmanager
 def recorded(monkeypatch, recorder: Recorder) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(launches, "graphed_step", functools.partial(launches.graphed_step, recorder=recorder))
+        patch.setattr(
+            launches, "graphed_step", functools.partial(launches.graphed_step, recorder=recorder)
+        )
         yield
 
 
@@ -32,7 +34,10 @@ def test_a_run_through_graphs_learns_what_an_eager_one_does(text, tmp_path, monk
     with recorded(monkeypatch, recorder):
         loop.run(settings(text, tmp_path / "graphs", cuda_graph=True, **changes))
     assert losses(tmp_path / "graphs") == losses(tmp_path / "eager")
-    norms = [[event["grad_norm"] for event in events(tmp_path / name, "step")] for name in ("graphs", "eager")]
+    norms = [
+        [event["grad_norm"] for event in events(tmp_path / name, "step")]
+        for name in ("graphs", "eager")
+    ]
     assert norms[0] == norms[1] and recorder.captures >= 3
     assert "CUDA graphs captured: 1 of forward and backward" in capsys.readouterr().err
 
@@ -51,7 +56,9 @@ def test_checkpointing_and_graphs_exclude_each_other(text, tmp_path):
 def test_a_step_reads_once_from_the_device(text, tmp_path, monkeypatch):
     calls = []
     real = passes.read
-    monkeypatch.setattr(passes, "read", lambda readings: calls.append(readings.shape) or real(readings))
+    monkeypatch.setattr(
+        passes, "read", lambda readings: calls.append(readings.shape) or real(readings)
+    )
     loop.run(settings(text, tmp_path / "run", micro_batches=2))
     assert calls == [(3,)] * 6  # the loss of each micro-batch, and the norm
 
@@ -80,9 +87,15 @@ def test_the_idle_time_of_a_step_is_logged_and_said(
         return real(self, number)
 
     monkeypatch.setattr(launches.LaunchMonitor, "measures", measures)
-    loop.run(settings(text, tmp_path / "run", launches_at=3, micro_batches=2, tensor_every=tensor_every))
+    loop.run(
+        settings(text, tmp_path / "run", launches_at=3, micro_batches=2, tensor_every=tensor_every)
+    )
     [event] = events(tmp_path / "run", "launches")
-    assert event["step"] == step and event["kernels"] == 100 and event["idle"] == pytest.approx(0.75, abs=0.01)
+    assert (
+        event["step"] == step
+        and event["kernels"] == 100
+        and event["idle"] == pytest.approx(0.75, abs=0.01)
+    )
     assert len(losses(tmp_path / "run")) == 6, "the step that is measured counts"
     assert [sentence.split(":")[0] for sentence in event["advice"]] == [
         "Launch steps as CUDA graphs",
@@ -122,12 +135,16 @@ def test_the_counter_counts_what_was_compiled():
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"fuse": True}, {"cuda_graph": True}], ids=str)
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "bf16"])
-def test_a_step_waits_for_the_device_where_it_reads_and_nowhere_else(text, tmp_path, monkeypatch, recipe, changes):
+def test_a_step_waits_for_the_device_where_it_reads_and_nowhere_else(
+    text, tmp_path, monkeypatch, recipe, changes
+):
     """torch.cuda.set_sync_debug_mode("error") from the third step on, but for the one read."""
     step, read = trainer.Trainer._optimizer_step, passes.read
 
     def guarded(self):
-        torch.cuda.set_sync_debug_mode("error" if self.step >= 2 and self.step != 3 else "default")  # step 4 captures
+        torch.cuda.set_sync_debug_mode(
+            "error" if self.step >= 2 and self.step != 3 else "default"
+        )  # step 4 captures
         try:
             return step(self)
         finally:

@@ -71,7 +71,17 @@ def test_metrics_follow_the_contract(full):
     folder = Path(full.output)
     steps = tiny.events(folder, "step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
-    keys = {"event", "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "elapsed_s", "peak_bytes"}
+    keys = {
+        "event",
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "elapsed_s",
+        "peak_bytes",
+    }
     for event in steps:
         assert set(event) == keys and event["tokens"] == 64
         assert event["peak_bytes"] > 2**26, "a process with torch in it"
@@ -81,15 +91,21 @@ def test_metrics_follow_the_contract(full):
     assert steps[-1]["lr"] == pytest.approx(1e-3 * (1 + math.cos(0.8 * math.pi)) / 2, rel=1e-12)
     assert [event["step"] for event in tiny.events(folder, "eval")] == [2, 4, 6]
     assert all(
-        set(event) == {"event", "step", "loss", "tokens", "wide", "elapsed_s"} for event in tiny.events(folder, "eval")
+        set(event) == {"event", "step", "loss", "tokens", "wide", "elapsed_s"}
+        for event in tiny.events(folder, "eval")
     )
     assert all(event["tokens"] == 128 for event in tiny.events(folder, "eval"))
     assert [event["path"] for event in tiny.events(folder, "checkpoint")] == [
         f"checkpoints/step-{step:08}" for step in (2, 4, 6)
     ]
     assert len(tiny.events(folder, "sample")) == 3 and tiny.events(folder, "sample")[0]["prompt"]
-    assert tiny.events(folder, "done") == [{"event": "done", "step": 6, "reason": "finished", "exit_code": 0}]
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert tiny.events(folder, "done") == [
+        {"event": "done", "step": 6, "reason": "finished", "exit_code": 0}
+    ]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
 
 
 def test_losses_start_at_the_uniform_guess_and_fall(full):
@@ -106,13 +122,22 @@ def test_run_json_follows_the_contract(full):
         "task", "best", "auto", "fused", "weight_casts", "parallel", "ranks", "float32", "freed_memory",
         "left_out", "embedding_codes", "trivial",
     }  # fmt: skip
-    assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == ("fp8-delayed", "amp-bf16", 6, 64)
+    assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == (
+        "fp8-delayed",
+        "amp-bf16",
+        6,
+        64,
+    )
     assert {"name", "hidden_size", "layers", "heads", "vocab_size"} <= set(run["model"])
-    assert {"source", "documents", "train_tokens", "validation_tokens", "unigram_entropy"} <= set(run["data"])
+    assert {"source", "documents", "train_tokens", "validation_tokens", "unigram_entropy"} <= set(
+        run["data"]
+    )
     assert run["started_at"].endswith("+00:00") and run["parameters"] > 30_000
     chosen = {row["name"]: row["recipe"] for row in run["describe"]}
     assert len(chosen) == 15 and chosen["model.layers.0.mlp.down_proj"] == "mxfp8"
-    assert chosen["model.layers.0.mlp.up_proj"] == "fp8-delayed" and chosen["lm_head"] != "fp8-delayed"
+    assert (
+        chosen["model.layers.0.mlp.up_proj"] == "fp8-delayed" and chosen["lm_head"] != "fp8-delayed"
+    )
     assert all(isinstance(value, str) for row in run["describe"] for value in row.values())
 
 
@@ -125,7 +150,10 @@ def test_the_peak_of_the_reference_is_its_own(make, installed, monkeypatch, with
         config = make(name, compare="bf16", steps=1, layers=1)
         assert loop.run(config) == 0
         folder = Path(config.output)
-        run, reference = (tiny.events(each, "step")[-1]["peak_bytes"] for each in (folder, folder / "compare-bf16"))
+        run, reference = (
+            tiny.events(each, "step")[-1]["peak_bytes"]
+            for each in (folder, folder / "compare-bf16")
+        )
         return run, reference, (folder / "report.html").read_text("utf-8")
 
     if device.reset_peak(torch.device("cpu")):
@@ -140,23 +168,34 @@ def test_the_reference_sees_the_same_batches(full):
     ours, reference = Path(full.output), Path(full.output, "compare-bf16")
     # The same weights and batch: the first losses differ by the rounding of the products alone, 2**-4 of 0.02-sized logits.
     assert tiny.losses(reference)[1] == pytest.approx(tiny.losses(ours)[1], abs=2e-3)
-    assert list(tiny.losses(reference)) == list(tiny.losses(ours)) and tiny.losses(reference) != tiny.losses(ours)
+    assert list(tiny.losses(reference)) == list(tiny.losses(ours)) and tiny.losses(
+        reference
+    ) != tiny.losses(ours)
     run = json.loads((reference / "run.json").read_text("utf-8"))
-    assert run["recipe"] == "bf16" and {row["recipe"] for row in run["describe"]} <= {"bf16", "none"}
+    assert run["recipe"] == "bf16" and {row["recipe"] for row in run["describe"]} <= {
+        "bf16",
+        "none",
+    }
     assert (reference / "final" / "model.safetensors").exists()
     page = (ours / "report.html").read_text("utf-8")
     assert "fp8-delayed" in page and "bf16" in page
 
 
 def test_the_chosen_tensors_are_logged(full):
-    seen = {(event["step"], event["module"], event["role"]) for event in tiny.events(Path(full.output), "tensor")}
+    seen = {
+        (event["step"], event["module"], event["role"])
+        for event in tiny.events(Path(full.output), "tensor")
+    }
     modules = {module for _, module, _ in seen}
     assert len(modules) == 3 and "model.layers.0.self_attn.q_proj" in modules
-    assert seen == {(step, module, role) for step in (3, 6) for module in modules for role in ("x", "w", "gy")}
+    assert seen == {
+        (step, module, role) for step in (3, 6) for module in modules for role in ("x", "w", "gy")
+    }
 
 
 @pytest.mark.parametrize(
-    "recipe", quick(["fp8-delayed", "fp8-block"], ["fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8"])
+    "recipe",
+    quick(["fp8-delayed", "fp8-block"], ["fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8"]),
 )
 def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, recipe):
     """The weight, which the test sees too: every number of its event, with scales spread by the test's own loop."""
@@ -166,7 +205,12 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
 
     config = make(recipe=recipe, steps=1, tensor_every=1, layers=1)
     weights = {}
-    before_step(1, lambda trainer: weights.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()}))
+    before_step(
+        1,
+        lambda trainer: weights.update(
+            {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        ),
+    )
     assert loop.run(config) == 0
     events = [event for event in tiny.events(Path(config.output), "tensor") if event["role"] == "w"]
     assert len(events) == 3
@@ -175,7 +219,9 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
         cast = recipes.get(recipe).output.rhs
         amax = tile_amax(weight, (WHOLE, WHOLE)) if recipe == "fp8-delayed" else None
         scales = quantize(weight, cast, amax=amax).full_scale()
-        rows, columns = (n if t == WHOLE else t for n, t in zip(weight.shape, cast.tile, strict=True))
+        rows, columns = (
+            n if t == WHOLE else t for n, t in zip(weight.shape, cast.tile, strict=True)
+        )
         spread = torch.empty_like(weight)
         for i in range(weight.shape[0]):
             for j in range(weight.shape[1]):
@@ -187,14 +233,23 @@ def test_tensor_events_are_the_statistics_of_the_tensors(make, before_step, reci
 
 @pytest.mark.parametrize(
     ("recipe", "precision"),
-    quick(["fp8-delayed"], [("fp8-delayed", "amp-bf16"), ("mxfp8", "bf16-o3"), ("int4-hq-lss", "amp-bf16")]),
+    quick(
+        ["fp8-delayed"],
+        [("fp8-delayed", "amp-bf16"), ("mxfp8", "bf16-o3"), ("int4-hq-lss", "amp-bf16")],
+    ),
 )
 def test_looking_changes_nothing(make, recipe, precision):
     """Evaluation, samples, statistics and checkpoints at every step, or none of them: the same run, bit for bit."""
     common = {"recipe": recipe, "precision": precision, "micro_batches": 2, "steps": 3, "layers": 1}
     quiet = make("quiet", **common)
     watched = make(
-        "watched", eval_every=1, eval_wide=True, sample_tokens=2, tensor_every=1, checkpoint_every=1, **common
+        "watched",
+        eval_every=1,
+        eval_wide=True,
+        sample_tokens=2,
+        tensor_every=1,
+        checkpoint_every=1,
+        **common,
     )
     assert loop.run(quiet) == loop.run(watched) == 0
     assert tiny.losses(Path(quiet.output)) == tiny.losses(Path(watched.output))
@@ -208,7 +263,9 @@ def test_looking_changes_nothing(make, recipe, precision):
 def test_final_is_the_trained_model(make, monkeypatch, precision):
     models = []
     real = loop.export
-    monkeypatch.setattr(loop, "export", lambda model, *rest: (models.append(model), real(model, *rest)))
+    monkeypatch.setattr(
+        loop, "export", lambda model, *rest: (models.append(model), real(model, *rest))
+    )
     config = make(recipe="fp8-delayed", precision=precision, steps=2, layers=1)
     assert loop.run(config) == 0
     [exported] = models
@@ -216,9 +273,13 @@ def test_final_is_the_trained_model(make, monkeypatch, precision):
     saved = json.loads((final / "config.json").read_text("utf-8"))
     assert saved["use_cache"] is True and "narrowgauge" not in json.dumps(saved)
     assert sorted(path.name for path in final.parent.iterdir() if "final" in path.name) == ["final"]
-    assert len({path.stat().st_mode for path in final.iterdir()}) == 1, "who may read one file may read all"
+    assert len({path.stat().st_mode for path in final.iterdir()}) == 1, (
+        "who may read one file may read all"
+    )
     # Left to itself transformers rounds norms that were kept in float32 to the type of the others.
-    model, info = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        final, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     PRECISIONS[precision].prepare(model)
     for name, parameter in exported.named_parameters():
@@ -244,7 +305,9 @@ def test_run_json_says_what_layers_do_at_the_end(make):
     run = json.loads(Path(config.output, "run.json").read_text("utf-8"))
     said = [row["note"] for row in run["describe"] if row["recipe"] == "int4-hq-lss"]
     assert said and all("relative variance" in each and "so far" not in each for each in said)
-    other = make("wide", recipe="bf16", steps=2, layers=1)  # learned steps do not make another model of it
+    other = make(
+        "wide", recipe="bf16", steps=2, layers=1
+    )  # learned steps do not make another model of it
     assert loop.run(other) == 0
     compare([other.output, config.output])
     ours, theirs = (identity(read_alone(Path(each.output))) for each in (config, other))
@@ -261,7 +324,13 @@ def test_training_goes_on_from_final(full, make):
 
 
 def test_from_scratch_takes_the_sizes_alone(full, make):
-    config = make("scratch", model=str(Path(full.output, "final")), from_scratch=True, steps=1, vocab_size=4096)
+    config = make(
+        "scratch",
+        model=str(Path(full.output, "final")),
+        from_scratch=True,
+        steps=1,
+        vocab_size=4096,
+    )
     assert loop.run(config) == 0
     assert tiny.losses(Path(config.output))[1] == pytest.approx(math.log(304), abs=0.1)
 
@@ -289,7 +358,9 @@ def _fewer_weights(folder):
 
 def _other_shapes(folder):
     sizes = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps(sizes | {"intermediate_size": 64}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(sizes | {"intermediate_size": 64}), encoding="utf-8"
+    )
 
 
 def _config_no_json(folder):
@@ -328,7 +399,9 @@ def test_a_missing_model_folder(make, tmp_path):
 
 
 def test_a_sequence_longer_than_the_model_knows(model_folder, make):
-    with raises(ConfigError, "model.positions", "sequence_length = 32", "LlamaForCausalLM", "to 16"):
+    with raises(
+        ConfigError, "model.positions", "sequence_length = 32", "LlamaForCausalLM", "to 16"
+    ):
         loop.run(make(model=str(model_folder), sequence_length=32, vocab_size=4096))
 
 
@@ -338,8 +411,12 @@ def test_a_tokenizer_larger_than_the_model(model_folder, make, text, tmp_path):
     trained = train_bpe((each.text for each in documents(str(text))), 257 + 60, tmp_path)
     if len(trained.tokenizer) <= 304:
         sizes = json.loads((model_folder / "config.json").read_text("utf-8"))
-        (model_folder / "config.json").write_text(json.dumps(sizes | {"vocab_size": 256}), encoding="utf-8")
-    config = make(model=str(model_folder), tokenizer=str(trained.folder), from_scratch=True, vocab_size=4096)
+        (model_folder / "config.json").write_text(
+            json.dumps(sizes | {"vocab_size": 256}), encoding="utf-8"
+        )
+    config = make(
+        model=str(model_folder), tokenizer=str(trained.folder), from_scratch=True, vocab_size=4096
+    )
     with raises(DataError, "model.vocabulary"):
         loop.run(config)
 
@@ -350,7 +427,9 @@ def test_a_tokenizer_larger_than_the_model(model_folder, make, text, tmp_path):
 def test_cuda_where_there_is_none(make, text, capfd, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with raises(ConfigError, "device.missing", "device = 'cuda'", "no CUDA device", "--device") as caught:
+    with raises(
+        ConfigError, "device.missing", "device = 'cuda'", "no CUDA device", "--device"
+    ) as caught:
         loop.run(make(device="cuda"))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
@@ -383,7 +462,10 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
         cwd=ROOT, capture_output=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "narrowgauge: --compile true: torch.compile needs a C++ compiler on cpu, and there is none." in done.stderr
+    assert (
+        "narrowgauge: --compile true: torch.compile needs a C++ compiler on cpu, and there is none."
+        in done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -410,7 +492,9 @@ def test_compiled_steps_are_those_of_eager_mode(make, monkeypatch):
     left, right = tiny.losses(Path(eager.output)), tiny.losses(Path(compiled.output))
     assert len(calls) == 1
     # Decomposed bfloat16 arithmetic may round elsewhere, and an fp8 code flip by it: 2**-9 of a loss of 5.8.
-    assert right[1] == pytest.approx(left[1], abs=0.012) and right[2] == pytest.approx(left[2], abs=0.012)
+    assert right[1] == pytest.approx(left[1], abs=0.012) and right[2] == pytest.approx(
+        left[2], abs=0.012
+    )
 
 
 @pytest.mark.parametrize(
@@ -429,7 +513,9 @@ def test_data_that_are_too_little(make, tmp_path, lines, words):
 def test_validation_shorter_than_a_sequence(make, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("the tile rounds a scale\n" * 12, encoding="utf-8")
-    config = make(data=str(path), validation_fraction=0.05, sequence_length=32, steps=1, sample_tokens=2)
+    config = make(
+        data=str(path), validation_fraction=0.05, sequence_length=32, steps=1, sample_tokens=2
+    )
     assert loop.run(config) == 0
     [event] = tiny.events(Path(config.output), "eval")
     assert 0 < event["tokens"] < 32 and math.isfinite(event["loss"])
@@ -496,15 +582,27 @@ def in_weight_gradient(model, poison):
 CASES = [
     (in_forward, math.nan, f"module {NORM!r} (LlamaRMSNorm), the output was not finite"),
     (in_forward, math.inf, f"module {NORM!r} (LlamaRMSNorm), the output was not finite"),
-    (in_backward, math.nan, f"module {UP!r}, product grad_input: the gradient gy of its output was not finite"),
+    (
+        in_backward,
+        math.nan,
+        f"module {UP!r}, product grad_input: the gradient gy of its output was not finite",
+    ),
     (in_operand, math.inf, f"module {UP!r}, product output: the input x was not finite"),
-    (in_weight_gradient, math.nan, f"module {UP!r} (QLinear), product grad_weight: the result was not finite"),
+    (
+        in_weight_gradient,
+        math.nan,
+        f"module {UP!r} (QLinear), product grad_weight: the result was not finite",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("where", "bad", "words"), CASES, ids=lambda value: getattr(value, "__name__", str(value)[:8]))
+@pytest.mark.parametrize(
+    ("where", "bad", "words"), CASES, ids=lambda value: getattr(value, "__name__", str(value)[:8])
+)
 @pytest.mark.parametrize("recipe", quick(["fp8-delayed"], ["fp8-delayed", "mxfp8"]))
-def test_a_step_that_is_not_finite_ends_the_run(make, installed, reports, recipe, where, bad, words):
+def test_a_step_that_is_not_finite_ends_the_run(
+    make, installed, reports, recipe, where, bad, words
+):
     config = make(recipe=recipe, checkpoint_every=1, micro_batches=1)
     models = []
     installed(lambda model: (models.append(model), where(model, Poison(bad))))
@@ -512,9 +610,16 @@ def test_a_step_that_is_not_finite_ends_the_run(make, installed, reports, recipe
         loop.run(config)
     assert caught.value.exit_code == 5
     message = str(caught.value)
-    assert message.startswith("step 3: loss ") and words in message and "Lower the learning rate" in message
+    assert (
+        message.startswith("step 3: loss ")
+        and words in message
+        and "Lower the learning rate" in message
+    )
     folder = Path(config.output)
-    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
+        "step-00000001",
+        "step-00000002",
+    ]
     found, _ = store.newest_valid(folder / "checkpoints")
     for name, parameter in models[0].named_parameters():
         assert_same(parameter.data, found.tensors["weights"][name])
@@ -524,7 +629,9 @@ def test_a_step_that_is_not_finite_ends_the_run(make, installed, reports, recipe
     [done] = tiny.events(folder, "done")
     assert done == {"event": "done", "step": 2, "reason": "nonfinite", "exit_code": 5}
     last = tiny.events(folder, "step")[-1]
-    assert last["step"] == 3 and not (math.isfinite(last["loss"]) and math.isfinite(last["grad_norm"]))
+    assert last["step"] == 3 and not (
+        math.isfinite(last["loss"]) and math.isfinite(last["grad_norm"])
+    )
     assert reports == [folder]
 
 
@@ -556,11 +663,15 @@ def test_float16_skips_a_step_that_overflows(make, installed):
     assert loop.run(config) == 0
     folder = Path(config.output)
     assert not tiny.events(folder, "nonfinite") and list(tiny.losses(folder)) == [1, 2, 3, 4, 5]
-    before, skipped, after = (store.load(folder / "checkpoints" / f"step-{step:08}") for step in (2, 3, 4))
+    before, skipped, after = (
+        store.load(folder / "checkpoints" / f"step-{step:08}") for step in (2, 3, 4)
+    )
     for group in ("weights", "optimizer"):
         for name, tensor in before.tensors[group].items():
             assert_same(skipped.tensors[group][name], tensor, at=name)
-    assert not torch.equal(after.tensors["weights"]["lm_head.weight"], before.tensors["weights"]["lm_head.weight"])
+    assert not torch.equal(
+        after.tensors["weights"]["lm_head.weight"], before.tensors["weights"]["lm_head.weight"]
+    )
     scales = [each.facts["state"]["scaler"]["scale"] for each in (before, skipped, after)]
     assert scales[1] == scales[0] / 2 == scales[2]
     assert [each.facts["skipped_steps"] for each in (before, skipped, after)] == [0, 1, 0]
@@ -584,7 +695,12 @@ def test_float16_does_not_skip_a_loss_that_is_not_finite(make, installed):
 def test_a_reference_that_fails_leaves_the_report_of_both(make, installed, with_report):
     config = make(recipe="mxfp8", compare="bf16", steps=3)
     models = []
-    installed(lambda model: (models.append(1), in_forward(model, Poison(math.nan)) if len(models) == 2 else None))
+    installed(
+        lambda model: (
+            models.append(1),
+            in_forward(model, Poison(math.nan)) if len(models) == 2 else None,
+        )
+    )
     with raises(NumericsError, "loss.not-finite", "step 3"):
         loop.run(config)
     folder = Path(config.output)
@@ -603,7 +719,9 @@ def full_disk(*arguments, **options):
 def full_disk_in_rust(*arguments, **options):
     from safetensors import SafetensorError
 
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    raise SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
 
 
 @pytest.mark.parametrize("refuse", [full_disk, full_disk_in_rust])
@@ -646,7 +764,9 @@ def test_a_disk_that_is_full_at_the_report(make, monkeypatch, with_report):
     assert store.newest_valid(folder / "checkpoints")[0].step == 2 and (folder / "final").is_dir()
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(make, installed, monkeypatch, with_report):
+def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(
+    make, installed, monkeypatch, with_report
+):
     installed(lambda model: in_forward(model, Poison(math.nan)))
     monkeypatch.setattr(loop.page, "write", full_disk)
     with raises(NumericsError, "loss.not-finite", "step 3") as caught:
@@ -658,7 +778,9 @@ def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(make, in
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.\nmore"),
+        RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.\nmore"
+        ),
     ],
 )
 def test_memory_that_does_not_suffice(make, before_step, error):

@@ -35,7 +35,9 @@ def batch_of(rows, uneven):
 
 def gradients(model, batches, chunked=True):
     model = copy.deepcopy(model)
-    objective = Objective.of(model, torch.float32, TrainConfig()) if chunked else Objective(model, NO_CACHE)
+    objective = (
+        Objective.of(model, torch.float32, TrainConfig()) if chunked else Objective(model, NO_CACHE)
+    )
     targets = targets_of_step(batches, 1)
     total = 0.0
     for batch in batches:
@@ -60,15 +62,24 @@ def model():
 def test_a_step_does_not_depend_on_how_its_batch_is_cut(model, parts, uneven):
     whole = batch_of(8, uneven)
     rows = 8 // parts
-    cut = [{key: value[i * rows : (i + 1) * rows] for key, value in whole.items()} for i in range(parts)]
+    cut = [
+        {key: value[i * rows : (i + 1) * rows] for key, value in whole.items()}
+        for i in range(parts)
+    ]
     # Reference in float64: mean over the valid labels, by torch's own reduction.
     exact = copy.deepcopy(model).double()
     logits = exact(input_ids=whole["input_ids"], use_cache=False).logits
-    mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten(), ignore_index=IGNORED)
+    mean = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), whole["labels"].flatten(), ignore_index=IGNORED
+    )
     mean.backward()
     loss, found = gradients(model, cut)
     unsplit_loss, unsplit = gradients(model, [whole])
-    assert loss == pytest.approx(unsplit_loss, rel=SAME) == pytest.approx(float(mean.detach()), rel=SAME)
+    assert (
+        loss
+        == pytest.approx(unsplit_loss, rel=SAME)
+        == pytest.approx(float(mean.detach()), rel=SAME)
+    )
     for name, parameter in exact.named_parameters():
         scale = unsplit[name].norm()
         assert float((found[name] - unsplit[name]).norm() / scale) <= SAME, name
@@ -84,7 +95,9 @@ def test_in_chunks_as_with_the_whole_logits(model):
         assert float((found[name] - gradient).norm() / gradient.norm()) <= SAME, name
     with torch.no_grad():
         evaluated = Objective.of(model, torch.float32, TrainConfig())(batch, CPU)
-        assert float(evaluated) == pytest.approx(float(Objective(model, NO_CACHE)(batch, CPU)), rel=SAME)
+        assert float(evaluated) == pytest.approx(
+            float(Objective(model, NO_CACHE)(batch, CPU)), rel=SAME
+        )
 
 
 def test_a_head_in_the_recipe_bf16_is_ordinary(model):
@@ -120,7 +133,9 @@ def test_other_heads_fall_back_and_say_why(model):
     narrow = convert(copy.deepcopy(model), {"lm_head": "fp8-row"})
     assert words(narrow) == "whole logits: the output head follows the recipe 'fp8-row'"
     rounded = convert(copy.deepcopy(model), {"lm_head": "bf16"})
-    assert words(rounded, torch.float32) == "whole logits: the output head follows the recipe 'bf16'"
+    assert (
+        words(rounded, torch.float32) == "whole logits: the output head follows the recipe 'bf16'"
+    )
     nested = copy.deepcopy(model)
     nested.lm_head = torch.nn.Sequential(nested.lm_head)
     assert words(nested) == "whole logits: the output head is a Sequential, not an nn.Linear"
@@ -154,7 +169,9 @@ def test_one_micro_batch_may_be_empty_of_targets():
 def test_whole_runs_agree_however_their_batches_are_cut(make):
     seen = []
     for parts in (1, 4):
-        config = make(f"parts-{parts}", micro_batches=parts, precision="fp32", recipe="bf16", steps=2)
+        config = make(
+            f"parts-{parts}", micro_batches=parts, precision="fp32", recipe="bf16", steps=2
+        )
         assert loop.run(config) == 0
         seen.append(tiny.events(loop.Path(config.output), "step"))
     for whole, cut in zip(*seen, strict=True):
@@ -164,7 +181,12 @@ def test_whole_runs_agree_however_their_batches_are_cut(make):
 
 
 def rate(step, **changes):
-    settings = {"steps": 100, "warmup_steps": 10, "learning_rate": 1e-3, "min_learning_rate": 1e-4} | changes
+    settings = {
+        "steps": 100,
+        "warmup_steps": 10,
+        "learning_rate": 1e-3,
+        "min_learning_rate": 1e-4,
+    } | changes
     return learning_rate(TrainConfig(**settings), step)
 
 
@@ -176,7 +198,9 @@ def test_corners_of_the_schedule():
 
 
 def test_schedule_without_warm_up_and_with_nothing_else():
-    assert rate(1, warmup_steps=0) == pytest.approx(1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 101)), rel=1e-12)
+    assert rate(1, warmup_steps=0) == pytest.approx(
+        1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 101)), rel=1e-12
+    )
     assert rate(100, warmup_steps=100) == 1e-3
     assert rate(50, warmup_steps=200) == pytest.approx(2.5e-4, rel=1e-12)
     assert rate(1, steps=1, warmup_steps=0) == pytest.approx((1e-3 + 1e-4) / 2, rel=1e-12)
@@ -203,15 +227,21 @@ def test_the_ways_to_compute_logits_have_the_same_loss_and_gradients(model):
         loss = objective(batch, CPU)
         loss.backward()
         found[way] = loss.detach(), own
-        assert objective.slices == (way == "slices") and (objective.head is None) == (way == "whole")
+        assert objective.slices == (way == "slices") and (objective.head is None) == (
+            way == "whole"
+        )
         assert ("slices of the vocabulary" in objective.description) == (way == "slices")
         with torch.no_grad():  # as an evaluation has it
             assert_same(objective(batch, CPU), loss.detach())
     for way in ("chunks", "slices"):
         loss, own = found[way]
         assert float(loss) == pytest.approx(float(found["whole"][0]), rel=SAME)
-        for (name, mine), theirs in zip(own.named_parameters(), found["whole"][1].parameters(), strict=True):
-            close = (mine.grad - theirs.grad).norm() <= 64 * 2**-24 * theirs.grad.norm() * math.sqrt(96)
+        for (name, mine), theirs in zip(
+            own.named_parameters(), found["whole"][1].parameters(), strict=True
+        ):
+            close = (
+                mine.grad - theirs.grad
+            ).norm() <= 64 * 2**-24 * theirs.grad.norm() * math.sqrt(96)
             assert close, name
 
 
@@ -220,5 +250,8 @@ def test_slices_are_refused_where_the_head_is_not_apart(model):
     convert(head, {"lm_head": "fp8-current"})
     with raises(ConfigError, "loss.slices", "loss = 'slices'"):
         Objective.of(head, torch.bfloat16, TrainConfig(loss="slices"))
-    with pytest.raises(InvalidSettings, match="loss = 'slices': parallel = 'fsdp=2,tp=2' cuts the words of the head"):
+    with pytest.raises(
+        InvalidSettings,
+        match="loss = 'slices': parallel = 'fsdp=2,tp=2' cuts the words of the head",
+    ):
         TrainConfig(loss="slices", parallel="fsdp=2,tp=2")

@@ -41,7 +41,9 @@ def test_auto_takes_what_fits_and_says_why(make, monkeypatch):
     changes = {"recipe": "fp8-delayed", "checkpointing": "auto", "layers": 4, "batch_size": 64}
     config = make("auto", **changes)
     counts = Counts(cpu_facts())
-    peaks = {each: counts.of(replace(config, checkpointing=each)).allocated for each in ("none", "full")}
+    peaks = {
+        each: counts.of(replace(config, checkpointing=each)).allocated for each in ("none", "full")
+    }
     assert peaks["full"] < peaks["none"]
     notes = {}
     for name, limit in (("none", 2 * peaks["none"]), ("full", 1.03 * peaks["full"])):
@@ -49,8 +51,13 @@ def test_auto_takes_what_fits_and_says_why(make, monkeypatch):
         run = finished(make, f"auto-{name}", **changes)
         notes[name] = json.loads((run / "run.json").read_text())["memory"]
         notes[name, "losses"] = tiny.losses(run)
-    assert notes["none"][0].startswith("checkpointing auto: none is the cheapest whose step fits into")
-    assert "full is the cheapest" in notes["full"][0] and "3 of 4 blocks are computed again" in notes["full"][1]
+    assert notes["none"][0].startswith(
+        "checkpointing auto: none is the cheapest whose step fits into"
+    )
+    assert (
+        "full is the cheapest" in notes["full"][0]
+        and "3 of 4 blocks are computed again" in notes["full"][1]
+    )
     assert notes["none", "losses"] == notes["full", "losses"]
     monkeypatch.setattr(policy, "available_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"no policy fits into .*; the least is [0-9,]+ bytes"):
@@ -91,20 +98,28 @@ def test_the_memory_of_a_machine(tmp_path, monkeypatch):
 
 
 def test_frozen_layers_stay_and_have_no_optimizer_state(make, capsys):
-    run = finished(make, "frozen", freeze="embed*,layers.0", compress_activations=True, checkpointing="full")
+    run = finished(
+        make, "frozen", freeze="embed*,layers.0", compress_activations=True, checkpointing="full"
+    )
     said = capsys.readouterr().err
     assert (
-        "parameters train; the others save" in said and "stored as e4m3 1x128 pow2" in said and "computed again" in said
+        "parameters train; the others save" in said
+        and "stored as e4m3 1x128 pow2" in said
+        and "computed again" in said
     )
     found, _ = store.newest_valid(run / "checkpoints")
     moments = [name for name in found.tensors["optimizer"] if name.endswith("exp_avg")]
-    trainable = [name for name in found.tensors["weights"] if "embed" not in name and "layers.0." not in name]
+    trainable = [
+        name for name in found.tensors["weights"] if "embed" not in name and "layers.0." not in name
+    ]
     assert len(moments) == len(trainable)
     start, _ = store.newest_valid(
         finished(make, "start", freeze="embed*,layers.0", learning_rate=1e-30) / "checkpoints"
     )
     still = {
-        name for name, tensor in found.tensors["weights"].items() if torch.equal(tensor, start.tensors["weights"][name])
+        name
+        for name, tensor in found.tensors["weights"].items()
+        if torch.equal(tensor, start.tensors["weights"][name])
     }
     assert still == set(found.tensors["weights"]) - set(trainable)
     assert "memory" in (run / "run.json").read_text(encoding="utf-8")
@@ -114,7 +129,11 @@ def test_frozen_layers_stay_and_have_no_optimizer_state(make, capsys):
     "settings",
     quick(
         [{"states": "8bit"}],
-        [{"states": "fp32"}, {"states": "8bit"}, {"optimizer": "sgd", "states": "4bit", "precision": "bf16-o2"}],
+        [
+            {"states": "fp32"},
+            {"states": "8bit"},
+            {"optimizer": "sgd", "states": "4bit", "precision": "bf16-o2"},
+        ],
     ),
     ids=str,
 )
@@ -138,7 +157,13 @@ def test_fused_functions_keep_what_the_run_asks_for(make):
 
     exact = finished(make, "exact", recipe="fp8-delayed", fuse=True, save="exact", precision="fp32")
     again = finished(
-        make, "again", recipe="fp8-delayed", fuse=True, save="exact", precision="fp32", checkpointing="full"
+        make,
+        "again",
+        recipe="fp8-delayed",
+        fuse=True,
+        save="exact",
+        precision="fp32",
+        checkpointing="full",
     )
     narrow = finished(make, "narrow", recipe="fp8-delayed", fuse=True, save="fp8", precision="fp32")
     assert tiny.losses(again) == tiny.losses(exact) and tiny.digests(again) == tiny.digests(exact)
@@ -153,7 +178,8 @@ def test_what_cannot_be_is_refused(make):
     with pytest.raises(InvalidSettings, match=r"fuse is off\. Add fuse = true, or remove save"):
         make(save="fp8")
     with pytest.raises(
-        InvalidSettings, match=r"the compiler decides what is kept for backward\. Remove one of save and compile"
+        InvalidSettings,
+        match=r"the compiler decides what is kept for backward\. Remove one of save and compile",
     ):
         make(save="exact", fuse=True, compile=True)
     with pytest.raises(InvalidSettings, match="encodes once more what is in 8 bits already"):

@@ -29,7 +29,12 @@ def write(path: Path, *events: tuple) -> None:
 
 def test_events_come_back_in_order(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write(path, ("step", 1, {"loss": 8.5, "tokens": 4096}), ("eval", 1, {"loss": 8.25}), ("step", 2, {"loss": 8.0}))
+    write(
+        path,
+        ("step", 1, {"loss": 8.5, "tokens": 4096}),
+        ("eval", 1, {"loss": 8.25}),
+        ("step", 2, {"loss": 8.0}),
+    )
     assert read_metrics(path) == [
         {"event": "step", "step": 1, "loss": 8.5, "tokens": 4096},
         {"event": "eval", "step": 1, "loss": 8.25},
@@ -41,10 +46,17 @@ def test_events_come_back_in_order(tmp_path):
 def test_a_spike_whose_batch_stays_left_out_is_told_after_a_resumption_before_it(tmp_path):
     """And one that the run comes to again is not told twice."""
     path = tmp_path / "metrics.jsonl"
-    spike = ("spike", 9, {"cause": "data", "left_out": [8]}), ("rewind", 5, {"steps": 4, "why": "spike"})
+    spike = (
+        ("spike", 9, {"cause": "data", "left_out": [8]}),
+        ("rewind", 5, {"steps": 4, "why": "spike"}),
+    )
     other = ("spike", 7, {"cause": "format", "left_out": []})
     write(
-        path, other, *spike, ("step", 6, {"loss": 8.0}), ("resume", 5, {"path": "p", "skipped": [], "left_out": [3, 8]})
+        path,
+        other,
+        *spike,
+        ("step", 6, {"loss": 8.0}),
+        ("resume", 5, {"path": "p", "skipped": [], "left_out": [3, 8]}),
     )
     assert [(event["event"], event["step"]) for event in read_metrics(path)] == [
         ("spike", 9),
@@ -52,14 +64,27 @@ def test_a_spike_whose_batch_stays_left_out_is_told_after_a_resumption_before_it
         ("resume", 5),
     ]
     write(tmp_path / "again.jsonl", *spike, ("resume", 5, {"path": "p", "skipped": []}))
-    assert [event["event"] for event in read_metrics(tmp_path / "again.jsonl")] == ["rewind", "resume"]
+    assert [event["event"] for event in read_metrics(tmp_path / "again.jsonl")] == [
+        "rewind",
+        "resume",
+    ]
 
 
 def test_two_batches_that_were_left_out_at_one_step_are_told_both(tmp_path):
     """Once a batch is left out the next one takes its step, and may spike there."""
     path, again = tmp_path / "metrics.jsonl", ("rewind", 5, {"steps": 4, "why": "spike"})
-    write(path, *(each for batch in (9, 10) for each in (("spike", 9, {"cause": "data", "left_out": [batch]}), again)))
-    assert [event["left_out"] for event in read_metrics(path) if event["event"] == "spike"] == [[9], [10]]
+    write(
+        path,
+        *(
+            each
+            for batch in (9, 10)
+            for each in (("spike", 9, {"cause": "data", "left_out": [batch]}), again)
+        ),
+    )
+    assert [event["left_out"] for event in read_metrics(path) if event["event"] == "spike"] == [
+        [9],
+        [10],
+    ]
 
 
 def test_numbers_that_json_lacks_are_strict_json_and_come_back(tmp_path):
@@ -68,7 +93,11 @@ def test_numbers_that_json_lacks_are_strict_json_and_come_back(tmp_path):
     raw = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert (raw["loss"], raw["grad_norm"], raw["counts"]) == ("NaN", "Infinity", [1, "-Infinity"])
     event = read_metrics(path)[0]
-    assert math.isnan(event["loss"]) and event["grad_norm"] == math.inf and event["counts"] == [1, -math.inf]
+    assert (
+        math.isnan(event["loss"])
+        and event["grad_norm"] == math.inf
+        and event["counts"] == [1, -math.inf]
+    )
 
 
 def test_text_that_looks_like_a_number_stays_text(tmp_path):
@@ -81,7 +110,9 @@ def test_text_that_looks_like_a_number_stays_text(tmp_path):
 
 NUMBERS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 JSON = st.recursive(
-    NUMBERS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=6
+    NUMBERS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
 )
 
 
@@ -93,7 +124,9 @@ def test_decode_undoes_encode(record, text):
     assert "\n" not in encode(record)
 
 
-@pytest.mark.parametrize("stump", ['{"event": "st', "x", '{"event": "step", "step": 3}', "é" * 100_000, "\0" * 70_000])
+@pytest.mark.parametrize(
+    "stump", ['{"event": "st', "x", '{"event": "step", "step": 3}', "é" * 100_000, "\0" * 70_000]
+)
 def test_a_line_cut_by_a_crash_is_passed_over_and_removed(tmp_path, stump):
     path = tmp_path / "metrics.jsonl"
     write(path, ("step", 1, {"loss": 2.0}), ("step", 2, {"loss": 1.0}))
@@ -169,7 +202,10 @@ def test_what_a_resumed_run_repeats_counts_once(tmp_path):
 def test_modules_and_roles_of_a_step_are_told_apart(tmp_path):
     path = tmp_path / "metrics.jsonl"
     roles = [("up", "x"), ("up", "w"), ("down", "x"), ("up", "x")]
-    write(path, *(("tensor", 5, {"module": m, "role": r, "amax": i}) for i, (m, r) in enumerate(roles)))
+    write(
+        path,
+        *(("tensor", 5, {"module": m, "role": r, "amax": i}) for i, (m, r) in enumerate(roles)),
+    )
     assert [(e["module"], e["role"], e["amax"]) for e in read_metrics(path)] == [
         ("up", "w", 1), ("down", "x", 2), ("up", "x", 3),
     ]  # fmt: skip
@@ -183,7 +219,9 @@ def test_every_line_is_there_after_kill_minus_nine(tmp_path):
         "for step in range(1, 10**9):\n  log.write('step', step, loss=1.0)\n  print(step, flush=True)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([PYTHON, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        [PYTHON, "-c", program], stdout=subprocess.PIPE, env=environment
+    ) as process:
         assert process.stdout
         for _ in range(200):
             process.stdout.readline()
@@ -234,7 +272,9 @@ def test_a_missing_or_damaged_run_json_is_an_error(tmp_path):
         read_run(tmp_path / "run.json")
     for damaged in (b"{", b"[]", b'{"a": NaN}', b"\xff"):
         (tmp_path / "run.json").write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"damaged.*or remove it and continue the run with --resume"):
+        with pytest.raises(
+            ConfigError, match=r"damaged.*or remove it and continue the run with --resume"
+        ):
             read_run(tmp_path / "run.json")
 
 
@@ -249,8 +289,14 @@ def test_plain_lines_when_nobody_watches(capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     lines = printed.err.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [["step", "10/25"], ["step", "20/25"], ["step", "25/25"]]
-    assert "loss 0.8000 | 1,234 tokens/s | 1.50 GiB |" in lines[1] and lines[3].endswith("0:00:00 left")
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["step", "10/25"],
+        ["step", "20/25"],
+        ["step", "25/25"],
+    ]
+    assert "loss 0.8000 | 1,234 tokens/s | 1.50 GiB |" in lines[1] and lines[3].endswith(
+        "0:00:00 left"
+    )
 
 
 def test_a_bar_on_a_terminal(monkeypatch, capsys):

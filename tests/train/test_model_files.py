@@ -51,7 +51,9 @@ def change_config(folder: Path, **values: object) -> None:
 
 def index(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def names() -> list[str]:
@@ -65,7 +67,8 @@ def test_a_whole_model_and_a_sharded_one_load(folder):
 
 
 @pytest.mark.parametrize(
-    "file", ["evil.bin", "../evil.safetensors", "/etc/passwd", "a/b.safetensors", "x.safetensors.bin", 3]
+    "file",
+    ["evil.bin", "../evil.safetensors", "/etc/passwd", "a/b.safetensors", "x.safetensors.bin", 3],
 )
 def test_an_index_that_names_something_else_than_safetensors_is_refused(folder, file):
     index(folder, dict.fromkeys(names(), file))
@@ -73,7 +76,9 @@ def test_an_index_that_names_something_else_than_safetensors_is_refused(folder, 
         load(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": 3}', "[" * 10000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": 3}', "[" * 10000]
+)
 def test_a_damaged_index_is_refused(folder, text):
     index(folder, {})
     (folder / "model.safetensors.index.json").write_text(text)
@@ -82,7 +87,8 @@ def test_a_damaged_index_is_refused(folder, text):
 
 
 @pytest.mark.parametrize(
-    "weights", ["evil.bin", "adapter_model.bin", "../model.safetensors", "../x.safetensors.index.json"]
+    "weights",
+    ["evil.bin", "adapter_model.bin", "../model.safetensors", "../x.safetensors.index.json"],
 )
 def test_weights_that_the_configuration_names_are_refused(folder, weights):
     change_config(folder, transformers_weights=weights)
@@ -92,7 +98,9 @@ def test_weights_that_the_configuration_names_are_refused(folder, weights):
 
 def test_another_index_that_the_configuration_names_is_looked_into(folder):
     change_config(folder, transformers_weights="other.safetensors.index.json")
-    (folder / "other.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": "evil.bin"}}))
+    (folder / "other.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"a": "evil.bin"}})
+    )
     with raises(ConfigError, "model.file", "other.safetensors.index.json"):
         load(folder)
 
@@ -124,5 +132,7 @@ def test_weights_that_are_not_finite_are_told(folder, bad):
     with torch.no_grad():
         model.lm_head.weight[3, 5] = bad
     model.save_pretrained(folder)
-    with raises(ConfigError, "weights.not-finite", "'lm_head.weight'", "holds 1", "1024", "1 values"):
+    with raises(
+        ConfigError, "weights.not-finite", "'lm_head.weight'", "holds 1", "1024", "1 values"
+    ):
         load(folder)

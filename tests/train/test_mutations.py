@@ -54,7 +54,9 @@ def prepared(finished):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    return replace(finished, output=str(shutil.copytree(finished.output, tmp_path / "run")), resume=True)
+    return replace(
+        finished, output=str(shutil.copytree(finished.output, tmp_path / "run")), resume=True
+    )
 
 
 def sentence(error: NarrowgaugeError, name: str) -> None:
@@ -88,14 +90,24 @@ def resumed(config, task, trainer: Trainer | None = None) -> Trainer:
 
 
 def looks_possible(trainer: Trainer) -> None:
-    assert 0 <= trainer.counters.trained_s < math.inf and trainer.counters.skipped_steps >= 0 and trainer.step == 3
+    assert (
+        0 <= trainer.counters.trained_s < math.inf
+        and trainer.counters.skipped_steps >= 0
+        and trainer.step == 3
+    )
     assert trainer.checkpoints.best.step in (0, 1, 2, 3) and (
         trainer.checkpoints.best.step == 0 or math.isfinite(trainer.checkpoints.best.value)
     )
     for tensor in trainer.model.state_dict().values():
-        assert tensor.isfinite().all() and (tensor.dtype == torch.int64) <= bool((tensor >= 0).all())
+        assert tensor.isfinite().all() and (tensor.dtype == torch.int64) <= bool(
+            (tensor >= 0).all()
+        )
     for group in trainer.optimizer.param_groups:
-        assert group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 and group["weight_decay"] in (0.1, 0.0)
+        assert (
+            group["betas"] == (0.9, 0.95)
+            and group["eps"] == 1e-8
+            and group["weight_decay"] in (0.1, 0.0)
+        )
     for state in trainer.optimizer.state.values():
         assert float(state["step"]) == 3 and float(state["exp_avg_sq"].min()) >= 0
     assert 0 < trainer.passes.scaler.get_scale() < math.inf
@@ -179,21 +191,38 @@ def test_metrics(copied):
     for _ in range(COUNT):
         place = draw.randrange(len(lines))
         [(words, damaged)] = mutated(lines[place], 1, seed=draw.randrange(2**32))
-        path.write_bytes("\n".join([*lines[:place], damaged, *lines[place + 1 :], ""]).encode(errors="surrogatepass"))
+        path.write_bytes(
+            "\n".join([*lines[:place], damaged, *lines[place + 1 :], ""]).encode(
+                errors="surrogatepass"
+            )
+        )
         try:
             events = read_metrics(path)
         except NarrowgaugeError as error:
             sentence(error, "metrics.jsonl")
-            assert f":{place + 1}:" in str(error) or "comes after step" in str(error), f"{words}: {error}"
+            assert f":{place + 1}:" in str(error) or "comes after step" in str(error), (
+                f"{words}: {error}"
+            )
             continue
         except Exception as error:
             raise AssertionError(words) from error
         compare.compare(events, whole, "one", "other")  # what reads the values goes through
         for event in events:
             assert event["step"] >= 0 and event["event"] in {each["event"] for each in whole}, words
-            for key in ("loss", "lr", "grad_norm", "tokens", "elapsed_s", "amax", "scale", "underflow"):
+            for key in (
+                "loss",
+                "lr",
+                "grad_norm",
+                "tokens",
+                "elapsed_s",
+                "amax",
+                "scale",
+                "underflow",
+            ):
                 value = event.get(key, 0)
-                assert value is None or (isinstance(value, int | float) and not value < -0.01), words
+                assert value is None or (isinstance(value, int | float) and not value < -0.01), (
+                    words
+                )
 
 
 def test_decode_of_what_is_deep():
@@ -238,7 +267,9 @@ NAN, INF = float("nan"), float("inf")
         ("rng", "numpy_key", -1, "numpy_key has words from -1"),
     ],
 )
-def test_a_number_that_cannot_be_is_refused_by_name_and_value(copied, prepared, group, end, value, words):
+def test_a_number_that_cannot_be_is_refused_by_name_and_value(
+    copied, prepared, group, end, value, words
+):
     tensors = shards(copied)
     name = first(tensors[group], end)
     tensors[group][name].view(-1)[0] = value
@@ -268,7 +299,9 @@ def test_a_moment_of_another_shape_is_refused(copied, prepared):
         resumed(replace(config, output=copied.output), task)
 
 
-def test_weights_that_are_not_finite_are_passed_over_for_an_older_checkpoint(copied, prepared, capsys):
+def test_weights_that_are_not_finite_are_passed_over_for_an_older_checkpoint(
+    copied, prepared, capsys
+):
     path = Path(copied.output, "checkpoints", "step-00000003")
     from safetensors.torch import load, save
 
@@ -278,7 +311,10 @@ def test_weights_that_are_not_finite_are_passed_over_for_an_older_checkpoint(cop
     config, task = prepared
     assert resumed(replace(config, output=copied.output), task).step == 2
     said = capsys.readouterr().err
-    assert "WARNING: passed over the damaged checkpoint" in said and "holds 2 values that are not finite" in said
+    assert (
+        "WARNING: passed over the damaged checkpoint" in said
+        and "holds 2 values that are not finite" in said
+    )
 
 
 def test_the_best_weights_of_another_model_are_not_exported(copied):
@@ -292,7 +328,11 @@ def test_the_best_weights_of_another_model_are_not_exported(copied):
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), RuntimeError, "Connection closed"),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+            RuntimeError,
+            "Connection closed",
+        ),
         (
             ConfigError("AdamW: exp_avg is float32, here int8."),
             CheckpointError,

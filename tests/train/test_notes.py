@@ -20,12 +20,24 @@ FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps
         ({"steps": 21}, []),
         ({"steps": 2, "warmup_steps": 0}, []),
         ({"recipe": "int4-hq-lss"}, []),
-        ({"recipe": "int4-hq-lss", "compile": True}, ["compile = true with int4-hq-lss: code is made anew"]),
-        ({"layers_recipe": {"up_proj": "int4-hq-lss"}, "compile": True}, ["compile = true with int4-hq-lss: "]),
+        (
+            {"recipe": "int4-hq-lss", "compile": True},
+            ["compile = true with int4-hq-lss: code is made anew"],
+        ),
+        (
+            {"layers_recipe": {"up_proj": "int4-hq-lss"}, "compile": True},
+            ["compile = true with int4-hq-lss: "],
+        ),
         ({"recipe": "int4-hq-bs", "compile": True}, []),
         ({"recipe": "none", "compile": True}, []),
-        ({"recipe": "fp8-current", "compare": "fp8"}, ["compare = 'fp8' is the recipe of the run itself"]),
-        ({"recipe": "none", "compare": "none"}, ["compare = 'none' is the recipe of the run itself"]),
+        (
+            {"recipe": "fp8-current", "compare": "fp8"},
+            ["compare = 'fp8' is the recipe of the run itself"],
+        ),
+        (
+            {"recipe": "none", "compare": "none"},
+            ["compare = 'none' is the recipe of the run itself"],
+        ),
         ({"recipe": "fp8", "compare": "fp8-current", "layers_recipe": {"up_proj": "bf16"}}, []),
         ({"recipe": "fp8", "compare": "fp8-current", "switch": "bf16@80%"}, []),
         ({"recipe": "fp8", "compare": "fp8-row"}, []),
@@ -35,4 +47,6 @@ FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps
 )
 def test_notes(changes, said):
     found = list(notes(TrainConfig(**(FINE | changes))))
-    assert len(found) == len(said) and all(note.startswith(start) for note, start in zip(found, said, strict=True))
+    assert len(found) == len(said) and all(
+        note.startswith(start) for note, start in zip(found, said, strict=True)
+    )

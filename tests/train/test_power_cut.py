@@ -25,12 +25,24 @@ ENTRIES = {"final", "checkpoints", "best", "metrics.jsonl", "report.html", "run.
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_finished_run_is_on_the_disk_and_its_model_loads(make, tmp_path, with_report):
     """Exit code 0 is an acknowledgement: every file of the run is as it was, but for its lock."""
-    config = make("runs/new/run", steps=3, layers=1, checkpoint_every=2, eval_every=1, best="loss", sample_tokens=4)
+    config = make(
+        "runs/new/run",
+        steps=3,
+        layers=1,
+        checkpoint_every=2,
+        eval_every=1,
+        best="loss",
+        sample_tokens=4,
+    )
     folder = Path(config.output)
     with PowerCuts() as disk:
         assert loop.run(config) == 0
@@ -44,7 +56,11 @@ def test_a_finished_run_is_on_the_disk_and_its_model_loads(make, tmp_path, with_
     for final in finals:
         LlamaForCausalLM.from_pretrained(final)
         assert len(AutoTokenizer.from_pretrained(final)) == 300
-    assert {"new/run/report.html", "new/run/final/config.json", "new/run/metrics.jsonl"} <= above.keys()
+    assert {
+        "new/run/report.html",
+        "new/run/final/config.json",
+        "new/run/metrics.jsonl",
+    } <= above.keys()
 
 
 def test_at_every_moment_the_run_can_go_on_and_nothing_is_half_there(make, tmp_path, with_report):
@@ -68,7 +84,11 @@ def test_at_every_moment_the_run_can_go_on_and_nothing_is_half_there(make, tmp_p
         storage.recover(left, "final")
         found, skipped = store.newest_valid(left / "checkpoints")
         assert not skipped and (found.step if found else 0) >= told[0]
-        logged = {event["step"] for event in read_metrics(left / "metrics.jsonl") if event["event"] == "step"}
+        logged = {
+            event["step"]
+            for event in read_metrics(left / "metrics.jsonl")
+            if event["event"] == "step"
+        }
         if found is not None:
             assert logged >= set(range(1, found.step + 1))
             if best := found.facts["best"]:
@@ -112,7 +132,9 @@ def test_a_line_of_a_checkpoint_that_a_kill_has_lost_is_written_again(make, monk
     assert not tiny.events(folder, "checkpoint")
     for _ in range(2):
         assert loop.run(replace(config, resume=True)) == 0
-        raw = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        raw = [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+        ]
         saved = [(event["step"], event["path"]) for event in raw if event["event"] == "checkpoint"]
         assert saved == [(2, "checkpoints/step-00000002"), (4, "checkpoints/step-00000004")]
 
@@ -123,7 +145,10 @@ def test_a_file_that_is_never_synced_is_lost(tmp_path):
         (tmp_path / "lost").write_bytes(b"never synced")
         storage.write_synced(tmp_path / "nameless", b"synced, but its folder is not")
         assert disk.left(tmp_path, "synced") == {}
-        assert disk.left(tmp_path, "now") == {"lost": b"", "nameless": b"synced, but its folder is not"}
+        assert disk.left(tmp_path, "now") == {
+            "lost": b"",
+            "nameless": b"synced, but its folder is not",
+        }
         storage.replace_file(tmp_path / "kept", "synced")
         (tmp_path / "kept").write_bytes(b"written over")
         assert disk.left(tmp_path, "synced")["kept"] == b"synced"

@@ -20,9 +20,21 @@ RUNS = [
     {"recipe": "int4-hq-lss", "micro_batches": 2},
     {"recipe": "fp8-delayed", "precision": "amp-fp16"},
     {"recipe": "fp8-delayed", "states": "8bit", "precision": "bf16-o3"},
-    {"recipe": "fp8-current", "optimizer": "lion", "states": "4bit", "precision": "bf16-o2", "held_gradients": "fp8"},
+    {
+        "recipe": "fp8-current",
+        "optimizer": "lion",
+        "states": "4bit",
+        "precision": "bf16-o2",
+        "held_gradients": "fp8",
+    },
     {"recipe": "int4-hq-bs", "optimizer": "sgd"},
-    {"recipe": "mxfp8", "states": "8bit", "step_in_backward": True, "clip_by": "previous", "micro_batches": 2},
+    {
+        "recipe": "mxfp8",
+        "states": "8bit",
+        "step_in_backward": True,
+        "clip_by": "previous",
+        "micro_batches": 2,
+    },
     {"recipe": "fp8-row", "states": "8bit", "step_in_backward": True, "clip_by": "two-pass"},
     {"recipe": "nvfp4", "precision": "bf16-o2", "master": "stochastic", "fuse": True},
 ]
@@ -67,7 +79,9 @@ def test_a_run_with_a_stretch_is_the_run_without(make, stretches, settings, cpu)
     wide, control = found
     assert wide.begun == 2 and [len(each.steps) for each in found] == [3, 3] and not wide.lost
     own = list(tiny.losses(Path(config.output)).values())[2:5]
-    assert wide.losses != own and all(abs(loss - other) < 0.3 for loss, other in zip(wide.losses, own, strict=True))
+    assert wide.losses != own and all(
+        abs(loss - other) < 0.3 for loss, other in zip(wide.losses, own, strict=True)
+    )
     assert control.losses == pytest.approx(wide.losses, abs=0.02)
     # Weights that step in backward are nudged, by units in the last place of float32, of which a model this small may show none.
     assert control.losses != wide.losses or "step_in_backward" in settings
@@ -89,11 +103,15 @@ def test_without_a_change_a_stretch_is_what_the_run_does_next(make, stretches, s
 def test_a_stretch_with_one_product_in_16_bits(make, stretches, recipe):
     reference, config = make("reference", recipe=recipe), make("stretched", recipe=recipe)
     assert loop.run(reference) == 0
-    found = stretches(3, 2, lambda model: switched(model, "bf16", "model.layers.1.mlp.down_proj", ["grad_weight"]))
+    found = stretches(
+        3, 2, lambda model: switched(model, "bf16", "model.layers.1.mlp.down_proj", ["grad_weight"])
+    )
     assert loop.run(config) == 0
     same(config, reference)
     own = list(tiny.losses(Path(config.output)).values())[2:4]
-    assert found[0].losses[0] == own[0] and found[0].losses[1] != own[1]  # the forward pass is the recipe's
+    assert (
+        found[0].losses[0] == own[0] and found[0].losses[1] != own[1]
+    )  # the forward pass is the recipe's
 
 
 def test_a_stretch_in_a_recipe_that_remembers_is_refused(make, stretches):

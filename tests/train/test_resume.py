@@ -67,7 +67,9 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("settings", quick([*OPTIMIZERS[1:3], OTHERS[0]], OPTIMIZERS + OTHERS), ids=str)
+@pytest.mark.parametrize(
+    "settings", quick([*OPTIMIZERS[1:3], OTHERS[0]], OPTIMIZERS + OTHERS), ids=str
+)
 def test_every_kind_of_optimizer_resumes_exactly(make, before_step, settings):
     # Matrices of 4,096 and more.
     sizes = {"hidden_size": 64, "heads": 2, "intermediate_size": 96, "recipe": "fp8-current"}
@@ -82,7 +84,9 @@ def test_every_kind_of_optimizer_resumes_exactly(make, before_step, settings):
         loop.run(replace(config, resume=True, states="fp32", steps=9))
 
 
-@pytest.mark.parametrize(("recipe", "precision", "micro_batches"), quick(COMBINATIONS[2:4], COMBINATIONS))
+@pytest.mark.parametrize(
+    ("recipe", "precision", "micro_batches"), quick(COMBINATIONS[2:4], COMBINATIONS)
+)
 def test_stopped_twice_and_resumed(make, before_step, recipe, precision, micro_batches):
     common = {"recipe": recipe, "precision": precision, "micro_batches": micro_batches}
     reference = make("reference", **common)
@@ -96,7 +100,11 @@ def test_stopped_twice_and_resumed(make, before_step, recipe, precision, micro_b
     folder = Path(config.output)
     same_run(folder, Path(reference.output))
     assert [event["step"] for event in tiny.events(folder, "resume")] == [2, 5]
-    done = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines() if '"done"' in line]
+    done = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+        if '"done"' in line
+    ]
     assert [(event["reason"], event["step"], event["exit_code"]) for event in done] == [
         ("preempted", 2, 75), ("interrupted", 5, 130), ("finished", 6, 0),
     ]  # fmt: skip
@@ -111,7 +119,9 @@ def test_a_request_after_the_step_had_looked_is_saved_too(make, monkeypatch):
         @property
         def requested(self):
             looks.append(1)
-            return "preempted" if len(looks) > 6 else ""  # three looks a step: twice before it, and whether to save
+            return (
+                "preempted" if len(looks) > 6 else ""
+            )  # three looks a step: twice before it, and whether to save
 
         @requested.setter
         def requested(self, value):
@@ -130,7 +140,9 @@ def test_a_finished_run_resumed_changes_nothing(make):
     loop.run(config)
     before = tiny.digests(Path(config.output))
     assert loop.run(replace(config, resume=True)) == 0
-    assert tiny.digests(Path(config.output)) == before and len(tiny.losses(Path(config.output))) == 2
+    assert (
+        tiny.digests(Path(config.output)) == before and len(tiny.losses(Path(config.output))) == 2
+    )
 
 
 def test_more_steps_than_were_asked_for_first(make):
@@ -153,7 +165,10 @@ def test_a_run_goes_on_without_its_run_json(make):
         loop.run(replace(config, steps=3, resume=True))
     run.unlink()
     assert loop.run(replace(config, steps=3, resume=True)) == 0
-    assert list(tiny.losses(Path(config.output))) == [1, 2, 3] and json.loads(run.read_bytes())["steps"] == 3
+    assert (
+        list(tiny.losses(Path(config.output))) == [1, 2, 3]
+        and json.loads(run.read_bytes())["steps"] == 3
+    )
 
 
 def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(make):
@@ -171,7 +186,9 @@ def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(make):
     assert "eval_every = 1" in stored.read_text("utf-8")
 
 
-def test_what_is_shown_before_the_first_step_draws_nothing_from_the_run(make, before_step, monkeypatch):
+def test_what_is_shown_before_the_first_step_draws_nothing_from_the_run(
+    make, before_step, monkeypatch
+):
     """A library may draw when it is imported (rich does), which happens anew in the process that resumes."""
     reference, config = make("reference", steps=3), make("stopped", steps=3)
     assert loop.run(reference) == 0
@@ -204,7 +221,9 @@ def test_steps_of_a_run_that_died_before_its_first_checkpoint_do_not_count(make)
     config = make(steps=2)
     folder = Path(config.output)
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"event": "step", "step": 7, "loss": 1.0}\n', encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(
+        '{"event": "step", "step": 7, "loss": 1.0}\n', encoding="utf-8"
+    )
     assert loop.run(replace(config, resume=True)) == 0
     assert list(tiny.losses(folder)) == [1, 2]
 
@@ -214,7 +233,9 @@ def test_steps_of_a_run_that_died_before_its_first_checkpoint_do_not_count(make)
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
-    config = tiny.settings(text, tmp_path_factory.mktemp("finished") / "run", steps=4, checkpoint_every=2)
+    config = tiny.settings(
+        text, tmp_path_factory.mktemp("finished") / "run", steps=4, checkpoint_every=2
+    )
     assert loop.run(config) == 0
     return config
 
@@ -222,7 +243,9 @@ def finished(text, tmp_path_factory):
 @pytest.fixture
 def copy(finished, tmp_path):
     """A copy of a run of 4 steps with checkpoints at 2 and 4."""
-    return replace(finished, output=str(shutil.copytree(finished.output, tmp_path / "copy")), resume=True)
+    return replace(
+        finished, output=str(shutil.copytree(finished.output, tmp_path / "copy")), resume=True
+    )
 
 
 def damage(config, step):
@@ -240,7 +263,9 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(copy, finished, capfd):
     damage(copy, 4)
     assert loop.run(copy) == 0
     warned = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
-    assert len(warned) == 1 and "step-00000004" in warned[0] and "weights-0.safetensors" in warned[0]
+    assert (
+        len(warned) == 1 and "step-00000004" in warned[0] and "weights-0.safetensors" in warned[0]
+    )
     [event] = tiny.events(Path(copy.output), "resume")
     assert event["path"] == "checkpoints/step-00000002" and event["skipped"] == ["step-00000004"]
     same_run(Path(copy.output), Path(finished.output))
@@ -270,7 +295,11 @@ def test_all_damaged(copy, text, capfd):
 def test_a_checkpoint_of_another_run_is_refused(copy, change, words):
     """Twice: against config.toml, and, should that be lost, against the checkpoint."""
     folder = Path(copy.output)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    before = {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
     with raises(ConfigError, "resume.changed"):
         loop.run(replace(copy, **change))
     assert {path: path.read_bytes() for path in before} == before
@@ -288,13 +317,17 @@ def test_a_checkpoint_of_before_the_keep_list_resumes_with_none(make, monkeypatc
     with monkeypatch.context() as patch:
         said = ("keep_float32", "loss")
         patch.setattr(
-            RunCheckpoints, "_numeric_settings", lambda self: {k: v for k, v in own(self).items() if k not in said}
+            RunCheckpoints,
+            "_numeric_settings",
+            lambda self: {k: v for k, v in own(self).items() if k not in said},
         )
         assert loop.run(plain) == 0
     config = Path(plain.output, "config.toml")
     config.write_text(config.read_text("utf-8").replace('keep_float32 = "none"', ""), "utf-8")
     changed = replace(plain, keep_float32="", resume=True, steps=3)
-    with raises(CheckpointError, "resume.other-settings", "keep_float32 = 'none'", "'norms,softmax'"):
+    with raises(
+        CheckpointError, "resume.other-settings", "keep_float32 = 'none'", "'norms,softmax'"
+    ):
         loop.run(changed)
     assert loop.run(replace(changed, keep_float32="none")) == 0
 
@@ -302,7 +335,9 @@ def test_a_checkpoint_of_before_the_keep_list_resumes_with_none(make, monkeypatc
 def test_changed_data(finished, own_text, tmp_path, text):
     output = shutil.copytree(finished.output, tmp_path / "copy")
     (output / "config.toml").unlink()
-    (own_text / "00.txt").write_text("Other words stand here now, and nothing is as it was.\n", encoding="utf-8")
+    (own_text / "00.txt").write_text(
+        "Other words stand here now, and nothing is as it was.\n", encoding="utf-8"
+    )
     config = replace(finished, output=str(output), data=str(own_text), resume=True)
     with raises(DataError, "resume.other-data", "tokenizer") as caught:
         loop.run(config)
@@ -314,7 +349,9 @@ def test_changed_data_with_the_same_tokenizer(finished, own_text, tmp_path):
     own = replace(finished, output=str(tmp_path / "first"), data=str(own_text), steps=1)
     loop.run(own)
     shutil.copytree(tmp_path / "first" / "final", tmp_path / "tokenizer")
-    config = replace(own, output=str(tmp_path / "second"), tokenizer=str(tmp_path / "tokenizer"), vocab_size=4096)
+    config = replace(
+        own, output=str(tmp_path / "second"), tokenizer=str(tmp_path / "tokenizer"), vocab_size=4096
+    )
     loop.run(config)
     (own_text / "01.txt").write_text("the of and\n", encoding="utf-8")
     with raises(DataError, "resume.other-data", "data content"):
@@ -376,12 +413,16 @@ def test_kill_then_sigterm_then_the_rest_each_in_a_new_process(make, text):
     reference, config = make("reference", **common), make("killed", **common)
     assert loop.run(reference) == 0
     folder = Path(config.output)
-    code, printed = signal_after(start(config, text), folder, "", '"checkpoint", "step": 4', signal.SIGKILL)
+    code, printed = signal_after(
+        start(config, text), folder, "", '"checkpoint", "step": 4', signal.SIGKILL
+    )
     assert code == -signal.SIGKILL, printed
     first = store.newest_valid(folder / "checkpoints")[0].step
     assert 4 <= first < 40
 
-    code, printed = signal_after(start(config, text, "--resume"), folder, '"resume"', '"event": "step"', signal.SIGTERM)
+    code, printed = signal_after(
+        start(config, text, "--resume"), folder, '"resume"', '"event": "step"', signal.SIGTERM
+    )
     assert code == 75, printed
     second, skipped = store.newest_valid(folder / "checkpoints")
     assert first < second.step < 40 and not skipped

@@ -33,7 +33,10 @@ with RunFolder.claim(Path(sys.argv[1]), resume=True):
 def start_holder(path: Path) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [PYTHON, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        [PYTHON, "-c", HOLDER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
     )
     assert process.stdout and process.stdout.readline() == b"held\n"
     return process
@@ -146,7 +149,14 @@ def test_naming_a_folder_touches_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"steps": 500}, {"device": "cpu"}, {"keep": 5}, {"output": "moved"}, {"resume": True}, {"compare": "bf16"}],
+    [
+        {"steps": 500},
+        {"device": "cpu"},
+        {"keep": 5},
+        {"output": "moved"},
+        {"resume": True},
+        {"compare": "bf16"},
+    ],
 )
 def test_a_resumed_run_may_change_how_long_and_where(change):
     refuse_other_run(TrainConfig(), TrainConfig(**change))
@@ -155,7 +165,9 @@ def test_a_resumed_run_may_change_how_long_and_where(change):
 def test_a_resumed_run_may_not_become_another():
     stored = TrainConfig()
     free = {"steps", "device", "threads", "compile", "micro_batches", "cache"}
-    fixed = {each.name for each in dataclasses.fields(stored) if each.metadata["group"] != "run"} - free
+    fixed = {
+        each.name for each in dataclasses.fields(stored) if each.metadata["group"] != "run"
+    } - free
     assert {
         "hidden_size",
         "data",

@@ -30,7 +30,13 @@ RUNS = [
     {"recipe": "fp8-delayed", "precision": "amp-fp16", "states": "8bit"},
     {"recipe": "int4-hq-lss", "micro_batches": 2},
     {"recipe": "int4-hq-bs", "precision": "bf16-o3"},
-    {"recipe": "fp8-current", "precision": "bf16-o2", "states": "4bit", "optimizer": "lion", "held_gradients": "fp8"},
+    {
+        "recipe": "fp8-current",
+        "precision": "bf16-o2",
+        "states": "4bit",
+        "optimizer": "lion",
+        "held_gradients": "fp8",
+    },
     {"recipe": "mxfp8", "states": "8bit", "step_in_backward": True, "clip_by": "two-pass"},
     {"recipe": "nvfp4", "fuse": True, "switch": "fp8-current@7"},
 ]
@@ -52,12 +58,22 @@ def test_without_an_alarm_a_guarded_run_is_the_run(make, settings, capfd, cpu):
     config = make("guarded", **common, guard="every=4,steps=3,margin=50%,then=stay")
     assert loop.run(reference) == loop.run(config) == 0
     same(config, reference)
-    assert [(event["begun"], event["step"]) for event in checks(config)] in ([(4, 7), (8, 11)], [(8, 11)])
+    assert [(event["begun"], event["step"]) for event in checks(config)] in (
+        [(4, 7), (8, 11)],
+        [(8, 11)],
+    )
     first = checks(config)[0]
-    assert first["control"] is not None and first["difference"] == first["narrow"] - first["wide"] != 0
+    assert (
+        first["control"] is not None and first["difference"] == first["narrow"] - first["wide"] != 0
+    )
     assert all(event["control"] is None for event in checks(config)[1:])
-    sees = settings["recipe"] != "int4-hq-lss" and not {"step_in_backward", "held_gradients"} & settings.keys()
-    assert all((event["weights"] > 0) == (event["slopes"] is not None) == sees for event in checks(config))
+    sees = (
+        settings["recipe"] != "int4-hq-lss"
+        and not {"step_in_backward", "held_gradients"} & settings.keys()
+    )
+    assert all(
+        (event["weights"] > 0) == (event["slopes"] is not None) == sees for event in checks(config)
+    )
     assert all(event["same"] is not None for event in checks(config))
     own = tiny.losses(Path(config.output))
     assert first["narrow"] == (own[first["step"] - 1] + own[first["step"]]) / 2
@@ -114,7 +130,9 @@ def test_the_reference_becomes_the_run_and_stays(make, sick, moments, capfd):
     assert [(each["verdict"], each["then"]) for each in checks(config)] == [
         ("unknown", ""), ("worse", "stay"), ("worse", "stay"), ("worse", "stay"),
     ]  # fmt: skip
-    assert [(each["step"], each["steps"]) for each in tiny.events(Path(config.output), "rewind")] == [
+    assert [
+        (each["step"], each["steps"]) for each in tiny.events(Path(config.output), "rewind")
+    ] == [
         (8, 2),
         (12, 2),
         (16, 2),
@@ -140,7 +158,9 @@ def test_a_dead_layer_is_an_alarm_that_names_it(make, installed, before_step):  
 
     def die(model):
         layer = model.model.layers[1].mlp.down_proj
-        layer.register_forward_hook(lambda layer, given, output: output if layer.is_suspended else output * 0)
+        layer.register_forward_hook(
+            lambda layer, given, output: output if layer.is_suspended else output * 0
+        )
 
     installed(die)
     settings = {"steps": 12, "guard": "every=4,steps=2,margin=50%"}
@@ -148,7 +168,10 @@ def test_a_dead_layer_is_an_alarm_that_names_it(make, installed, before_step):  
     assert loop.run(config) == 0
     first, second = checks(config)
     assert first["outside"]["model.layers.1.mlp.down_proj"] == 0 and second["verdict"] == "worse"
-    assert (second["seen_on"], "model.layers.1.mlp.down_proj" in second["sick"]) == ("gradient", True)
+    assert (second["seen_on"], "model.layers.1.mlp.down_proj" in second["sick"]) == (
+        "gradient",
+        True,
+    )
     before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM))
     assert loop.run(stopped) == 75
     assert loop.run(replace(stopped, resume=True)) == 0
@@ -175,7 +198,10 @@ def test_narrow_numbers_are_tried_again_and_taken_if_they_do_not_hurt(make, sick
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-row"])
 def test_a_wider_recipe_from_there_on(make, sick, moments, recipe):
-    config = make("guarded", **{**SICK, "recipe": "mxfp4", "guard": f"every=4,steps=2,margin=0.02%,then={recipe}"})
+    config = make(
+        "guarded",
+        **{**SICK, "recipe": "mxfp4", "guard": f"every=4,steps=2,margin=0.02%,then={recipe}"},
+    )
     assert loop.run(config) == 0
     reference, held = make("reference", **{**SICK, "recipe": "mxfp4", "guard": ""}), ExitStack()
 
@@ -189,14 +215,18 @@ def test_a_wider_recipe_from_there_on(make, sick, moments, recipe):
     [event] = tiny.events(Path(config.output), "switch")
     assert (event["step"], event["switch"], event["after"]) == (11, f"guard: {recipe}@10", [recipe])
     assert len(checks(config)) == (2 if recipe == "bf16" else 4)
-    assert loop.run(replace(config, steps=22, resume=True)) == 0  # the recipe is known to its checkpoints
+    assert (
+        loop.run(replace(config, steps=22, resume=True)) == 0
+    )  # the recipe is known to its checkpoints
     assert loop.run(replace(config, steps=24, resume=True, guard="")) == 0
 
 
 @pytest.mark.slow
 def test_a_wider_recipe_does_not_end_the_guard_of_embeddings(make, sick, capsys):
     guard = "every=4,steps=2,margin=0.02%,then=bf16"
-    config = make("guarded", **{**SICK, "recipe": "mxfp4", "embedding_codes": "int4", "guard": guard})
+    config = make(
+        "guarded", **{**SICK, "recipe": "mxfp4", "embedding_codes": "int4", "guard": guard}
+    )
     assert loop.run(config) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "From here on the run has recipe bf16; embeddings keep their int4 codes." in said
@@ -207,17 +237,30 @@ def test_a_wider_recipe_does_not_end_the_guard_of_embeddings(make, sick, capsys)
 def test_a_switch_after_the_guards_narrows_nothing(make, sick):
     config = make(
         "guarded",
-        **{**SICK, "recipe": "mxfp4", "switch": "fp8-current@14", "guard": "every=4,steps=2,margin=0.02%,then=bf16"},
+        **{
+            **SICK,
+            "recipe": "mxfp4",
+            "switch": "fp8-current@14",
+            "guard": "every=4,steps=2,margin=0.02%,then=bf16",
+        },
     )
     assert loop.run(config) == 0
-    assert [event["switch"] for event in tiny.events(Path(config.output), "switch")] == ["guard: bf16@10"]
+    assert [event["switch"] for event in tiny.events(Path(config.output), "switch")] == [
+        "guard: bf16@10"
+    ]
     run = json.loads(Path(config.output, "run.json").read_text("utf-8"))
     assert {row["recipe"] for row in run["describe"]} <= {"bf16", "none"}
 
 
 @pytest.mark.slow
 def test_a_check_does_not_straddle_a_switch(make):
-    config = make("guarded", recipe="nvfp4", switch="fp8-current@5", steps=16, guard="every=4,steps=3,margin=50%")
+    config = make(
+        "guarded",
+        recipe="nvfp4",
+        switch="fp8-current@5",
+        steps=16,
+        guard="every=4,steps=3,margin=50%",
+    )
     assert loop.run(config) == 0
     assert [event["begun"] for event in checks(config)] == [6, 12]
 
@@ -239,7 +282,9 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("where", "number"), quick([STOPS[3]], STOPS))
-@pytest.mark.parametrize("settings", quick([{}], [{}, {"checkpoint_every": 3, "recipe": "fp8-delayed"}]), ids=str)
+@pytest.mark.parametrize(
+    "settings", quick([{}], [{}, {"checkpoint_every": 3, "recipe": "fp8-delayed"}]), ids=str
+)
 def test_a_run_that_is_stopped_in_a_check_goes_on_as_if_it_was_not(
     make, sick, monkeypatch, before_step, where, number, settings
 ):
@@ -265,18 +310,24 @@ def test_a_run_that_is_stopped_in_a_check_goes_on_as_if_it_was_not(
 
 def verdicts(config):
     """Without what a clock says."""
-    return [{key: value for key, value in event.items() if key != "spent_s"} for event in checks(config)]
+    return [
+        {key: value for key, value in event.items() if key != "spent_s"} for event in checks(config)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("then", "kills"), [("stay", 20), ("bf16", 8)])
-def test_a_run_that_is_killed_anywhere_in_a_check_goes_on_as_if_it_was_not(text, tmp_path, then, kills):
+def test_a_run_that_is_killed_anywhere_in_a_check_goes_on_as_if_it_was_not(
+    text, tmp_path, then, kills
+):
     """kill -9 at many places: in stretches, between them, in what is saved and removed."""
     from tests.train import killed_guard
 
     changes = {**SICK, "guard": f"every=4,steps=2,margin=0.02%,then={then}", "checkpoint_every": 3}
-    reference, config = (tiny.settings(text, tmp_path / name, **changes) for name in ("reference", "killed"))
+    reference, config = (
+        tiny.settings(text, tmp_path / name, **changes) for name in ("reference", "killed")
+    )
     assert killed_guard.run(reference, at=0) == 0
     places = killed_guard.places(reference)
     assert places >= kills
@@ -290,12 +341,18 @@ def test_a_run_that_is_killed_anywhere_in_a_check_goes_on_as_if_it_was_not(text,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_branch", [False, True])
-def test_a_check_is_dropped_where_the_run_goes_on_under_other_settings(make, before_step, tmp_path, capfd, is_branch):
+def test_a_check_is_dropped_where_the_run_goes_on_under_other_settings(
+    make, before_step, tmp_path, capfd, is_branch
+):
     """Else another learning rate would be taken for the number format."""
-    config = make("run", steps=24, checkpoint_every=8, keep=9, guard="every=6,steps=6,margin=50%,then=stay")
+    config = make(
+        "run", steps=24, checkpoint_every=8, keep=9, guard="every=6,steps=6,margin=50%,then=stay"
+    )
     if is_branch:
         assert loop.run(config) == 0
-        config = checkpoint_ref.branched(f"{config.output}@8", str(tmp_path / "branch"), learning_rate=3e-2)
+        config = checkpoint_ref.branched(
+            f"{config.output}@8", str(tmp_path / "branch"), learning_rate=3e-2
+        )
         assert loop.run(config) == 0
     else:
         before_step(9, lambda trainer: signal.raise_signal(signal.SIGTERM))
@@ -311,7 +368,9 @@ def test_a_check_is_dropped_where_the_run_goes_on_under_other_settings(make, bef
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{"recipe": "fp8-delayed", "precision": "amp-fp16"}, {"recipe": "fp8-row", "states": "8bit"}], ids=str
+    "settings",
+    [{"recipe": "fp8-delayed", "precision": "amp-fp16"}, {"recipe": "fp8-row", "states": "8bit"}],
+    ids=str,
 )
 def test_a_guarded_run_that_is_read_late_is_the_run(make, late, sick, settings):  # noqa: F811
     early, delayed = make("early", **{**SICK, **settings}), make("late", **{**SICK, **settings})
@@ -340,7 +399,9 @@ def test_a_reference_that_diverges_is_said_to_be_so(make, installed, capfd):  # 
 
     def poison(model):
         layer = model.model.layers[1].mlp.down_proj
-        layer.register_forward_hook(lambda module, given, output: output * math.nan if module.is_suspended else output)
+        layer.register_forward_hook(
+            lambda module, given, output: output * math.nan if module.is_suspended else output
+        )
 
     installed(poison)
     config = make("guarded", steps=12, guard="every=4,steps=2,then=stay")
@@ -397,7 +458,9 @@ def test_a_copy_goes_to_the_disk_where_the_host_has_no_room(make, monkeypatch, c
     assert loop.run(config) == 0
     same(config, reference)
     assert f"wait in {config.output}, since the host has no room" in capfd.readouterr().err
-    assert not [each.name for each in Path(config.output).iterdir() if each.name.startswith(".fork")]
+    assert not [
+        each.name for each in Path(config.output).iterdir() if each.name.startswith(".fork")
+    ]
 
 
 def refusing(*places):
@@ -416,7 +479,9 @@ def test_a_run_in_bf16_is_not_resumed_without_its_guard(make, sick, before_step)
     config = make("stopped", **SICK)
     before_step(12, lambda trainer: signal.raise_signal(signal.SIGTERM))
     assert loop.run(config) == 75
-    with pytest.raises(ConfigError, match="the guard of this run has put it into BF16 until its next check"):
+    with pytest.raises(
+        ConfigError, match="the guard of this run has put it into BF16 until its next check"
+    ):
         loop.run(replace(config, resume=True, guard=""))
     assert loop.run(replace(config, resume=True)) == 0
 
@@ -440,7 +505,12 @@ def test_other_steps_of_the_guard_drop_the_check_under_way(make, before_step, ca
 def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):
     if (parallel, recipe) == ("tp=2", "int4-hq-lss"):
         pytest.skip("no recipe that samples rows is cut")
-    common = {"recipe": recipe, "parallel": parallel, "steps": 12, "micro_batches": 2 if parallel == "pp=2" else 1}
+    common = {
+        "recipe": recipe,
+        "parallel": parallel,
+        "steps": 12,
+        "micro_batches": 2 if parallel == "pp=2" else 1,
+    }
     reference = make("reference", **common)
     config = make("guarded", **common, guard="every=4,steps=3,margin=50%,then=stay")
     assert ranks(2)(trained, reference) == [0, 0]

@@ -27,17 +27,31 @@ def test_a_run_is_scored_narrow_and_wide_and_is_not_disturbed(make, capsys) -> N
     assert [event["step"] for event in both] == [3, 6]
     for ours, theirs in zip(both, alone, strict=True):
         assert "wide" not in theirs and ours["loss"] == theirs["loss"]
-        assert set(ours["wide"]) == {"loss", "tokens"} and 0 < abs(ours["wide"]["loss"] - ours["loss"]) < 0.1
+        assert (
+            set(ours["wide"]) == {"loss", "tokens"}
+            and 0 < abs(ours["wide"]["loss"] - ours["loss"]) < 0.1
+        )
     runs = [Path(make(name).output) for name in ("both", "alone")]
-    assert tiny.losses(runs[0]) == tiny.losses(runs[1]) and tiny.digests(runs[0]) == tiny.digests(runs[1])
+    assert tiny.losses(runs[0]) == tiny.losses(runs[1]) and tiny.digests(runs[0]) == tiny.digests(
+        runs[1]
+    )
 
 
 def test_the_wide_score_is_that_of_a_run_in_16_bits(make) -> None:
     """At the first step, before anything was learnt, both runs have the same weights."""
     [narrow] = evaluations(
-        make("narrow", recipe="fp8-current", eval_wide=True, steps=1, learning_rate=1e-30, weight_decay=0.0)
+        make(
+            "narrow",
+            recipe="fp8-current",
+            eval_wide=True,
+            steps=1,
+            learning_rate=1e-30,
+            weight_decay=0.0,
+        )
     )
-    [wide] = evaluations(make("wide", recipe="none", eval_wide=True, steps=1, learning_rate=1e-30, weight_decay=0.0))
+    [wide] = evaluations(
+        make("wide", recipe="none", eval_wide=True, steps=1, learning_rate=1e-30, weight_decay=0.0)
+    )
     assert "wide" not in wide
     assert narrow["wide"]["loss"] == pytest.approx(wide["loss"], abs=2e-5)
     assert abs(narrow["loss"] - wide["loss"]) > 2e-5
@@ -52,7 +66,9 @@ def test_products_in_16_bits_are_scored_once(recipe) -> None:
     assert scoring.narrow_forward(model) == {}
 
 
-def test_suspended_without_bfloat16_instructions_multiplies_in_float32(device_is, monkeypatch) -> None:
+def test_suspended_without_bfloat16_instructions_multiplies_in_float32(
+    device_is, monkeypatch
+) -> None:
     """The same numbers but for the order of the sums, and derivatives of derivatives as nn.Linear has them."""
     layer = ng.QLinear(64, 48, recipe="fp8-current")
     x = torch.randn(7, 64, requires_grad=True)

@@ -25,14 +25,22 @@ from tests.train.test_torchrun import trained
 @pytest.mark.slow
 @pytest.mark.parametrize("activations", ["16bit", "fp8"])
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-row", "int4-hq-bs"])
-def test_two_ranks_with_other_tokens_learn_as_one_process_does(ranks, make, perturbed, recipe, activations):  # noqa: F811
+def test_two_ranks_with_other_tokens_learn_as_one_process_does(
+    ranks,
+    make,
+    perturbed,  # noqa: F811
+    recipe,
+    activations,
+):
     assert_near(ranks, make, perturbed, recipe, "tp=2,sp", 2, 1, activations=activations)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activations", ["16bit", "fp8"])
 def test_so_do_two_groups_of_shards(ranks, make, perturbed, activations):  # noqa: F811
-    assert_near(ranks, make, perturbed, "fp8-delayed", "fsdp=2,tp=2,sp", 4, 2, activations=activations)
+    assert_near(
+        ranks, make, perturbed, "fp8-delayed", "fsdp=2,tp=2,sp", 4, 2, activations=activations
+    )
 
 
 OPTIONS = [
@@ -48,7 +56,10 @@ OPTIONS = [
 def test_settings_that_work_on_one_process_work(ranks, make, settings):
     """Widths that the ranks do not divide, as of samples, included."""
     reference, config = assert_as_one_process(ranks, make, "tp=2,sp", settings)
-    texts = [[event["text"] for event in tiny.events(Path(each.output), "sample")] for each in (config, reference)]
+    texts = [
+        [event["text"] for event in tiny.events(Path(each.output), "sample")]
+        for each in (config, reference)
+    ]
     assert texts[0] == texts[1]
 
 
@@ -78,23 +89,41 @@ def _counted(config):
 @pytest.mark.slow
 def test_messages_take_a_byte_per_number_and_norms_read_a_part(ranks, make):
     """Of two blocks: x of attention and MLP and the gradients of their outputs are gathered; the outputs and gradients of x are sums."""
-    common = {"hidden_size": 128, "intermediate_size": 128, "steps": 2, "recipe": "fp8-current", "parallel": "tp=2,sp"}
+    common = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "steps": 2,
+        "recipe": "fp8-current",
+        "parallel": "tp=2,sp",
+    }
     narrow, wide = make("narrow", activations="fp8", **common), make("wide", **common)
     numbers = 2 * 2 * 2 * (4 * 16 * 128)  # of all tokens
     for code, sent, read in ranks(2)(_counted, narrow):
         assert code == 0 and read == [4, 8, 128]
-        assert sent == {"all-gather": numbers, "all-to-all": numbers + numbers // 128, "maximum": 8 * 8}
+        assert sent == {
+            "all-gather": numbers,
+            "all-to-all": numbers + numbers // 128,
+            "maximum": 8 * 8,
+        }
     assert ranks(2)(_counted, wide)[0] == (0, {}, [4, 8, 128])
 
 
 @pytest.mark.slow
 def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):
-    common = {"recipe": "fp8-delayed", "steps": 4, "batch_size": 2, "parallel": "tp=2,sp", "activations": "fp8"}
+    common = {
+        "recipe": "fp8-delayed",
+        "steps": 4,
+        "batch_size": 2,
+        "parallel": "tp=2,sp",
+        "activations": "fp8",
+    }
     whole, config = make("whole", **common), make("stopped", **common)
     assert ranks(2)(trained, whole) == [0, 0]
     assert ranks(2)(trained, config, [("stop", 1, 2)]) == [130, 130]
     assert ranks(2)(trained, replace(config, resume=True), [("stop", 0, 3)]) == [130, 130]
-    assert tiny.losses(Path(config.output)) == {step: tiny.losses(Path(whole.output))[step] for step in (1, 2, 3)}
+    assert tiny.losses(Path(config.output)) == {
+        step: tiny.losses(Path(whole.output))[step] for step in (1, 2, 3)
+    }
     assert loop.run(replace(config, resume=True, parallel="")) == 0
     ours, theirs = tiny.losses(Path(config.output)), tiny.losses(Path(whole.output))
     assert ours[4] == pytest.approx(theirs[4], rel=1e-2)

@@ -60,7 +60,11 @@ class Planted:
         return [self.number, *(each.planted.clone() for each in self.windows)]
 
     def of_tensors(self):
-        return [*self.of_layer_states(), self.model.planted.clone(), self.model.own_generator.get_state()]
+        return [
+            *self.of_layer_states(),
+            self.model.planted.clone(),
+            self.model.own_generator.get_state(),
+        ]
 
     def of_fields(self):
         return [
@@ -170,7 +174,9 @@ def test_a_branch_takes_it_over(make, tmp_path, monkeypatch):
         return said
 
     monkeypatch.setitem(
-        rng.SOURCES, "planted", (lambda: {"planted": number[0]}, lambda saved: number.__setitem__(0, saved["planted"]))
+        rng.SOURCES,
+        "planted",
+        (lambda: {"planted": number[0]}, lambda saved: number.__setitem__(0, saved["planted"])),
     )
     monkeypatch.setattr(assembly, "Counters", counted)
     monkeypatch.setattr(branch, "take_over", noted)

@@ -84,10 +84,17 @@ def test_a_corrupt_batch_is_said_to_be_data(make, corrupt):
     config = make("warned", on_spike="warn", **LONG)
     assert loop.run(config) == 0
     [event] = spikes(config)
-    assert (event["step"], event["cause"], event["checkpoint"], event["left_out"]) == (PLANTED, "data", 80, [])
+    assert (event["step"], event["cause"], event["checkpoint"], event["left_out"]) == (
+        PLANTED,
+        "data",
+        80,
+        [],
+    )
     plain = make("plain", **LONG)
     assert loop.run(plain) == 0
-    assert tiny.losses(Path(plain.output)) == tiny.losses(Path(config.output)), "judging it changes nothing"
+    assert tiny.losses(Path(plain.output)) == tiny.losses(Path(config.output)), (
+        "judging it changes nothing"
+    )
     assert tiny.digests(Path(plain.output)) == tiny.digests(Path(config.output))
 
 
@@ -105,12 +112,19 @@ def test_a_window_that_saturates_is_said_to_be_the_format(make, saturating):
 def test_a_check_of_the_guard_that_saw_the_batch_is_dropped(make, corrupt, checkpoint_every, begun):
     """The run goes back to before the check, or into it: its steps in BF16 had the batch that is left out."""
     guard = "every=45,steps=8,margin=5%,then=stay"
-    settings = {**LONG, "recipe": "fp8-delayed", "checkpoint_every": checkpoint_every, "guard": guard}
+    settings = {
+        **LONG,
+        "recipe": "fp8-delayed",
+        "checkpoint_every": checkpoint_every,
+        "guard": guard,
+    }
     config = make("run", on_spike="skip", **settings)
     assert loop.run(config) == 0
     assert [event["left_out"] for event in spikes(config)] == [[PLANTED]]
     found = tiny.events(Path(config.output), "guard")
-    assert [event["begun"] for event in found] == begun and all(event["verdict"] != "worse" for event in found)
+    assert [event["begun"] for event in found] == begun and all(
+        event["verdict"] != "worse" for event in found
+    )
 
 
 @pytest.mark.slow
@@ -123,11 +137,16 @@ def test_a_skipped_run_ends_near_the_clean_one(make, request):
     [event] = spikes(config)
     assert (event["step"], event["cause"], event["left_out"]) == (PLANTED, "data", [PLANTED])
     assert len(event["examples"]) == LONG["batch_size"]
-    assert "It is the data, examples " + ", ".join(map(str, sorted(event["examples"]))) + "." in event["sentence"]
+    assert (
+        "It is the data, examples " + ", ".join(map(str, sorted(event["examples"]))) + "."
+        in event["sentence"]
+    )
     assert [each["why"] for each in tiny.events(Path(config.output), "rewind")] == ["spike"]
     losses, expected = tiny.losses(Path(config.output)), tiny.losses(Path(clean.output))
     assert list(losses) == list(range(1, 105))
-    assert all(losses[step] == expected[step] for step in range(1, PLANTED)), "until there it is the clean run"
+    assert all(losses[step] == expected[step] for step in range(1, PLANTED)), (
+        "until there it is the clean run"
+    )
     ends = [tiny.events(Path(each.output), "eval")[-1]["loss"] for each in (config, clean)]
     other = make("seed", seed=1, **LONG)
     assert loop.run(other) == 0
@@ -146,20 +165,28 @@ def test_two_corrupt_batches_at_one_step_are_both_told(make, monkeypatch, capsys
         (PLANTED, [PLANTED + 1]),
     ]
     examples = [event["examples"] for event in spikes(config)]
-    assert examples[0] and not set(examples[0]) & set(examples[1]), "of the batch that took the step of the first"
+    assert examples[0] and not set(examples[0]) & set(examples[1]), (
+        "of the batch that took the step of the first"
+    )
     assert "Loss spikes: 2 spikes, 2 of the data." in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["warn", "skip"])
-def test_a_spike_of_the_format_behind_one_of_the_data_is_no_second_of_the_data(make, monkeypatch, mode):
+def test_a_spike_of_the_format_behind_one_of_the_data_is_no_second_of_the_data(
+    make, monkeypatch, mode
+):
     """Both since the newest checkpoint, which knows of neither."""
     spiking_run.corrupt(monkeypatch, 88)
     spiking_run.saturate(monkeypatch, 97)
     config = make("run", layers_recipe={"lm_head": "fp8-delayed"}, on_spike=mode, **LONG)
     assert loop.run(config) == 0
     first, second = spikes(config)[:2]
-    assert (first["step"], first["cause"], first["left_out"]) == (88, "data", [88] if mode == "skip" else [])
+    assert (first["step"], first["cause"], first["left_out"]) == (
+        88,
+        "data",
+        [88] if mode == "skip" else [],
+    )
     assert 97 <= second["step"] <= 98 and (second["cause"], second["left_out"]) == ("format", [])
 
 
@@ -168,7 +195,10 @@ def test_the_ladder_of_debugging_leaves_out_what_the_run_did(make, corrupt, caps
     config = make("run", on_spike="skip", keep=9, **LONG)
     assert loop.run(config) == 0 and len(spikes(config)) == 1
     assert main(["debug", config.output, "--at", "96", "--steps", "8"]) == 0
-    assert "It repeats: the losses that the run has logged of 24 steps, to the bit." in capsys.readouterr().out
+    assert (
+        "It repeats: the losses that the run has logged of 24 steps, to the bit."
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
@@ -189,10 +219,14 @@ def test_spikes_that_are_read_together_are_all_told(monkeypatch, cause):
     watch = spike_watch.SpikeWatch(trainer)
     monkeypatch.setattr(watch, "_judged", lambda spike: spike_watch.Judgement(cause, "", 80, 3.0))
     monkeypatch.setattr(watch, "_go_back", lambda left_out=(): None)
-    watch.found = [spike_watch.Spike(step=step, loss=9.0, **dict.fromkeys(MEASURED, 1.0)) for step in (92, 97)]
+    watch.found = [
+        spike_watch.Spike(step=step, loss=9.0, **dict.fromkeys(MEASURED, 1.0)) for step in (92, 97)
+    ]
     watch.after_step(Mock())
     told = [call.args for call in trainer.log.write.call_args_list]
-    assert told == [("spike", 92), ("spike", 97)][: 1 if cause == "data" else 2] and watch.found == []
+    assert (
+        told == [("spike", 92), ("spike", 97)][: 1 if cause == "data" else 2] and watch.found == []
+    )
 
 
 @pytest.mark.slow
@@ -211,7 +245,10 @@ def test_a_run_whose_log_is_damaged_meanwhile_is_finished_and_says_so(make, caps
     with pytest.raises(ConfigError, match="Remove the line"):
         loop.run(config)
     assert "Loss spikes: not counted." in capsys.readouterr().err
-    assert '"event": "done"' in log_lines(config)[-1] and (Path(config.output) / "final" / "config.json").exists()
+    assert (
+        '"event": "done"' in log_lines(config)[-1]
+        and (Path(config.output) / "final" / "config.json").exists()
+    )
 
 
 @pytest.mark.slow
@@ -235,7 +272,9 @@ def test_a_reference_that_left_out_other_batches_is_no_pair_of_its_steps(make, m
     spiking_run.corrupt(monkeypatch)
     corrupt = writing.TextFeed.draw
     monkeypatch.setattr(
-        writing.TextFeed, "draw", lambda feed, step: (whole if reference.exists() else corrupt)(feed, step)
+        writing.TextFeed,
+        "draw",
+        lambda feed, step: (whole if reference.exists() else corrupt)(feed, step),
     )
     assert loop.run(config) == 0
     assert [read_run(each / "run.json")["left_out"] for each in (run, reference)] == [[PLANTED], []]
@@ -243,16 +282,23 @@ def test_a_reference_that_left_out_other_batches_is_no_pair_of_its_steps(make, m
     assert "Not the same batches as bf16" in text and "on the same batches: the mean" not in text
     assert f"Of the data fp8-delayed left out batch {PLANTED} and bf16 left out none" in text
     [judged] = lineage.compare([run, reference]).judged
-    assert judged.pair.unpaired == 104 - PLANTED + 1 and judged.curve.steps == (PLANTED - 1) - (PLANTED - 1) // 2
+    assert (
+        judged.pair.unpaired == 104 - PLANTED + 1
+        and judged.curve.steps == (PLANTED - 1) - (PLANTED - 1) // 2
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [1, 9])
-def test_a_run_that_is_stopped_while_it_judges_skips_the_same_batch(make, corrupt, monkeypatch, place):
+def test_a_run_that_is_stopped_while_it_judges_skips_the_same_batch(
+    make, corrupt, monkeypatch, place
+):
     """It goes back to the checkpoint, from which it comes to the spike again."""
     whole, stopped = (make(name, on_spike="skip", **LONG) for name in ("whole", "stopped"))
     assert loop.run(whole) == 0
-    spiking_run.at_judged_step(monkeypatch, place, lambda trainer: faulty_run.apply("stop", trainer))
+    spiking_run.at_judged_step(
+        monkeypatch, place, lambda trainer: faulty_run.apply("stop", trainer)
+    )
     assert loop.run(stopped) == 130
     assert spikes(stopped) == [] and max(tiny.losses(Path(stopped.output))) == 80
     assert loop.run(replace(stopped, resume=True)) == 0

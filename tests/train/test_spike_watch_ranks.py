@@ -20,7 +20,9 @@ LAYOUTS = ["dp", "fsdp", "tp=2", "pp=2"]
 
 def of_layout(make, parallel, name="ranks", **changes):
     """A pipeline needs two micro-batches."""
-    return make(name, **SHORT, parallel=parallel, micro_batches=2 if parallel == "pp=2" else 1, **changes)
+    return make(
+        name, **SHORT, parallel=parallel, micro_batches=2 if parallel == "pp=2" else 1, **changes
+    )
 
 
 def trained_with(config, fault):
@@ -39,7 +41,12 @@ def test_a_corrupt_batch_is_skipped_by_all_ranks(ranks, make, monkeypatch, paral
     config = of_layout(make, parallel)
     assert ranks(2)(trained_with, config, corrupt) == [0, 0]
     [event] = spikes(config)
-    assert (event["step"], event["cause"], event["checkpoint"], event["left_out"]) == (PLANTED, "data", 36, [PLANTED])
+    assert (event["step"], event["cause"], event["checkpoint"], event["left_out"]) == (
+        PLANTED,
+        "data",
+        36,
+        [PLANTED],
+    )
     assert list(tiny.losses(Path(config.output))) == list(range(1, 53))
     if parallel in ("dp", "fsdp"):
         corrupt(monkeypatch, PLANTED)
@@ -61,7 +68,9 @@ def test_windows_that_saturate_are_the_format_on_all_ranks(ranks, make, parallel
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS)
-def test_a_rank_that_is_killed_while_it_judges_is_named_and_the_run_goes_on(ranks, make, text, parallel):
+def test_a_rank_that_is_killed_while_it_judges_is_named_and_the_run_goes_on(
+    ranks, make, text, parallel
+):
     """SIGKILL at the fourth step of the judgement, of rank 1; the rest of the run is that of a run that nobody killed."""
     config, killed = of_layout(make, parallel, "whole"), of_layout(make, parallel, "killed")
     assert ranks(2)(trained_with, config, corrupt) == [0, 0]
@@ -71,7 +80,9 @@ def test_a_rank_that_is_killed_while_it_judges_is_named_and_the_run_goes_on(rank
     program = [spiking_run.__file__, "1", "4", str(PLANTED)]
     done = run([*launch, *program, "train", *tiny.flags(killed, text), *more])
     [line] = told(done.stderr)
-    assert "rank 1 of 2 ended without a word" in line and "Resume with --resume" in line, done.stderr
+    assert "rank 1 of 2 ended without a word" in line and "Resume with --resume" in line, (
+        done.stderr
+    )
     assert spikes(killed) == [] and max(tiny.losses(Path(killed.output))) == PLANTED
     assert ranks(2)(trained_with, replace(killed, resume=True), corrupt) == [0, 0]
     same_run(Path(killed.output), Path(config.output))

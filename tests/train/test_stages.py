@@ -40,18 +40,28 @@ def model_of(kind, **changes):
 
 
 def tried(model, count):
-    return Cut.of(model, count), Cut.of(model, count).refuse_other_numbers(model, contextlib.nullcontext())
+    return Cut.of(model, count), Cut.of(model, count).refuse_other_numbers(
+        model, contextlib.nullcontext()
+    )
 
 
 @pytest.mark.parametrize(
-    "kind", quick(["Llama", "GPT2"], ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "GPTNeoX", "GPT2", "Mixtral"])
+    "kind",
+    quick(
+        ["Llama", "GPT2"],
+        ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "GPTNeoX", "GPT2", "Mixtral"],
+    ),
 )
 def test_stages_compute_what_the_model_does(kind):
     """Exact; the sliding window of Mistral and the positions of GPT-2 included."""
     model = model_of(kind, **({"sliding_window": 4} if kind == "Mistral" else {}))
     cut, dtype = tried(model, 3)
     assert dtype == torch.float32
-    names = {name for number in range(3) for name, _ in view(model, cut.absent([number])).named_parameters()}
+    names = {
+        name
+        for number in range(3)
+        for name, _ in view(model, cut.absent([number])).named_parameters()
+    }
     assert names == {name for name, _ in model.named_parameters()}
 
 
@@ -59,12 +69,21 @@ def test_a_view_shares_and_removing_frees():
     model = model_of("Llama")
     cut = Cut.of(model, 2)
     stage = view(model, cut.absent([1]))
-    assert stage.model.layers[3] is model.model.layers[3] and isinstance(stage.model.layers[0], Absent)
+    assert stage.model.layers[3] is model.model.layers[3] and isinstance(
+        stage.model.layers[0], Absent
+    )
     assert not isinstance(model.model.layers[0], Absent)
-    assert next(name for name, _ in stage.named_parameters()) == "model.layers.2.self_attn.q_proj.weight"
+    assert (
+        next(name for name, _ in stage.named_parameters())
+        == "model.layers.2.self_attn.q_proj.weight"
+    )
     remove(model, cut.absent([1]))
-    assert isinstance(model.model.layers[0], Absent) and isinstance(model.model.embed_tokens, torch.nn.Module)
-    assert {name for name, _ in model.named_parameters()} == {name for name, _ in stage.named_parameters()}
+    assert isinstance(model.model.layers[0], Absent) and isinstance(
+        model.model.embed_tokens, torch.nn.Module
+    )
+    assert {name for name, _ in model.named_parameters()} == {
+        name for name, _ in stage.named_parameters()
+    }
 
 
 def test_blocks_are_shared_out_so_that_the_last_stage_has_no_more():
@@ -98,14 +117,21 @@ def test_fewer_blocks_than_stages():
 
 # --- the same numbers
 
-COMMON = {"micro_batches": 2, "steps": 3, "eval_every": 2, "sample_tokens": 4, "checkpoint_every": 2}
+COMMON = {
+    "micro_batches": 2,
+    "steps": 3,
+    "eval_every": 2,
+    "sample_tokens": 4,
+    "checkpoint_every": 2,
+}
 
 
 def both(ranks, make, world=2, **changes):
     """The folders of a run on ranks, and of one process."""
     changes = {**COMMON, **changes}
     reference = make(
-        "reference", **{key: value for key, value in changes.items() if key not in ("schedule", "activations")}
+        "reference",
+        **{key: value for key, value in changes.items() if key not in ("schedule", "activations")},
     )
     assert loop.run(reference) == 0
     config = make("ranks", parallel=f"pp={world}", **changes)
@@ -124,7 +150,9 @@ def test_two_stages_are_one_process(ranks, make, recipe):
     same_run(ours, theirs)
     for key in ("parameters", "auto", "loss", "describe", "model"):
         assert known(ours)[key] == known(theirs)[key], key
-    samples = [[event["text"] for event in tiny.events(folder, "sample")] for folder in (ours, theirs)]
+    samples = [
+        [event["text"] for event in tiny.events(folder, "sample")] for folder in (ours, theirs)
+    ]
     assert samples[0] == samples[1] and len(samples[0]) == 2
     own, other = (
         {(event["module"], event["role"]): event for event in tiny.events(folder, "tensor")}
@@ -135,8 +163,20 @@ def test_two_stages_are_one_process(ranks, make, recipe):
 
 
 SETTINGS = [
-    {"precision": "bf16-o2", "optimizer": "lion", "states": "4bit", "master": "bf16-remainder", "hidden_size": 64},
-    {"precision": "bf16-o3", "optimizer": "sgd", "states": "fp8", "embedding_states": "same", "hidden_size": 64},
+    {
+        "precision": "bf16-o2",
+        "optimizer": "lion",
+        "states": "4bit",
+        "master": "bf16-remainder",
+        "hidden_size": 64,
+    },
+    {
+        "precision": "bf16-o3",
+        "optimizer": "sgd",
+        "states": "fp8",
+        "embedding_states": "same",
+        "hidden_size": 64,
+    },
     {"precision": "fp32", "states": "8bit", "hidden_size": 64, "recipe": "fp8-delayed"},
     {"layers_recipe": {"lm_head": "fp8-current"}},
     {"freeze": "embed*", "checkpointing": "full", "recipe": "int4-hq-bs"},
@@ -160,7 +200,9 @@ def test_so_are_other_settings(ranks, make, settings):
     "schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 )
 def test_so_are_other_schedules(ranks, make, schedule):
-    ours, theirs = both(ranks, make, schedule=schedule, layers=4, micro_batches=4, recipe="fp8-delayed")
+    ours, theirs = both(
+        ranks, make, schedule=schedule, layers=4, micro_batches=4, recipe="fp8-delayed"
+    )
     same_run(ours, theirs)
 
 
@@ -170,7 +212,9 @@ def test_so_are_four_stages(ranks, make):
     same_run(ours, theirs)
 
 
-def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(ranks, make, before_step):
+def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(
+    ranks, make, before_step
+):
     """Ctrl-C reaches the last stage alone. All have the log of one process, and one checkpoint that any number of ranks reads."""
     common = {"recipe": "fp8-delayed", "steps": 4, "micro_batches": 2}
     reference = make("reference", **common)
@@ -183,8 +227,13 @@ def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(ran
     ours, theirs = Path(config.output), Path(reference.output)
     same_run(ours, theirs)
     assert [event["step"] for event in tiny.events(ours, "resume")][-1] == 3
-    final, expected = (transformers.AutoModelForCausalLM.from_pretrained(folder / "final") for folder in (ours, theirs))
-    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in final.state_dict().items())
+    final, expected = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / "final")
+        for folder in (ours, theirs)
+    )
+    assert all(
+        torch.equal(x, expected.state_dict()[name]) for name, x in final.state_dict().items()
+    )
 
 
 # --- messages
@@ -224,12 +273,16 @@ def test_messages_of_8_bits_are_a_setting_and_a_rank_holds_its_stages_alone(rank
     assert [code for code, *_ in ranks(2)(observed, whole)] == [0, 0]
     (code, first, upper), (other, last, lower) = ranks(2)(observed, narrow)
     assert code == other == 0
-    assert "lm_head.weight" in lower and len(upper) == 10 and len(lower) == 11  # the memory of the others is free
+    assert (
+        "lm_head.weight" in lower and len(upper) == 10 and len(lower) == 11
+    )  # the memory of the others is free
     tokens = 4 * 16
     evaluated = sum(event["tokens"] for event in tiny.events(Path(narrow.output), "eval"))
     of_token = 4 * -(-64 // 32 * 33 // 4)  # bytes of a row of the message, in whole float32
     assert last["gradients of activations"] == 3 * tokens * of_token
-    assert first["activations"] - 3 * tokens * of_token in range(evaluated * of_token, 2 * evaluated * of_token)
+    assert first["activations"] - 3 * tokens * of_token in range(
+        evaluated * of_token, 2 * evaluated * of_token
+    )
     ours, theirs = tiny.losses(Path(narrow.output)), tiny.losses(Path(whole.output))
     assert ours != theirs and ours == pytest.approx(theirs, rel=1e-3)
 
@@ -255,7 +308,8 @@ def each(configs):
 @pytest.mark.slow
 def test_bad_settings_are_refused_on_all_ranks(ranks, make):
     configs = [
-        make(f"run-{place}", **{"parallel": "pp=2", **COMMON, **changes}) for place, (changes, _) in enumerate(WRONG)
+        make(f"run-{place}", **{"parallel": "pp=2", **COMMON, **changes})
+        for place, (changes, _) in enumerate(WRONG)
     ]
     for (_, words), told in zip(WRONG, zip(*ranks(2)(each, configs), strict=True), strict=True):
         assert (
@@ -269,19 +323,38 @@ def test_bad_settings_are_refused_on_all_ranks(ranks, make):
 @pytest.mark.parametrize(("schedule", "layers"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
 def test_a_weight_that_is_nan_ends_all_with_its_name(ranks, make, schedule, layers):
     """Block 1 is on rank 1 in both."""
-    config = make(parallel="pp=2", layers=layers, schedule=schedule, recipe="fp8-row", **{**COMMON, "micro_batches": 4})
+    config = make(
+        parallel="pp=2",
+        layers=layers,
+        schedule=schedule,
+        recipe="fp8-row",
+        **{**COMMON, "micro_batches": 4},
+    )
     said = sorted(ranks(2)(trained, config, [("nan", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and re.match(
         r"NumericsError: (rank 1: )?step 2", said[1]
     )  # who is first tells
-    assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
+    assert (
+        "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1]
+        and "on rank 1" in said[1]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "layers"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
-@pytest.mark.parametrize(("place", "words"), [("forward", "the output"), ("backward", "the gradient of the input")])
-def test_what_overflows_is_named_by_the_stage_where_it_began(ranks, make, place, words, schedule, layers):
-    config = make(parallel="pp=2", layers=layers, schedule=schedule, recipe="fp8-row", **{**COMMON, "micro_batches": 4})
+@pytest.mark.parametrize(
+    ("place", "words"), [("forward", "the output"), ("backward", "the gradient of the input")]
+)
+def test_what_overflows_is_named_by_the_stage_where_it_began(
+    ranks, make, place, words, schedule, layers
+):
+    config = make(
+        parallel="pp=2",
+        layers=layers,
+        schedule=schedule,
+        recipe="fp8-row",
+        **{**COMMON, "micro_batches": 4},
+    )
     said = sorted(ranks(2)(trained, config, [(place, 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and re.match(
         r"NumericsError: (rank 1: )?step 2", said[1]
@@ -291,4 +364,6 @@ def test_what_overflows_is_named_by_the_stage_where_it_began(ranks, make, place,
 
 def test_the_setting_names_the_schedules_that_there_are():
     """They stand in the settings too, which import no torch."""
-    assert set(TrainConfig.__dataclass_fields__["schedule"].metadata["rule"].names) == set(SCHEDULES)
+    assert set(TrainConfig.__dataclass_fields__["schedule"].metadata["rule"].names) == set(
+        SCHEDULES
+    )

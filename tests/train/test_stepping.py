@@ -17,7 +17,13 @@ from tests.selection import quick
 from tests.train import tiny
 from tests.train.test_torchrun import trained
 
-SIZES = {"hidden_size": 64, "heads": 2, "intermediate_size": 96, "steps": 4, "clip": 0.3}  # matrices of 4,096 and more
+SIZES = {
+    "hidden_size": 64,
+    "heads": 2,
+    "intermediate_size": 96,
+    "steps": 4,
+    "clip": 0.3,
+}  # matrices of 4,096 and more
 INSIDE = {"step_in_backward": True}
 RUNS = [
     {"recipe": "nvfp4", "precision": "bf16-o3", "states": "8bit/fp16", "checkpointing": "full"},
@@ -66,8 +72,17 @@ def test_a_resumed_run_is_the_one_that_never_stopped(make, before_step, clip_by)
 
 @pytest.mark.slow
 def test_two_ranks_with_shards_sum_in_fp8(ranks, make):
-    common = {**SIZES, "states": "8bit", "recipe": "fp8-current", "parallel": "fsdp", "micro_batches": 2}
-    for name, changes in (("inside", {**INSIDE, "clip_by": "previous"}), ("held", {"held_gradients": "fp8"})):
+    common = {
+        **SIZES,
+        "states": "8bit",
+        "recipe": "fp8-current",
+        "parallel": "fsdp",
+        "micro_batches": 2,
+    }
+    for name, changes in (
+        ("inside", {**INSIDE, "clip_by": "previous"}),
+        ("held", {"held_gradients": "fp8"}),
+    ):
         assert ranks(2)(trained, make(name, **common, **changes)) == [0, 0]
 
 
@@ -87,12 +102,20 @@ def test_two_ranks_with_shards_are_clipped_alike(ranks, make, clip_by):
 
 @pytest.mark.parametrize(
     "changes",
-    quick([{"held_gradients": "fp8"}], [{"held_gradients": "fp8"}, {**INSIDE, "clip_by": "two-pass"}]),
+    quick(
+        [{"held_gradients": "fp8"}], [{"held_gradients": "fp8"}, {**INSIDE, "clip_by": "two-pass"}]
+    ),
     ids=str,
 )
 def test_sums_in_fp8_resume_exactly_and_learn_as_sums_of_16_bits(make, before_step, changes):
     """Two micro-batches. Losses of the first steps are those of an ordinary run within one part in a hundred."""
-    common = {**SIZES, "states": "fp8-lm", "recipe": "fp8-current", "precision": "bf16-o3", "micro_batches": 2}
+    common = {
+        **SIZES,
+        "states": "fp8-lm",
+        "recipe": "fp8-current",
+        "precision": "bf16-o3",
+        "micro_batches": 2,
+    }
     ordinary, reference, config = (
         make("ordinary", **common),
         make("reference", **common, **changes),
@@ -102,7 +125,9 @@ def test_sums_in_fp8_resume_exactly_and_learn_as_sums_of_16_bits(make, before_st
         assert loop.run(each) == 0
     assert_resumed(config, reference, before_step)
     truth, found = tiny.losses(Path(ordinary.output)), tiny.losses(Path(reference.output))
-    assert truth != found and all(found[step] == pytest.approx(truth[step], rel=0.01) for step in truth)
+    assert truth != found and all(
+        found[step] == pytest.approx(truth[step], rel=0.01) for step in truth
+    )
 
 
 def poison(trainer):
@@ -112,13 +137,22 @@ def poison(trainer):
 
 @pytest.mark.parametrize("clip_by", ["previous", "two-pass"])
 def test_a_gradient_that_is_not_finite_ends_the_run(make, before_step, reports, clip_by):
-    config = make(**SIZES, **INSIDE, clip_by=clip_by, states="8bit", checkpoint_every=1, recipe="fp8-current")
+    config = make(
+        **SIZES, **INSIDE, clip_by=clip_by, states="8bit", checkpoint_every=1, recipe="fp8-current"
+    )
     before_step(3, poison)
-    words = "had stepped in backward before it was seen" if clip_by == "previous" else "The weights are those of step 2"
+    words = (
+        "had stepped in backward before it was seen"
+        if clip_by == "previous"
+        else "The weights are those of step 2"
+    )
     with raises(NumericsError, "loss.not-finite", words):
         loop.run(config)
     folder = Path(config.output)
-    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
+        "step-00000001",
+        "step-00000002",
+    ]
     [event] = tiny.events(folder, "nonfinite")
     assert event["step"] == 3 and reports == [folder]
 

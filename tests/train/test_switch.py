@@ -28,20 +28,34 @@ BACKWARD = ("grad_input", "grad_weight")
         ("fp8-current@80%", "*", "fp8-current", Fraction(4, 5), switch_syntax.ALL),
         ("bf16@82.5%:forward", "*", "bf16", Fraction(33, 40), ("output",)),
         ("bf16@240:backward", "*", "bf16", Fraction(240), BACKWARD),
-        ("layers.[0-3].*=bf16@1:grad_weight", "layers.[0-3].*", "bf16", Fraction(1), ("grad_weight",)),
+        (
+            "layers.[0-3].*=bf16@1:grad_weight",
+            "layers.[0-3].*",
+            "bf16",
+            Fraction(1),
+            ("grad_weight",),
+        ),
         (" *.q_proj = bf16 @ 50 % : forward ", "*.q_proj", "bf16", Fraction(1, 2), ("output",)),
     ],
 )
 def test_an_entry_says_what_when_and_where(written, layers, recipe, after, products):
     [entry] = switch_syntax.parse(written)
-    assert (entry.layers, entry.recipe, entry.after, entry.products) == (layers, recipe, after, products)
+    assert (entry.layers, entry.recipe, entry.after, entry.products) == (
+        layers,
+        recipe,
+        after,
+        products,
+    )
 
 
 def test_a_share_is_of_the_steps_rounded_down():
     [entry] = switch_syntax.parse("bf16@82%")
     assert [entry.after_step(steps) for steps in (100, 10, 300, 7)] == [82, 8, 246, 5]
     # Floats would give 28, 57.
-    assert [entry.after_step(100) for entry in switch_syntax.parse("bf16@29%, bf16@58%")] == [29, 58]
+    assert [entry.after_step(100) for entry in switch_syntax.parse("bf16@29%, bf16@58%")] == [
+        29,
+        58,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +87,10 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_read(make, written, 
     [
         ({"recipe": "fp8-row", "switch": "nvfp4@50%"}, coded("switch.refused", "'nvfp4'")),
         ({"recipe": "fp8-row", "switch": "fp8-row@50%"}, coded("switch.refused", "'fp8-row'")),
-        ({"recipe": "fp8-row", "switch": "layers.9.*=bf16@50%"}, coded("switch.refused", "'layers.9.*'")),
+        (
+            {"recipe": "fp8-row", "switch": "layers.9.*=bf16@50%"},
+            coded("switch.refused", "'layers.9.*'"),
+        ),
         (
             {"recipe": "fp8-row", "switch": "bf16@2, bf16@4:forward"},
             coded("switch.refused", "'bf16@4:forward'", "'bf16'"),
@@ -102,7 +119,9 @@ SWITCHES = ["fp8-delayed@50%", "layers.0.*=fp8-current@2:backward, bf16@4:forwar
 
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("stopped", quick([3], [2, 3, 4]))
-def test_a_run_resumed_across_a_switch_is_the_run_that_never_stopped(make, before_step, switch, stopped):
+def test_a_run_resumed_across_a_switch_is_the_run_that_never_stopped(
+    make, before_step, switch, stopped
+):
     """Before, at and after it: losses and every tensor of the checkpoint, amax windows included (exact)."""
     common = {"recipe": "mxfp4", "switch": switch}
     reference, config = make("reference", **common), make("stopped", **common)
@@ -118,7 +137,10 @@ def test_a_run_resumed_across_a_switch_is_the_run_that_never_stopped(make, befor
 
 def test_a_switch_changes_its_step_and_none_before(make):
     """The loss of a step is computed before its update, so the switched forward shows in the first switched step (exact)."""
-    plain, switched = make("plain", recipe="mxfp4"), make("switched", recipe="mxfp4", switch="bf16@3:forward")
+    plain, switched = (
+        make("plain", recipe="mxfp4"),
+        make("switched", recipe="mxfp4", switch="bf16@3:forward"),
+    )
     for config in (plain, switched):
         assert loop.run(config) == 0
     left, right = (tiny.losses(Path(config.output)) for config in (plain, switched))

@@ -61,9 +61,13 @@ def perturbed(monkeypatch):
 
 def _apart(config, reference):
     """The distances of weights and of loss columns."""
-    (ours, losses), (theirs, other) = ((_weights(each), tiny.losses(Path(each.output))) for each in (config, reference))
+    (ours, losses), (theirs, other) = (
+        (_weights(each), tiny.losses(Path(each.output))) for each in (config, reference)
+    )
     assert ours.keys() == theirs.keys() and losses.keys() == other.keys()
-    squares = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours)
+    squares = sum(
+        float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours
+    )
     return squares**0.5, sum((losses[step] - other[step]) ** 2 for step in losses) ** 0.5
 
 
@@ -78,14 +82,21 @@ def assert_near(ranks, make, perturbed, recipe, layout, world, pieces, **changes
         perturbed(each, seed)
     config = make("ranks", parallel=layout, **(common | {"micro_batches": 1} | changes))
     assert ranks(world)(trained, config) == [0] * world
-    apart, drifts = _apart(config, reference), zip(*(_apart(each, reference) for each in controls), strict=True)
+    apart, drifts = (
+        _apart(config, reference),
+        zip(*(_apart(each, reference) for each in controls), strict=True),
+    )
     weights, losses = (own / max(drift) for own, drift in zip(apart, drifts, strict=True))
-    print(f"{layout} {recipe}: weights {weights:.2f}, losses {losses:.2f} of the control")  # pytest -rP shows it
+    print(
+        f"{layout} {recipe}: weights {weights:.2f}, losses {losses:.2f} of the control"
+    )  # pytest -rP shows it
     assert 0 < weights <= MOST and losses <= MOST_OF_LOSSES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-row", "int8", "int4-hq-bs", "int4-hq-lss"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "fp8-delayed", "fp8-row", "int8", "int4-hq-bs", "int4-hq-lss"]
+)
 def test_two_ranks_learn_as_one_process_does(ranks, make, perturbed, recipe):
     assert_near(ranks, make, perturbed, recipe, "tp=2", 2, 1)
 
@@ -110,7 +121,10 @@ OPTIONS = [
 
 def assert_as_one_process(ranks, make, parallel, settings):
     """Losses of two ranks and of one process; returns both configurations."""
-    reference, config = make("reference", **WIDE, **settings), make("ranks", parallel=parallel, **WIDE, **settings)
+    reference, config = (
+        make("reference", **WIDE, **settings),
+        make("ranks", parallel=parallel, **WIDE, **settings),
+    )
     assert loop.run(reference) == 0 and ranks(2)(trained, config) == [0, 0]
     ours, theirs = tiny.losses(Path(config.output)), tiny.losses(Path(reference.output))
     assert ours == pytest.approx(theirs, rel=1e-5 if settings["recipe"] == "none" else 5e-3)
@@ -133,7 +147,9 @@ def test_messages_between_groups_may_be_narrow(ranks, make, messages):
         make("ranks", parallel="fsdp=2,tp=2", **common, **messages),
     )
     assert loop.run(reference) == 0 and ranks(4)(trained, config) == [0] * 4
-    assert tiny.losses(Path(config.output)) == pytest.approx(tiny.losses(Path(reference.output)), rel=5e-3)
+    assert tiny.losses(Path(config.output)) == pytest.approx(
+        tiny.losses(Path(reference.output)), rel=5e-3
+    )
 
 
 # --- checkpoints
@@ -148,11 +164,16 @@ def _weights(config):
 def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):
     """Ctrl-C reaches rank 1 alone. The checkpoint and final/ are of whole tensors, with the names and shapes of one process."""
     common = {"recipe": "fp8-delayed", "steps": 4, "batch_size": 2}
-    whole, config = make("whole", parallel="tp=2", **common), make("stopped", parallel="tp=2", **common)
+    whole, config = (
+        make("whole", parallel="tp=2", **common),
+        make("stopped", parallel="tp=2", **common),
+    )
     assert ranks(2)(trained, whole) == [0, 0]
     assert ranks(2)(trained, config, [("stop", 1, 2)]) == [130, 130]
     assert ranks(2)(trained, replace(config, resume=True), [("stop", 0, 3)]) == [130, 130]
-    assert tiny.losses(Path(config.output)) == {step: tiny.losses(Path(whole.output))[step] for step in (1, 2, 3)}
+    assert tiny.losses(Path(config.output)) == {
+        step: tiny.losses(Path(whole.output))[step] for step in (1, 2, 3)
+    }
     assert loop.run(replace(config, resume=True, parallel="")) == 0
     ours, theirs = tiny.losses(Path(config.output)), tiny.losses(Path(whole.output))
     assert ours[4] == pytest.approx(theirs[4], rel=1e-2) and ours[4] != ours[3]
@@ -173,7 +194,9 @@ def test_from_one_process_to_four_ranks(ranks, make):
     assert ranks(4)(trained, four) == [0] * 4
     reference = make("reference", recipe="fp8-delayed", steps=4, micro_batches=2)
     assert loop.run(reference) == 0
-    assert tiny.losses(Path(config.output)) == pytest.approx(tiny.losses(Path(reference.output)), rel=1e-2)
+    assert tiny.losses(Path(config.output)) == pytest.approx(
+        tiny.losses(Path(reference.output)), rel=1e-2
+    )
 
 
 # --- what must be equal
@@ -181,8 +204,14 @@ def test_from_one_process_to_four_ranks(ranks, make):
 
 def test_a_norm_that_differs_between_ranks_that_share_products_ends_the_run(ranks, make):
     """That step's losses show it, or the digests after it."""
-    said = sorted(ranks(2)(trained, make(recipe="fp8-delayed", parallel="tp=2", digest_every=2), [("norm", 1, 2)]))
-    assert re.search("^DriftError: (rank 1: )?step 2: ", said[0]) and re.search("rank 0 and .*rank 1", said[0])
+    said = sorted(
+        ranks(2)(
+            trained, make(recipe="fp8-delayed", parallel="tp=2", digest_every=2), [("norm", 1, 2)]
+        )
+    )
+    assert re.search("^DriftError: (rank 1: )?step 2: ", said[0]) and re.search(
+        "rank 0 and .*rank 1", said[0]
+    )
     assert all(each.startswith(("DriftError", "EndedElsewhere")) for each in said)
 
 
@@ -228,14 +257,20 @@ def _drift():
 
 def test_digests_compare_what_only_some_axes_cut(ranks):
     for said in ranks(2)(_drift):
-        assert "step 1: norm differs between rank 0 and rank 1" in said and "so do 1 tensors after it" in said
+        assert (
+            "step 1: norm differs between rank 0 and rank 1" in said
+            and "so do 1 tensors after it" in said
+        )
 
 
 @pytest.mark.slow
 def test_a_nan_in_one_ranks_part_of_a_weight_is_named(ranks, make):
     said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel="tp=2"), [("nan", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
-    assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
+    assert (
+        "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1]
+        and "on rank 1" in said[1]
+    )
 
 
 @pytest.mark.slow
@@ -261,4 +296,8 @@ REFUSED = {
 @pytest.mark.parametrize("words", quick(["num_key_value_heads = 1"], REFUSED))
 def test_what_ranks_cannot_share_is_refused_by_all(ranks, make, words):
     said = sorted(ranks(2)(trained, make(**({"parallel": "tp=2"} | REFUSED[words]))))
-    assert said[0].startswith("ConfigError") and words in said[0] and said[1].startswith("EndedElsewhere")
+    assert (
+        said[0].startswith("ConfigError")
+        and words in said[0]
+        and said[1].startswith("EndedElsewhere")
+    )

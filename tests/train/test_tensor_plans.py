@@ -58,7 +58,10 @@ MODELS = {
 REFUSED = {
     "GPT2": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 51}, "no plan is known"),
     "Mixtral": (DECODER | {"num_local_experts": 2}, "packed_colwise"),
-    "Llama": (DECODER | {"num_key_value_heads": 1}, "num_key_value_heads = 1 of LlamaForCausalLM is no multiple of 2"),
+    "Llama": (
+        DECODER | {"num_key_value_heads": 1},
+        "num_key_value_heads = 1 of LlamaForCausalLM is no multiple of 2",
+    ),
     "Mistral": (DECODER | {"intermediate_size": 63}, "has 63 outputs, no multiple of 2"),
 }
 
@@ -101,7 +104,10 @@ def _furthest(kind, cuts_tokens=False, tokens=12):
     other, cut = _gradients(model, given)
     assert cut.keys() == alone.keys()
     whole = sum(float(each.square().sum()) for each in alone.values()) ** 0.5 / len(alone) ** 0.5
-    furthest = max(float((cut[name] - alone[name]).norm()) / max(float(alone[name].norm()), whole) for name in alone)
+    furthest = max(
+        float((cut[name] - alone[name]).norm()) / max(float(alone[name].norm()), whole)
+        for name in alone
+    )
     held = [torch.empty_like(each) for each in cut.values() for _ in range(2)]
     for place, each in enumerate(cut.values()):
         dist.all_gather(held[2 * place : 2 * place + 2], each.contiguous())
@@ -161,7 +167,9 @@ def test_a_cut_through_a_recipes_tiles_is_refused(ranks):
 def _wrong_plan(kind):
     """A plan that cuts heads (OPT counts them itself, and takes tokens for heads), or that leaves out a sum."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    model = _model(kind, "AutoModelForCausalLM", DECODER | {"ffn_dim": 64, "word_embed_proj_dim": 32})
+    model = _model(
+        kind, "AutoModelForCausalLM", DECODER | {"ffn_dim": 64, "word_embed_proj_dim": 32}
+    )
     mlp = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise_gather_output"}
     model.config.base_model_tp_plan = dict(tensor_plans.OWN["bart"]) if kind == "OPT" else mlp
     with pytest.raises(ConfigError) as raised:
@@ -187,7 +195,8 @@ def _dropped(checkpoints):
     """Of a training step with dropout: what attention of the first layer gives on this rank, the loss, the norm of a plain gradient."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = convert(
-        _model("Bert", "AutoModelForSequenceClassification", DROPOUT, True), {"*.layer.*": "fp8-row"}
+        _model("Bert", "AutoModelForSequenceClassification", DROPOUT, True),
+        {"*.layer.*": "fp8-row"},
     ).train()
     shared = tensor.cut(model, mesh["tp"], {"input_ids": _inputs(model)["input_ids"]}, False)
     if checkpoints:
@@ -205,7 +214,9 @@ def _dropped(checkpoints):
     loss = model(**_inputs(model)).loss
     loss.backward()
     assert torch.equal(before, torch.get_rng_state())
-    norms = [float(each.grad.norm()) for each in model.parameters() if not isinstance(each, DTensor)]
+    norms = [
+        float(each.grad.norm()) for each in model.parameters() if not isinstance(each, DTensor)
+    ]
     return seeds, float(loss), norms
 
 

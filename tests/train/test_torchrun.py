@@ -88,7 +88,8 @@ def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, l
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout"), quick([("none", "dp")], [("none", "dp"), ("none", "fsdp"), ("fp8-delayed", "dp")])
+    ("recipe", "layout"),
+    quick([("none", "dp")], [("none", "dp"), ("none", "fsdp"), ("fp8-delayed", "dp")]),
 )
 def test_dropout_leaves_out_what_one_process_does(ranks, tmp_path, recipe, layout):
     """Not the same elements on all ranks; and a run that one process resumes goes on with those that would have come."""
@@ -116,7 +117,9 @@ def test_shards_compile(ranks, make):
     common = {"recipe": "fp8-current", "parallel": "fsdp", "steps": 3, "eval_every": 2}
     reference, config = make("reference", **common), make("compiled", compile=True, **common)
     assert ranks(2)(each, [reference, config]) == [[0, 0], [0, 0]]
-    assert tiny.losses(Path(config.output)) == pytest.approx(tiny.losses(Path(reference.output)), rel=1e-3)
+    assert tiny.losses(Path(config.output)) == pytest.approx(
+        tiny.losses(Path(reference.output)), rel=1e-3
+    )
     assert all(event["compiled_graphs"] > 0 for event in tiny.events(Path(config.output), "step"))
 
 
@@ -160,7 +163,9 @@ def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before
 
 
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
-def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(ranks, make, before_step, layout):
+def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(
+    ranks, make, before_step, layout
+):
     """Ctrl-C reaches rank 1 alone: both finish the step, and save one checkpoint."""
     common = {"recipe": "fp8-delayed", "steps": 6, "batch_size": 4}
     reference = make("reference", micro_batches=2, **common)
@@ -206,7 +211,9 @@ def test_ranks_share_the_validation_data(ranks, make, layout):
     config = make("ranks", parallel=layout, **common)
     assert ranks(2)(counted, config) == [(0, 3), (0, 3)]
     ours, theirs = (tiny.events(Path(each.output), "eval")[-1] for each in (config, reference))
-    assert (ours["loss"], ours["tokens"]) == (theirs["loss"], theirs["tokens"]) and ours["tokens"] == 5 * 64 - 7
+    assert (ours["loss"], ours["tokens"]) == (theirs["loss"], theirs["tokens"]) and ours[
+        "tokens"
+    ] == 5 * 64 - 7
 
 
 # --- differences between ranks
@@ -218,7 +225,8 @@ def test_a_weight_that_differs_is_named_within_the_interval(ranks, make):
         assert said.startswith("DriftError: ") or said.startswith("EndedElsewhere")
         if said.startswith("DriftError"):
             assert re.search(
-                r"step 4: model\.layers\.1\.mlp\.down_proj\.weight differs between rank 0 and rank 1", said
+                r"step 4: model\.layers\.1\.mlp\.down_proj\.weight differs between rank 0 and rank 1",
+                said,
             )
     assert list(tiny.losses(Path(config.output))) == [1, 2, 3, 4]
 
@@ -238,7 +246,10 @@ def test_other_settings_on_a_rank_are_named(ranks, make):
 def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make, layout):
     said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel=layout), [("nan", 1, 2)]))
     assert said[0].startswith("EndedElsewhere") and "NumericsError: " in said[1]
-    assert "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1] and "on rank 1" in said[1]
+    assert (
+        "the parameter 'model.layers.1.mlp.down_proj.weight' itself" in said[1]
+        and "on rank 1" in said[1]
+    )
 
 
 # --- settings
@@ -276,7 +287,16 @@ def test_a_layout_that_does_not_fit_is_told_one_that_does():
 
 def test_ranks_that_share_products_or_stages_read_the_same_data():
     sizes = parallel_syntax.layout("dp=2,fsdp=2,tp=2", 8)
-    assert [sizes.share(rank) for rank in range(8)] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (2, 4), (3, 4), (3, 4)]
+    assert [sizes.share(rank) for rank in range(8)] == [
+        (0, 4),
+        (0, 4),
+        (1, 4),
+        (1, 4),
+        (2, 4),
+        (2, 4),
+        (3, 4),
+        (3, 4),
+    ]
     assert sizes.readers(5) == [4, 5]
     four = parallel_syntax.layout("fsdp=2,pp=2", 4)
     assert [four.share(rank) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
@@ -294,7 +314,13 @@ def test_a_batch_that_ranks_cannot_share_is_refused(ranks, make):
 
 
 def joined(monkeypatch, **variables):
-    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **variables}
+    given = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        **variables,
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with Ranks.join("cpu", 1):
@@ -316,7 +342,9 @@ def test_an_environment_that_torchrun_would_not_set_is_refused(monkeypatch, vari
         joined(monkeypatch, **variables)
 
 
-@pytest.mark.parametrize("given", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}])
+@pytest.mark.parametrize(
+    "given", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}]
+)
 def test_a_part_of_what_torchrun_sets_is_refused(monkeypatch, given):
     """Else each rank would train alone."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -330,7 +358,12 @@ def test_a_part_of_what_torchrun_sets_is_refused(monkeypatch, given):
 
 
 def test_a_count_of_restarts_that_is_none_is_refused(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
     with raises(ConfigError, "torchrun.number", "TORCHELASTIC_RESTART_COUNT = 'x'"):
@@ -353,7 +386,9 @@ class Store:
         return self.looks > 100 and keys == [self.after]
 
     def get(self, key):
-        return json.dumps({"rank": 0, "code": 6, "words": "rank 0 was stopped for 3 s (timeout_s)."})
+        return json.dumps(
+            {"rank": 0, "code": 6, "words": "rank 0 was stopped for 3 s (timeout_s)."}
+        )
 
 
 def test_others_wait_for_the_first_rank_until_it_is_done_or_named(monkeypatch):
@@ -371,7 +406,15 @@ def test_others_wait_for_the_first_rank_until_it_is_done_or_named(monkeypatch):
 
 def torchrun(config, text, fault="none 0 0", more=(), options=()):
     """(what was said, seconds)."""
-    launch = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    launch = [
+        PYTHON,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *options,
+    ]
     started_at_s = time.monotonic()
     done = run([*launch, PROGRAM, *fault.split(), "train", *tiny.flags(config, text), *more])
     return done.stderr, time.monotonic() - started_at_s
@@ -386,17 +429,29 @@ def test_a_rank_that_dies_is_named(make, text):
     config = make(steps=100)
     said, _ = torchrun(config, text, "kill 1 3")
     [line] = told(said)
-    assert re.search(r"step 2: rank 1 of 2 \(.+\) (was killed by SIGKILL|ended without a word)", line)
+    assert re.search(
+        r"step 2: rank 1 of 2 \(.+\) (was killed by SIGKILL|ended without a word)", line
+    )
     assert "Resume with --resume" in line
-    assert re.search(r"rank +: 0 .*\n +exitcode +: (6|-15) ", said)  # torchrun's SIGTERM may come first
+    assert re.search(
+        r"rank +: 0 .*\n +exitcode +: (6|-15) ", said
+    )  # torchrun's SIGTERM may come first
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_within_the_time_out(make, text):
-    said, spent_s = torchrun(make(steps=100), text, "hang 1 3", ["--timeout-s=30"], ["--shutdown-timeout", "1"])
+    said, spent_s = torchrun(
+        make(steps=100), text, "hang 1 3", ["--timeout-s=30"], ["--shutdown-timeout", "1"]
+    )
     [line] = told(said)
-    assert re.search(r"rank 1 of 2 (did not answer within|\(.+\) was stopped for) 30 s \(timeout_s\)", line)
-    assert re.search(r"^WARNING: step 2: rank 1 of 2 \(.+\) is stopped by a signal \(SIGSTOP\)", said, re.MULTILINE)
+    assert re.search(
+        r"rank 1 of 2 (did not answer within|\(.+\) was stopped for) 30 s \(timeout_s\)", line
+    )
+    assert re.search(
+        r"^WARNING: step 2: rank 1 of 2 \(.+\) is stopped by a signal \(SIGSTOP\)",
+        said,
+        re.MULTILINE,
+    )
     assert spent_s < 240
 
 
@@ -441,13 +496,16 @@ def test_ctrl_c_at_torchrun_saves_and_ends_all(make, text):
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     metrics = Path(config.output) / "metrics.jsonl"
-    with subprocess.Popen([*command, *tiny.flags(config, text)], stderr=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        [*command, *tiny.flags(config, text)], stderr=subprocess.PIPE, env=environment
+    ) as process:
         while not metrics.exists() or metrics.read_bytes().count(b"step") < 3:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         said = process.communicate()[1].decode()
     assert (
-        "interrupted at step" in said and "Continue: torchrun --nproc-per-node 2 -m narrowgauge train --resume" in said
+        "interrupted at step" in said
+        and "Continue: torchrun --nproc-per-node 2 -m narrowgauge train --resume" in said
     )
     [checkpoint] = (Path(config.output) / "checkpoints").iterdir()
     assert store.load(checkpoint).step == len(tiny.losses(Path(config.output)))

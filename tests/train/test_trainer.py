@@ -46,12 +46,20 @@ def targets(node):
         given = node.targets
     elif isinstance(node, ast.AugAssign | ast.AnnAssign):
         given = [node.target]
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        "setattr",
+        "delattr",
+        "object.__setattr__",
+    ):
         return [ast.Attribute(node.args[0], "", ast.Store())] if node.args else []
     elif isinstance(node, ast.For | ast.comprehension):
         given = [node.target]
     else:
-        given = [each.optional_vars for each in node.items if each.optional_vars] if isinstance(node, ast.With) else []
+        given = (
+            [each.optional_vars for each in node.items if each.optional_vars]
+            if isinstance(node, ast.With)
+            else []
+        )
     nested = [each for one in given for each in ast.walk(one) if isinstance(each, ast.Attribute)]
     return [each for each in nested if isinstance(each.ctx, ast.Store | ast.Del)]
 
@@ -73,7 +81,9 @@ def test_no_other_file_assigns_to_a_trainer():
         str(path.relative_to(PACKAGE)): places
         for path in PACKAGE.rglob("*.py")
         # transformers' Trainer is another class
-        if path != OWN and path.name != "transformers_trainer.py" and (places := assignments(path.read_text("utf-8")))
+        if path != OWN
+        and path.name != "transformers_trainer.py"
+        and (places := assignments(path.read_text("utf-8")))
     }
     assert found == {}
 
@@ -103,7 +113,11 @@ def test_trainer_stays_small():
         if isinstance(each.value, ast.Name) and each.value.id == "self"
     }
     imported = [
-        node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("narrowgauge")
+        node
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("narrowgauge")
     ]
-    assert trainer.Trainer.__name__ == "Trainer" and len(attributes) <= MOST_ATTRIBUTES, sorted(attributes)
+    assert trainer.Trainer.__name__ == "Trainer" and len(attributes) <= MOST_ATTRIBUTES, sorted(
+        attributes
+    )
     assert len(imported) <= MOST_IMPORTS

@@ -23,7 +23,9 @@ from narrowgauge.train.transformers_trainer import GuardedTrainer
 from tests.raising import raises
 
 DRAW = np.random.default_rng(0)
-DATA = [{"input_ids": ids, "labels": ids} for ids in torch.from_numpy(DRAW.integers(1, 50, (48, 16)))]
+DATA = [
+    {"input_ids": ids, "labels": ids} for ids in torch.from_numpy(DRAW.integers(1, 50, (48, 16)))
+]
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:torch", "ignore::UserWarning:accelerate"
 )
@@ -35,12 +37,16 @@ class Poison(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
+    ) -> None:
         if state.global_step == self.step:
             next(model.parameters()).grad.fill_(math.nan)
 
 
-def trainer(folder: Path, guard: str = "", recipe: str = "fp8-delayed", callbacks: Any = (), **options: Any) -> Any:
+def trainer(
+    folder: Path, guard: str = "", recipe: str = "fp8-delayed", callbacks: Any = (), **options: Any
+) -> Any:
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 50,
@@ -115,7 +121,9 @@ def test_a_resumed_run_is_guarded_on(tmp_path, stop):
     resumed = trainer(tmp_path / "resumed", "every=5,steps=4")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{stop}"))
     assert_same(bits(resumed), bits(whole))
-    held = json.loads((tmp_path / "whole" / f"checkpoint-{stop}" / "trainer_state.json").read_text())
+    held = json.loads(
+        (tmp_path / "whole" / f"checkpoint-{stop}" / "trainer_state.json").read_text()
+    )
     known = held["stateful_callbacks"]["narrowgauge_guard"]["attributes"]
     assert (known["taken"], len(known["evidence"]["checks"])) == (stop, stop // 9)
     begins = [event["begun"] for event in resumed.guard.events]
@@ -129,9 +137,15 @@ def test_a_resumed_run_is_guarded_on(tmp_path, stop):
 def test_a_worse_run_goes_on_in_the_reference(tmp_path):
     run = trainer(tmp_path, "every=5,steps=4,then=stay", callbacks=[Poison(7)])
     run.train()
-    assert [(event["verdict"], event["then"]) for event in run.guard.events] == [("worse", "stay"), ("unknown", "")]
+    assert [(event["verdict"], event["then"]) for event in run.guard.events] == [
+        ("worse", "stay"),
+        ("unknown", ""),
+    ]
     assert all(bool(each.isfinite().all()) for each in run.model.parameters())
-    assert [each["guard_worse"] for each in run.state.log_history if "guard_worse" in each] == [1, 0]
+    assert [each["guard_worse"] for each in run.state.log_history if "guard_worse" in each] == [
+        1,
+        0,
+    ]
 
 
 @pytest.mark.slow

@@ -12,7 +12,21 @@ from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import TrainConfig
 from tests.compare import bits
 
-WORDS = ["scale", "tile", "amax", "codes", "the", "of", "and", "a", "rounds", "stores", "narrow", "wide", "exact"]
+WORDS = [
+    "scale",
+    "tile",
+    "amax",
+    "codes",
+    "the",
+    "of",
+    "and",
+    "a",
+    "rounds",
+    "stores",
+    "narrow",
+    "wide",
+    "exact",
+]
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 48, "sequence_length": 16, "vocab_size": 300,
     "batch_size": 4, "steps": 6, "warmup_steps": 2, "eval_every": 0, "eval_tokens": 128, "eval_wide": False, "checkpoint_every": 0,
@@ -31,16 +45,29 @@ def write_text(folder: Path, documents: int = 40) -> Path:
 
 
 def settings(text: Path, output: Path, **changes: Any) -> TrainConfig:
-    values = {**SIZES, "data": str(text), "cache": str(text.parent / "cache"), "output": str(output), **changes}
+    values = {
+        **SIZES,
+        "data": str(text),
+        "cache": str(text.parent / "cache"),
+        "output": str(output),
+        **changes,
+    }
     if "model" in changes:
-        values = {key: value for key, value in values.items() if key not in ("hidden_size", "layers", "heads")}
+        values = {
+            key: value
+            for key, value in values.items()
+            if key not in ("hidden_size", "layers", "heads")
+        }
         values.pop("intermediate_size")
     return TrainConfig(**values)
 
 
 def flags(config: TrainConfig, text: Path) -> list[str]:
     """The command line of `settings`."""
-    values = {key: getattr(config, key) for key in SIZES} | {"recipe": config.recipe, "precision": config.precision}
+    values = {key: getattr(config, key) for key in SIZES} | {
+        "recipe": config.recipe,
+        "precision": config.precision,
+    }
     values |= {"data": text, "cache": text.parent / "cache", "output": config.output}
     return [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
 

@@ -77,10 +77,14 @@ def blame(
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         note = "Suspects are not confirmed on several ranks, of which each has its part of the gradient."
         return Blame(found.findings, (), (*found.notes, note), found.step)
-    return Blame(found.findings, tuple(by_gradient(model, compute, suspects)), found.notes, found.step)
+    return Blame(
+        found.findings, tuple(by_gradient(model, compute, suspects)), found.notes, found.step
+    )
 
 
-def observed(model: nn.Module, compute: Callable[[], object], *, at_once: int = 0, trace: bool = False) -> Blame:
+def observed(
+    model: nn.Module, compute: Callable[[], object], *, at_once: int = 0, trace: bool = False
+) -> Blame:
     """Findings of one step, without confirmation. trace: the caller restores the model."""
     layers = converted(model)
     if not layers:
@@ -110,24 +114,39 @@ def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -
     notes = []
     # Sampling noise averages out over steps, and a comparison with all rows would count it as an
     # error.
-    if sampling := [layer.sampling for _, layer in layers if layer.sampling is not None and layer.sampling.active]:
-        most = max(float(each.variance[each.PRODUCTS.index(name)]) for each in sampling for name in each.active)
+    if sampling := [
+        layer.sampling
+        for _, layer in layers
+        if layer.sampling is not None and layer.sampling.active
+    ]:
+        most = max(
+            float(each.variance[each.PRODUCTS.index(name)])
+            for each in sampling
+            for name in each.active
+        )
         notes.append(
             f"{len(sampling)} layers sample rows of the gradient, which adds a variance of up to {most:.2g} of its square. That averages "
             "out over steps and is not counted: products are judged by the rows that they read."
         )
     if unseen := [name for name, _ in layers if (name, "output") not in products]:
-        notes.append(f"{len(unseen)} converted layers were not called in the step, {unseen[0]} the first.")
+        notes.append(
+            f"{len(unseen)} converted layers were not called in the step, {unseen[0]} the first."
+        )
     for product in OPERANDS:
         narrow = sum(
-            name == product and (each.lhs.is_narrow or each.rhs.is_narrow) for (_, name), each in products.items()
+            name == product and (each.lhs.is_narrow or each.rhs.is_narrow)
+            for (_, name), each in products.items()
         )
         if 0 < narrow < SMALLEST:
             notes.append(
                 f"Of {product} {narrow} products are narrow, too few to judge one by the others: give a healthy step as baseline."
             )
-    if any(product == "output" for _, product in products) and not any(name != "output" for _, name in products):
-        notes.append("No gradient was seen: the step has no backward pass, or nothing of these layers trains.")
+    if any(product == "output" for _, product in products) and not any(
+        name != "output" for _, name in products
+    ):
+        notes.append(
+            "No gradient was seen: the step has no backward pass, or nothing of these layers trains."
+        )
     return notes
 
 

@@ -61,25 +61,37 @@ def in_16_bits(model: nn.Module, findings: Iterable[Finding]) -> Iterator[None]:
             layers[name].compute_as(before[name])
 
 
-def by_gradient(model: nn.Module, compute: Callable[[], object], suspects: Sequence[Finding]) -> list[Confirmation]:
+def by_gradient(
+    model: nn.Module, compute: Callable[[], object], suspects: Sequence[Finding]
+) -> list[Confirmation]:
     """Confirm each suspect. compute: forward and backward of the whole step."""
     with undisturbed(model), suspended(model):
         compute()
-        wide = [None if each.grad is None else each.grad.detach().clone() for each in model.parameters()]
+        wide = [
+            None if each.grad is None else each.grad.detach().clone() for each in model.parameters()
+        ]
     whole, _ = _distance(model, compute, wide)
     return [_confirmed(model, compute, each, wide, whole) for each in suspects]
 
 
 def _confirmed(
-    model: nn.Module, compute: Callable[[], object], suspect: Finding, wide: list[Tensor | None], whole: float
+    model: nn.Module,
+    compute: Callable[[], object],
+    suspect: Finding,
+    wide: list[Tensor | None],
+    whole: float,
 ) -> Confirmation:
     try:
         with in_16_bits(model, [suspect]):
             left, size = _distance(model, compute, wide)
     except ConfigError as error:
-        return Confirmation((suspect.name,), None, f"it cannot be computed in 16 bits: {str(error).rstrip('.')}")
+        return Confirmation(
+            (suspect.name,), None, f"it cannot be computed in 16 bits: {str(error).rstrip('.')}"
+        )
     if not whole > 0:
-        return Confirmation((suspect.name,), None, "the gradient is that of 16 bits, whatever it computes")
+        return Confirmation(
+            (suspect.name,), None, "the gradient is that of 16 bits, whatever it computes"
+        )
     # left can exceed whole: errors of several GEMMs partly cancel in the gradient.
     share, off = 1 - left / whole, (whole / size) ** 0.5 if size > 0 else float("inf")
     words = (
@@ -92,7 +104,9 @@ def _confirmed(
     return Confirmation((suspect.name,), None, words + more, {"share": share, "distance": off})
 
 
-def _distance(model: nn.Module, compute: Callable[[], object], wide: list[Tensor | None]) -> tuple[float, float]:
+def _distance(
+    model: nn.Module, compute: Callable[[], object], wide: list[Tensor | None]
+) -> tuple[float, float]:
     """(squared distance of the gradient from `wide`, squared norm of `wide`)."""
     far = size = 0.0
     with undisturbed(model):

@@ -113,7 +113,9 @@ class Reading:
 
     @property
     def is_suspect(self) -> bool:
-        return self.is_narrow and (not self.is_cast or (not self.is_passing and not self.times <= self.limit))
+        return self.is_narrow and (
+            not self.is_cast or (not self.is_passing and not self.times <= self.limit)
+        )
 
     @property
     def over(self) -> float:
@@ -197,12 +199,20 @@ class Finding:
         worse = self.worse
         if worse.is_narrow and not worse.is_cast:
             return _uncast(worse)
-        usual = f", {worse.times:.1f} times the {worse.expected:.2g} of its kind" if worse.expected else ""
+        usual = (
+            f", {worse.times:.1f} times the {worse.expected:.2g} of its kind"
+            if worse.expected
+            else ""
+        )
         words = f"{worse.role} as {worse.format} is {worse.error:.2g} off{usual}"
         for share, what in ((worse.saturated, "saturates"), (worse.underflown, "becomes zero")):
             words += f"; {share:.0%} of it {what}" if share >= SHARE else ""
         if worse.lag is not None and not 0.5 <= worse.lag <= 2:
-            side = f"{worse.lag:.2g} times" if worse.lag > 1 else f"1/{1 / max(worse.lag, 1e-30):.2g} of"
+            side = (
+                f"{worse.lag:.2g} times"
+                if worse.lag > 1
+                else f"1/{1 / max(worse.lag, 1e-30):.2g} of"
+            )
             words += f"; its largest element is {side} what its window gives"
         return words
 
@@ -215,7 +225,9 @@ def _uncast(reading: Reading) -> str:
     )
     if reading.scale_off > SCALE_OFF:
         words += f"; a scale is off that of its amax by {reading.scale_off:.1%}"
-    return words + (f"; {reading.saturated:.0%} of it saturates" if reading.saturated >= SHARE else "")
+    return words + (
+        f"; {reading.saturated:.0%} of it saturates" if reading.saturated >= SHARE else ""
+    )
 
 
 def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> list[Finding]:
@@ -227,7 +239,11 @@ def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> lis
         for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):
             gemm = getattr(recipes[layer], product)
             # First the same settings, then all quantized operands. Unquantized operands expect 0.
-            kind = kinds.get((product, gemm, role)) or kinds.get((product, None, role)) or Expected(0.0, False)
+            kind = (
+                kinds.get((product, gemm, role))
+                or kinds.get((product, None, role))
+                or Expected(0.0, False)
+            )
             readings.append(_reading(role, operand, kind))
         numbers = seen.error, seen.noise, seen.kernel, seen.kernel_most
         found.append(Finding(layer, product, recipes[layer].name, seen.shape, *numbers, *readings))
@@ -237,7 +253,9 @@ def found_in(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> lis
 def errors_of(findings: Iterable[Finding]) -> Baseline:
     """The `baseline` for a later step."""
     return {
-        (each.layer, each.product): {one.role: Expected(one.error, one.is_integer) for one in (each.lhs, each.rhs)}
+        (each.layer, each.product): {
+            one.role: Expected(one.error, one.is_integer) for one in (each.lhs, each.rhs)
+        }
         for each in findings
     }
 
@@ -254,7 +272,9 @@ def judged_by(findings: Iterable[Finding], baseline: Baseline) -> list[Finding]:
             return reading
         return replace(reading, expected=own[0], among_integers=reading.is_integer and bool(own[1]))
 
-    judged = [replace(each, lhs=beside(each, each.lhs), rhs=beside(each, each.rhs)) for each in findings]
+    judged = [
+        replace(each, lhs=beside(each, each.lhs), rhs=beside(each, each.rhs)) for each in findings
+    ]
     return sorted(judged, key=lambda each: each.score, reverse=True)
 
 
@@ -270,7 +290,9 @@ def _reading(role: str, seen: Operand, expected: Expected) -> Reading:
     )  # fmt: skip
 
 
-def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[tuple[str, Any, str], Expected]:
+def _kinds(
+    products: Mapping[Key, Product], recipes: Mapping[str, Any]
+) -> dict[tuple[str, Any, str], Expected]:
     """(GEMM, Gemm settings or None for all, role) -> expected error of this kind.
 
     The error is the median over quantized operands; `is_integer` if most operands are integers.
@@ -283,7 +305,10 @@ def _kinds(products: Mapping[Key, Product], recipes: Mapping[str, Any]) -> dict[
                 members.setdefault((product, gemm, role), []).append(operand)
                 members.setdefault((product, None, role), []).append(operand)
     return {
-        key: Expected(statistics.median(each.off for each in own), sum(each.is_integer for each in own) * 2 > len(own))
+        key: Expected(
+            statistics.median(each.off for each in own),
+            sum(each.is_integer for each in own) * 2 > len(own),
+        )
         for key, own in members.items()
         # The median of a few operands could be the faulty one itself.
         if key[1] is None or len(own) >= SMALLEST

@@ -39,7 +39,12 @@ STRETCH = 2**22  # elements of lhs and of the result that are in high precision 
 # Half a unit in the last place of bfloat16 is 2^-8 of the value, not 2^-9. A bound of 2^-9 held in
 # 3,000 GEMMs, since roundings average out to 0.0017, and failed at the first small GEMM with
 # unlucky mantissas.
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+UNIT = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
 # Hopper accumulates FP8 products with 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
 TENSOR_CORE = 2.0**-13
 PROMOTED = 128  # FP8 products between two float32 sums if accumulation is not fast
@@ -91,7 +96,13 @@ class Operand:
             setattr(self, each, getattr(other, each))
         self.recast.take(other.recast)
 
-    def add(self, original: Tensor, codes: QTensor | Tensor, wide: torch.dtype, noise: Tensor | None = None) -> None:
+    def add(
+        self,
+        original: Tensor,
+        codes: QTensor | Tensor,
+        wide: torch.dtype,
+        noise: Tensor | None = None,
+    ) -> None:
         """Add one operand; original [outer, inner] and noise are oriented as the codes are."""
         decoded = decode(codes)
         for own, made, scale in _stretches(original, decoded, _scales(codes)):
@@ -111,8 +122,15 @@ class Operand:
             return
         self.recast.add(original, codes, noise)
         cast = codes.cast
-        self.format, self.is_narrow, self.is_integer = str(cast), True, isinstance(cast.format, IntFormat)
-        self.is_delayed, self.is_by_amax = isinstance(cast.calibrate, Window), isinstance(cast.calibrate, Current)
+        self.format, self.is_narrow, self.is_integer = (
+            str(cast),
+            True,
+            isinstance(cast.format, IntFormat),
+        )
+        self.is_delayed, self.is_by_amax = (
+            isinstance(cast.calibrate, Window),
+            isinstance(cast.calibrate, Current),
+        )
         if original.numel():
             self.present = max(self.present, float(original.abs().amax()))
             self.used = max(self.used, float(codes.full_scale().max()) * cast.format.max)
@@ -186,12 +204,19 @@ class Product:
         self.calls += 1
         self.shape = result.shape[0], result.shape[1], originals[0].shape[1]
         with exact_float32(result.device):
-            for operand, original, made, noise in zip((self.lhs, self.rhs), originals, codes, noises, strict=True):
+            for operand, original, made, noise in zip(
+                (self.lhs, self.rhs), originals, codes, noises, strict=True
+            ):
                 operand.add(original, made, wide, noise)
             far, size, _ = _distance(result, originals, bias, wide)
             columns = [each.to(wide).square().sum(dim=0, dtype=torch.float64) for each in originals]
             off, coded, explained = kernel_distance(codes, bias, result, fast)
-        self.far, self.size, self.off, self.coded = self.far + far, self.size + size, self.off + off, self.coded + coded
+        self.far, self.size, self.off, self.coded = (
+            self.far + far,
+            self.size + size,
+            self.off + off,
+            self.coded + coded,
+        )
         # Sums of squares per contracted column: the size of the result if its terms were
         # independent.
         self.incoherent += float((columns[0] * columns[1]).sum())
@@ -199,7 +224,10 @@ class Product:
 
 
 def kernel_distance(
-    codes: tuple[QTensor | Tensor, QTensor | Tensor], bias: Tensor | None, result: Tensor, fast: bool
+    codes: tuple[QTensor | Tensor, QTensor | Tensor],
+    bias: Tensor | None,
+    result: Tensor,
+    fast: bool,
 ) -> tuple[float, float, float]:
     """Distance of a kernel's result from the product of its codes.
 
@@ -214,7 +242,9 @@ def kernel_distance(
     decoded = decode(codes[0]), decode(codes[1])
     off, coded, whole = _distance(result, decoded, bias, wide)
     lengths = [math.sqrt(_squares(each.to(wide))) for each in decoded]
-    explained = roundings(result, codes, math.sqrt(coded), math.sqrt(whole), math.prod(lengths), fast)
+    explained = roundings(
+        result, codes, math.sqrt(coded), math.sqrt(whole), math.prod(lengths), fast
+    )
     return off, coded, explained
 
 
@@ -231,7 +261,9 @@ def roundings(
     """
     contracted = codes[0].shape[1]
     most = UNIT[result.dtype] * whole + 4 * math.sqrt(contracted) * UNIT[torch.float32] * lengths
-    floats = all(isinstance(each, QTensor) and isinstance(each.cast.format, FloatFormat) for each in codes)
+    floats = all(
+        isinstance(each, QTensor) and isinstance(each.cast.format, FloatFormat) for each in codes
+    )
     if result.is_cuda and floats:
         most += TENSOR_CORE * math.sqrt(contracted if fast else min(contracted, PROMOTED)) * coded
     return most
@@ -285,7 +317,9 @@ def _scales(codes: QTensor | Tensor) -> Tensor | None:
     return times_scale(torch.ones(codes.shape, device=codes.device), scale, codes.cast.tile)
 
 
-def _stretches(own: Tensor, made: Tensor, scale: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+def _stretches(
+    own: Tensor, made: Tensor, scale: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     rows = max(1, STRETCH // max(own.shape[1], 1))
     for first in range(0, len(own), rows):
         part = slice(first, first + rows)

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from narrowgauge.diagnose.blame.judge import Baseline, Finding, as_numbers, errors_of, from_numbers, judged_by
+from narrowgauge.diagnose.blame.judge import (
+    Baseline,
+    Finding,
+    as_numbers,
+    errors_of,
+    from_numbers,
+    judged_by,
+)
 from narrowgauge.recipe import GEMMS
 
 ROWS = 10  # rows of the table
@@ -79,10 +86,19 @@ class Blame:
         layers = len({each.layer for each in self.findings})
         seen = f"{len(self.findings)} products of {layers} layers"
         if not self.suspects:
-            worst = f": the least accurate, {self.findings[0].name}: {self.findings[0].reason}" if self.findings else ""
+            worst = (
+                f": the least accurate, {self.findings[0].name}: {self.findings[0].reason}"
+                if self.findings
+                else ""
+            )
             return [f"No product is suspect among {seen}{worst}.", *self.notes]
-        said = [f"{len(self.suspects)} of {seen} {'is' if len(self.suspects) == 1 else 'are'} suspect."]
-        said += [f"{place}. {each.name}: {each.reason}." for place, each in enumerate(self.suspects[:ROWS], 1)]
+        said = [
+            f"{len(self.suspects)} of {seen} {'is' if len(self.suspects) == 1 else 'are'} suspect."
+        ]
+        said += [
+            f"{place}. {each.name}: {each.reason}."
+            for place, each in enumerate(self.suspects[:ROWS], 1)
+        ]
         if len(self.suspects) > ROWS:
             said.append(f"And {len(self.suspects) - ROWS} more.")
         said += [_confirmed(each) for each in self.confirmations]
@@ -100,7 +116,8 @@ class Blame:
             ))  # fmt: skip
         widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
         rows_of_text = (
-            "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)) for line in lines
+            "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True))
+            for line in lines
         )
         return "\n".join(each.rstrip() for each in rows_of_text)
 
@@ -121,7 +138,8 @@ class Blame:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Blame:
         confirmations = (
-            Confirmation(**{**each, "products": tuple(each["products"])}) for each in given["confirmations"]
+            Confirmation(**{**each, "products": tuple(each["products"])})
+            for each in given["confirmations"]
         )
         findings = tuple(map(from_numbers, given["findings"]))
         return cls(findings, tuple(confirmations), tuple(given["notes"]), given["step"])
@@ -132,11 +150,16 @@ def entries(findings: Iterable[Finding]) -> list[str]:
     products: dict[str, set[str]] = {}
     for each in findings:
         products.setdefault(each.layer, set()).add(each.product)
-    return [f"{layer}=bf16:{'+'.join(name for name in GEMMS if name in own)}" for layer, own in products.items()]
+    return [
+        f"{layer}=bf16:{'+'.join(name for name in GEMMS if name in own)}"
+        for layer, own in products.items()
+    ]
 
 
 def _confirmed(each: Confirmation) -> str:
-    verdict = {True: "confirmed", False: "inaccurate, but it does not hurt", None: "not known whether it hurts"}[
-        each.hurts
-    ]
+    verdict = {
+        True: "confirmed",
+        False: "inaccurate, but it does not hurt",
+        None: "not known whether it hurts",
+    }[each.hurts]
     return f"{', '.join(each.products)}: {verdict}: {each.words}."

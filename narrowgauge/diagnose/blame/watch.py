@@ -86,5 +86,11 @@ def of_all_ranks(found: dict[Key, Product]) -> dict[Key, Product]:
 
 def converted(model: nn.Module) -> list[tuple[str, QLinear]]:
     """Linears that use a recipe now, with their names stripped of wrappers."""
-    layers = ((plain_name(name), each) for name, each in model.named_modules() if isinstance(each, QLinear))
-    return [(name, each) for name, each in layers if each.recipe is not None and not each.is_suspended]
+    layers = (
+        (plain_name(name), each)
+        for name, each in model.named_modules()
+        if isinstance(each, QLinear)
+    )
+    return [
+        (name, each) for name, each in layers if each.recipe is not None and not each.is_suspended
+    ]

@@ -81,7 +81,11 @@ class Audited:
 
     def event(self) -> dict[str, Any]:
         """Keys for the check's event."""
-        return {"unlike": dict(self.unlike), "compared": len(self.compared), "unseen": self.unseen_words()}
+        return {
+            "unlike": dict(self.unlike),
+            "compared": len(self.compared),
+            "unseen": self.unseen_words(),
+        }
 
     def unseen_words(self) -> str:
         """Sentences on layers that could not be compared, or ''."""
@@ -167,7 +171,9 @@ class _LayerAudit:
     # noise.
     keeps_inputs = False
 
-    def __init__(self, name: str, layer: QLinear, is_chosen: bool, before: Mapping[Key, Tensor]) -> None:
+    def __init__(
+        self, name: str, layer: QLinear, is_chosen: bool, before: Mapping[Key, Tensor]
+    ) -> None:
         """before: random numbers of the previous step."""
         self.name, self.layer, self.is_chosen, self._before = name, layer, is_chosen, before
         self.unlike: dict[str, tuple[str, str]] = {}
@@ -200,9 +206,13 @@ class _LayerAudit:
             and not is_gathered
             and (self.is_chosen or role == "w")
         ):
-            self._compare(gemm, role, original if PRODUCTS[role][0] == gemm else original.T, operand, noise)
+            self._compare(
+                gemm, role, original if PRODUCTS[role][0] == gemm else original.T, operand, noise
+            )
 
-    def _compare(self, gemm: str, role: str, original: Tensor, operand: QTensor, noise: Tensor | None) -> None:
+    def _compare(
+        self, gemm: str, role: str, original: Tensor, operand: QTensor, noise: Tensor | None
+    ) -> None:
         recast = Recast()
         with torch.autocast(original.device.type, enabled=False):
             recast.add(original, operand, noise)
@@ -234,8 +244,13 @@ class _LayerAudit:
             off, coded, explained = kernel_distance((lhs, rhs), bias, result.detach(), fast)
         self.compared.add(f"{self.name}:{gemm}")
         if math.isfinite(coded) and not off <= explained**2:
-            share, most = (value / math.sqrt(coded) if coded > 0 else math.inf for value in (math.sqrt(off), explained))
-            self._tell(gemm, KERNEL, f"{share:.2g} of its norm off, of which rounding explains {most:.1g}")
+            share, most = (
+                value / math.sqrt(coded) if coded > 0 else math.inf
+                for value in (math.sqrt(off), explained)
+            )
+            self._tell(
+                gemm, KERNEL, f"{share:.2g} of its norm off, of which rounding explains {most:.1g}"
+            )
 
     def _tell(self, gemm: str, kind: str, detail: str) -> None:
         self.unlike.setdefault(f"{self.name}:{gemm}", (kind, detail))

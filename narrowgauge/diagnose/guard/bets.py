@@ -65,7 +65,8 @@ class Money:
         self.checks += 1
         fresh = 1 / (self.checks * (self.checks + 1))
         self._won = [
-            min((won + fresh) * min(factor, LIMIT), CEILING) for won, factor in zip(self._won, factors, strict=True)
+            min((won + fresh) * min(factor, LIMIT), CEILING)
+            for won, factor in zip(self._won, factors, strict=True)
         ]
 
     @property
@@ -150,7 +151,10 @@ class Bets:
         for each in filter(math.isfinite, controls):
             self._scale.control(each)
         scale = self.scale_at(margin)
-        above, below = factors((difference - margin) / scale), factors((-difference - margin) / scale)
+        above, below = (
+            factors((difference - margin) / scale),
+            factors((-difference - margin) / scale),
+        )
         self._above.bet(above)
         self._below.bet(below)
         # Bets on either side at each check: saturating amax histories change the sign of the
@@ -210,7 +214,9 @@ class RunBets:
         same, noise          on the same weights
         grow, within         as in `Bets.add`
         """
-        self.stretch.add(difference, margin, () if control is None else (control,), grow=grow, within=within)
+        self.stretch.add(
+            difference, margin, () if control is None else (control,), grow=grow, within=within
+        )
         if same is not None:
             self.same.add(same, margin, noise, grow=grow, within=within)
 
@@ -241,7 +247,9 @@ def _upper(values: Sequence[float]) -> float:
     values, wild = sorted(values), min(len(values) // 4, 2)
     values[len(values) - wild :] = values[len(values) - wild - 1 :][:1] * wild
     return (
-        math.sqrt(math.fsum(value * value for value in values) / chi2_quantile(len(values) - wild)) if values else 0.0
+        math.sqrt(math.fsum(value * value for value in values) / chi2_quantile(len(values) - wild))
+        if values
+        else 0.0
     )
 
 

@@ -35,7 +35,9 @@ def noise(narrow: Sequence[float], wide: Sequence[float]) -> list[float]:
     """Noise values from PAIRS pairs of steps after the first one; fewer for a shorter probe."""
     # Disjoint pairs: a shared difference would make the values dependent.
     apart = [ours - theirs for ours, theirs in zip(narrow, wide, strict=False)][1 : 1 + 2 * PAIRS]
-    return [abs(one - other) / math.sqrt(2) for one, other in zip(apart[::2], apart[1::2], strict=False)]
+    return [
+        abs(one - other) / math.sqrt(2) for one, other in zip(apart[::2], apart[1::2], strict=False)
+    ]
 
 
 def wants_control(evidence: Evidence) -> bool:

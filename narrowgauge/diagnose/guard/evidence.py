@@ -104,7 +104,13 @@ class Evidence:
     Raises ConfigError if a margin is not a positive number.
     """
 
-    def __init__(self, margin: float = MARGIN, least_margin: float = LEAST_MARGIN, *, is_in_nats: bool = False) -> None:
+    def __init__(
+        self,
+        margin: float = MARGIN,
+        least_margin: float = LEAST_MARGIN,
+        *,
+        is_in_nats: bool = False,
+    ) -> None:
         for name, value in (("margin", margin), ("least_margin", least_margin)):
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(
@@ -154,7 +160,14 @@ class Evidence:
             # judged again.
             margin = self.margin_at(check.loss)
             within = self._certified(check)
-            self._bets.add(check.difference, _finite(check.same), margin, check.control, check.noise, within=within)
+            self._bets.add(
+                check.difference,
+                _finite(check.same),
+                margin,
+                check.control,
+                check.noise,
+                within=within,
+            )
 
     def _certified(self, check: Check) -> float:
         """Margin of the verdict "within": at most a share of the run's progress."""
@@ -171,7 +184,9 @@ class Evidence:
 
     def _usual(self, number: int) -> float | None:
         before = [
-            check.loss for check in self.checks[max(number - 1 - RECENT, 0) : number - 1] if math.isfinite(check.loss)
+            check.loss
+            for check in self.checks[max(number - 1 - RECENT, 0) : number - 1]
+            if math.isfinite(check.loss)
         ]
         return statistics.median(before) if len(before) > 1 else None
 
@@ -184,7 +199,9 @@ class Evidence:
     def verdict(self) -> Verdict:
         """Verdict after the newest check. Raises ConfigError before the first one."""
         if not self.checks:
-            raise ConfigError("Evidence: there is no check yet. Call add first.", code="evidence.no-check")
+            raise ConfigError(
+                "Evidence: there is no check yet. Call add first.", code="evidence.no-check"
+            )
         newest, checks, bets = self.checks[-1], len(self.checks), self._bets
         name, seen_on, direction = bets.verdict()
         sick, since = self._sick(), self._since(name, seen_on, direction)
@@ -269,7 +286,11 @@ class Evidence:
             difference = self._numbers(number)[seen_on == SAME_WEIGHTS]
             if difference is not None:
                 away, margin = difference, self.margin_at(self.checks[number - 1].loss)
-                total += margin - abs(away) if name == WITHIN else (away if direction == "higher" else -away) - margin
+                total += (
+                    margin - abs(away)
+                    if name == WITHIN
+                    else (away if direction == "higher" else -away) - margin
+                )
             if total >= best:
                 best, since = total, number
         return since

@@ -18,4 +18,6 @@ GROWN = (
 
 def grows_into_steps(model: nn.Module, verdict: Verdict) -> bool:
     """True if a verdict may reflect nothing but weights that are adapted to learned steps."""
-    return verdict.direction == "lower" and any(isinstance(each, LearnedSteps) for each in model.modules())
+    return verdict.direction == "lower" and any(
+        isinstance(each, LearnedSteps) for each in model.modules()
+    )

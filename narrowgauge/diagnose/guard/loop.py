@@ -162,11 +162,19 @@ class Guard:
         """
         is_cut = self._last_begin is not None and self._taken > self._last_begin
         # "bf16" for good leaves nothing to compare; any other recipe is checked on.
-        if self._check is None and self._taken >= self._next and not is_cut and self._given != "bf16":
+        if (
+            self._check is None
+            and self._taken >= self._next
+            and not is_cut
+            and self._given != "bf16"
+        ):
             self._wide.close()
             self._is_wide = False
             fork = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
-            first, audit = FirstGradients(self.model, self.optimizer), Audit(self.model, len(self.evidence.checks))
+            first, audit = (
+                FirstGradients(self.model, self.optimizer),
+                Audit(self.model, len(self.evidence.checks)),
+            )
             self._check = _Check(self._taken, fork, first, audit)
         if self._check is not None:
             # Recorded at each step, not only at the first: the loop's data pipeline may draw in
@@ -338,7 +346,9 @@ class Guard:
 
     @property
     def _optimizers(self) -> list[Any]:
-        return list(self.optimizer) if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        return (
+            list(self.optimizer) if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        )
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
@@ -354,7 +364,12 @@ class Guard:
         Called with the BF16 end state in place; `end` is the run's own end.
         """
         is_worse = verdict.name == WORSE
-        if not is_worse or not self.settings.keeps_reference or self._given or grows_into_steps(self.model, verdict):
+        if (
+            not is_worse
+            or not self.settings.keeps_reference
+            or self._given
+            or grows_into_steps(self.model, verdict)
+        ):
             end.restore()
             return "warn" if is_worse else ""
         if self.settings.recipe:
@@ -390,7 +405,10 @@ class Guard:
             return []
         device = next(self.model.parameters()).device
         found = torch.stack(
-            [torch.as_tensor(each, dtype=torch.float64).detach().reshape(()).to(device) for each in losses]
+            [
+                torch.as_tensor(each, dtype=torch.float64).detach().reshape(()).to(device)
+                for each in losses
+            ]
         )
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(found)

@@ -29,18 +29,27 @@ def has_narrow(model: nn.Module) -> bool:
     """True if some layer computes in low precision, which BF16 would not."""
     layers = list(model.modules())
     return any(
-        isinstance(each, QEmbedding) or (isinstance(each, QLinear) and is_narrow(each.recipe)) for each in layers
+        isinstance(each, QEmbedding) or (isinstance(each, QLinear) and is_narrow(each.recipe))
+        for each in layers
     )
 
 
 def is_narrow(recipe: Recipe | None) -> bool:
     """True if a GEMM of the recipe is below 16 bits."""
-    return recipe is not None and any(bits(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values())
+    return recipe is not None and any(
+        bits(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values()
+    )
 
 
-def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], then: str = "") -> None:
+def refuse(
+    model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], then: str = ""
+) -> None:
     """Raise ConfigError with the reason. then: recipe for a run that is worse, or ''."""
-    layers = {name: each.recipe for name, each in model.named_modules() if isinstance(each, QLinear) and each.recipe}
+    layers = {
+        name: each.recipe
+        for name, each in model.named_modules()
+        if isinstance(each, QLinear) and each.recipe
+    }
     if not has_narrow(model):
         raise ConfigError(
             "Guard: no product of the model is narrower than 16 bits, and no embedding has codes, so there is nothing to judge. "
@@ -52,12 +61,15 @@ def refuse(model: nn.Module, optimizers: Iterable[Any], also: Iterable[Any], the
             widened(model, layers, then)
         except ConfigError as error:
             raise ConfigError(
-                f"Guard: then = {then!r}: {error} Beside recipes there are 'warn' and 'stay'.", code="guard.then"
+                f"Guard: then = {then!r}: {error} Beside recipes there are 'warn' and 'stay'.",
+                code="guard.then",
             ) from None
     learns = any(isinstance(each, LearnedSteps) for each in model.modules())
     # DDP would wait for these gradients silently: its buckets are never reduced, until the ranks'
     # gradient norms differ.
-    if learns and any(getattr(each, "find_unused_parameters", True) is False for each in model.modules()):
+    if learns and any(
+        getattr(each, "find_unused_parameters", True) is False for each in model.modules()
+    ):
         raise ConfigError(
             "Guard: in BF16 the learned steps of the recipe have no gradient, for which DistributedDataParallel would wait. "
             "Wrap the model with find_unused_parameters=True.",
@@ -96,8 +108,13 @@ def refuse_state(state: Any, settings: str) -> None:
 
 def refuse_no_loss(loss: Any) -> None:
     """Raise ConfigError unless the loss is a single number."""
-    if not isinstance(loss, int | float) and not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
-        what = f"{list(loss.shape)} tensor" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    if not isinstance(loss, int | float) and not (
+        isinstance(loss, torch.Tensor) and loss.numel() == 1
+    ):
+        what = (
+            f"{list(loss.shape)} tensor" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        )
         raise ConfigError(
-            f"Guard: step returned a {what}. Return the mean loss of the batch, a number.", code="guard.step-result"
+            f"Guard: step returned a {what}. Return the mean loss of the batch, a number.",
+            code="guard.step-result",
         )

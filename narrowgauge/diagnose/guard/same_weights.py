@@ -57,7 +57,11 @@ class FirstGradients:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.samples: Samples = {}
         self._model = model
-        self._handles = [each.register_step_pre_hook(self._look) for each in _optimizers(optimizer) if not _hides(each)]
+        self._handles = [
+            each.register_step_pre_hook(self._look)
+            for each in _optimizers(optimizer)
+            if not _hides(each)
+        ]
 
     @_disable_dynamo
     @torch.no_grad()
@@ -93,7 +97,9 @@ def slopes(narrow: Samples, wide: Samples) -> dict[str, float]:
         for name, each in wide.items()
         if name in narrow and narrow[name].shape == each.shape
     }
-    found = {name: dot / square for name, (dot, square) in _of_all_ranks(products).items() if square > 0}
+    found = {
+        name: dot / square for name, (dot, square) in _of_all_ranks(products).items() if square > 0
+    }
     found = {name: slope for name, slope in found.items() if math.isfinite(slope)}
     common = [abs(slope) for slope in found.values() if slope]
     # The lower median: of two weights the larger slope may be the faulty one.
@@ -116,7 +122,11 @@ def unseen(model: nn.Module, optimizer: Any) -> str:
     reasons = [_hides(each) for each in _optimizers(optimizer)]
     if reasons and all(reasons):
         return reasons[0]
-    return "" if _weights(model) else "weights grow into the learned steps of their recipe, or do not train."
+    return (
+        ""
+        if _weights(model)
+        else "weights grow into the learned steps of their recipe, or do not train."
+    )
 
 
 def words(model: nn.Module, optimizer: Any) -> str:
@@ -125,9 +135,7 @@ def words(model: nn.Module, optimizer: Any) -> str:
         return f"Gradients are not compared: {reason}"
     weights = _weights(model).values()
     nbytes = sum(8 * min(shards.local(each).numel(), SAMPLE) for each in weights)
-    return (
-        f"At its first step the gradients of {plural(len(weights), 'weight')} are compared, samples of {size(nbytes)}."
-    )
+    return f"At its first step the gradients of {plural(len(weights), 'weight')} are compared, samples of {size(nbytes)}."
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
@@ -161,7 +169,11 @@ def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
     seen = set[int]()
     for name, module in model.named_modules():
         recipe = module.recipe if isinstance(module, QLinear) else None
-        weight = module.weight if recipe is not None and is_narrow(recipe) and not recipe.steps() else None
+        weight = (
+            module.weight
+            if recipe is not None and is_narrow(recipe) and not recipe.steps()
+            else None
+        )
         if isinstance(weight, nn.Parameter) and weight.requires_grad and id(weight) not in seen:
             seen.add(id(weight))
             found[plain_name(name)] = weight

@@ -48,25 +48,33 @@ class GuardSettings:
     then: str = WARN
 
     def __post_init__(self) -> None:
-        if not (is_whole(self.every) and is_whole(self.steps) and FEWEST <= self.steps <= self.every):
+        if not (
+            is_whole(self.every) and is_whole(self.steps) and FEWEST <= self.steps <= self.every
+        ):
             raise ConfigError(
                 f"guard: every = {self.every!r}, steps = {self.steps!r}: must be whole numbers, steps from {FEWEST} to every.",
                 code="guard.every-steps",
             )
         for name in ("margin", "least_margin"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, Real)
+                or not 0 < float(value) < math.inf
+            ):
                 raise ConfigError(
                     f"guard: {name} = {value!r}: must be a positive number. Choose for example {MARGIN}.",
                     code="guard.margin",
                 )
         if not isinstance(self.is_in_nats, bool):
             raise ConfigError(
-                f"guard: is_in_nats = {self.is_in_nats!r}: must be True or False.", code="guard.is-in-nats"
+                f"guard: is_in_nats = {self.is_in_nats!r}: must be True or False.",
+                code="guard.is-in-nats",
             )
         if not isinstance(self.then, str) or not self.then:
             raise ConfigError(
-                f"guard: then = {self.then!r}: must be {WARN!r}, {STAY!r} or the name of a recipe.", code="guard.then"
+                f"guard: then = {self.then!r}: must be {WARN!r}, {STAY!r} or the name of a recipe.",
+                code="guard.then",
             )
 
     def evidence(self) -> Evidence:
@@ -106,7 +114,8 @@ def refuse_counts(**counts: object) -> None:
     for name, value in counts.items():
         if not is_whole(value) or value < 0:  # type: ignore[operator]
             raise ConfigError(
-                f"Guard: {name} = {value!r}: must be a whole number of steps, 0 or more.", code="guard.whole-number"
+                f"Guard: {name} = {value!r}: must be a whole number of steps, 0 or more.",
+                code="guard.whole-number",
             )
 
 
@@ -128,9 +137,14 @@ def chosen(given: str | GuardSettings) -> GuardSettings:
     found = parse(given) if isinstance(given, str) else given
     if isinstance(found, GuardSettings):
         return found
-    what = "the settings are empty" if found is None else f"{given!r} is neither text nor GuardSettings"
+    what = (
+        "the settings are empty"
+        if found is None
+        else f"{given!r} is neither text nor GuardSettings"
+    )
     raise ConfigError(
-        f"Guard: {what}. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'.", code="guard.settings-type"
+        f"Guard: {what}. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'.",
+        code="guard.settings-type",
     )
 
 

@@ -43,7 +43,9 @@ def sentence(unlike: Unlike) -> str:
         own = {name: detail for name, (each, detail) in unlike.items() if each == kind}
         if not own:
             continue
-        named = "; ".join(f"{name}, {detail}" if detail else name for name, detail in list(own.items())[:NAMED])
+        named = "; ".join(
+            f"{name}, {detail}" if detail else name for name, detail in list(own.items())[:NAMED]
+        )
         more = f"; and {len(own) - NAMED} more" if len(own) > NAMED else ""
         said.append(f"In {plural(len(own), 'product')} {words} ({named}{more}). {_REMEDY[kind]}")
     return " ".join(said)

@@ -32,7 +32,9 @@ class Verdict:
     control: float | None  # of the newest check
     same: float | None  # of the newest check: the difference at its first step, on the same weights
     loss: float  # the reference's loss at the newest check
-    usual: float | None  # the reference's median loss over the RECENT checks before, None without two
+    usual: (
+        float | None
+    )  # the reference's median loss over the RECENT checks before, None without two
     since: int  # first check, from 1, that the means include
     mean: float  # mean of the differences that count; NaN without any
     same_mean: float | None  # mean of the differences on the same weights
@@ -64,7 +66,9 @@ class Verdict:
     @property
     def is_plateau(self) -> bool:
         """True if the loss has hardly moved since the first check."""
-        return self.first_loss is not None and self.first_loss - self.loss < PLATEAU * abs(self.first_loss)
+        return self.first_loss is not None and self.first_loss - self.loss < PLATEAU * abs(
+            self.first_loss
+        )
 
     @property
     def sentence(self) -> str:
@@ -72,7 +76,11 @@ class Verdict:
 
         Followed, if so, by sentences on GEMMs with wrong numbers and on a loss that stands still.
         """
-        said = [self._verdict()] if self.seen_on != NUMBERS else ["The run does not compute what its recipe says."]
+        said = (
+            [self._verdict()]
+            if self.seen_on != NUMBERS
+            else ["The run does not compute what its recipe says."]
+        )
         if self.unlike:
             said.append(unlike_sentence(self.unlike))
         if self.first_loss is not None and self.is_plateau and self.name in (WITHIN, UNKNOWN):
@@ -91,7 +99,9 @@ class Verdict:
                 "and nothing can be judged here."
             )
         if self.direction == "not finite":
-            return "The loss in narrow numbers is not finite, and that of BF16 from the same state is."
+            return (
+                "The loss in narrow numbers is not finite, and that of BF16 from the same state is."
+            )
         if self.direction == GRADIENT:
             return self._of_gradients()
         margin = f"the margin of {self.margin:.4f} nats"
@@ -102,8 +112,14 @@ class Verdict:
             return self._of_too_little(mean)
         if self.name == WITHIN:
             margin = f"the margin of {self.certified:.4f} nats"
-            same = "" if self.same_mean is None else f", {signed(self.same_mean)} on the same weights"
-            wide = f", {self.margin / abs(self.loss):.0%} of the loss" if self.margin > WIDE * abs(self.loss) else ""
+            same = (
+                "" if self.same_mean is None else f", {signed(self.same_mean)} on the same weights"
+            )
+            wide = (
+                f", {self.margin / abs(self.loss):.0%} of the loss"
+                if self.margin > WIDE * abs(self.loss)
+                else ""
+            )
             return (
                 f"From the same state BF16 is no more than {margin}{wide} away: {mean}{same}, E = {self.e_within:,.0f}. "
                 "What was lost before the checks is not seen."
@@ -127,7 +143,11 @@ class Verdict:
             if self.learnt is None
             else f" The loss of BF16 has fallen by {self.learnt:.4f} nats since the first steps,"
         )
-        share = f" and the margin of {self.margin:.4f} nats is more than {100 * SHARE:g} % of that." if fell else ""
+        share = (
+            f" and the margin of {self.margin:.4f} nats is more than {100 * SHARE:g} % of that."
+            if fell
+            else ""
+        )
         trivial = ""
         if self.trivial is not None and not self.loss < self.trivial:
             trivial = f" It is {self.loss:.4f}, not below the {self.trivial:.4f} of the trivial predictor."
@@ -142,7 +162,9 @@ class Verdict:
 
     def _worse(self, margin: str) -> str:
         is_same = self.seen_on == SAME_WEIGHTS
-        begin = "On the same weights and batch the loss" if is_same else "From the same state the loss"
+        begin = (
+            "On the same weights and batch the loss" if is_same else "From the same state the loss"
+        )
         mean = f"{signed(self.same_mean if is_same else self.mean)} nats {self._over()}"
         lower = " A lower loss is a departure too: values that saturate lower it at first, and weights may have grown used to a fault."
         hint = lower if self.direction == "lower" else ""

@@ -76,7 +76,9 @@ class Library:
         if dry_run_on() is not None:
             return
         function = getattr(self.loaded, f"narrowgauge_{name}")
-        values = [address(each) if each is None or isinstance(each, Tensor) else each for each in given]
+        values = [
+            address(each) if each is None or isinstance(each, Tensor) else each for each in given
+        ]
         # Equal shares of whole rows: results do not depend on the number of threads.
         count = max(min(parts(elements), rows), 1)  # more threads than rows would get empty ranges
         in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))

@@ -34,9 +34,19 @@ from narrowgauge.storage import reading, refuse_shared
 
 # Neither contraction into fused multiply-adds nor -ffast-math: results must be bit-identical to the
 # definition. Square roots vectorize only without errno and floating-point traps.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
-BUILT = reading.Kind(most_bytes=256 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
+BUILT = reading.Kind(
+    most_bytes=256 * reading.MIB, error=StorageError, step="Remove it.", only_own=True
+)
 ELEMENTS_PER_THREAD = 1 << 16  # with less work per thread, the thread costs more than it saves
 
 
@@ -60,7 +70,9 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
         )
     folder = resources.files(package)
     texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
-    name = hashlib.sha256("\0".join((*texts.values(), *FLAGS, path, _processor())).encode()).hexdigest()[:32]
+    name = hashlib.sha256(
+        "\0".join((*texts.values(), *FLAGS, path, _processor())).encode()
+    ).hexdigest()[:32]
     place = cache_folder()
     target = next(filter(is_whole, sorted(place.glob(f"{subject}-{name}-*.so"))), None)
     if target is None:
@@ -138,7 +150,9 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 
 # A forked child inherits the pools but none of their threads, and would wait for ever.
-if hasattr(os, "register_at_fork"):  # a forked process has the pools and none of their threads: it would wait for ever
+if hasattr(
+    os, "register_at_fork"
+):  # a forked process has the pools and none of their threads: it would wait for ever
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
@@ -183,7 +197,9 @@ def user_cache() -> tuple[Path, str]:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
     except RuntimeError:
         return Path(), "the user has no home"
-    return folder, refuse_shared(folder) or ("" if os.access(folder, os.W_OK) else "it cannot be written")
+    return folder, refuse_shared(folder) or (
+        "" if os.access(folder, os.W_OK) else "it cannot be written"
+    )
 
 
 @cache

@@ -38,7 +38,13 @@ def has_gemm() -> bool:
 
 
 def turn(
-    x: Tensor, whole: int, inner: int, block: int, signs: Tensor | None, bits: Tensor | None, inverse: bool
+    x: Tensor,
+    whole: int,
+    inner: int,
+    block: int,
+    signs: Tensor | None,
+    bits: Tensor | None,
+    inverse: bool,
 ) -> Tensor:
     """Rotate x [rows, inner] -> [rows, whole] float32; inverse: [rows, whole] -> [rows, inner].
 
@@ -48,7 +54,10 @@ def turn(
     bits     (inverse) uint8 [rows, ceil(whole / 8)]; elements whose bit is zero count as 0. None:
              all count
     """
-    x, signs, bits = _rows(x), *(None if each is None else each.contiguous() for each in (signs, bits))
+    x, signs, bits = (
+        _rows(x),
+        *(None if each is None else each.contiguous() for each in (signs, bits)),
+    )
     out = torch.empty(len(x), inner if inverse else whole, dtype=torch.float32, device="cpu")
     sizes = (DTYPES[x.dtype], x.stride(0), inner, whole)
     _in_rows("turn", len(x), len(x) * whole, x, *sizes, signs, bits, block, inverse, out)
@@ -104,7 +113,12 @@ def uniform(shape: tuple[int, ...], key: tuple[int, int]) -> Tensor:
 
 
 def gemm(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, unsigned_left: bool, largest: int
+    left: Tensor,
+    right: Tensor,
+    left_scale: Tensor,
+    right_scale: Tensor,
+    unsigned_left: bool,
+    largest: int,
 ) -> Tensor:
     """Return left [M, K] @ right [N, K].T times both scales, float32 [M, N].
 
@@ -121,7 +135,9 @@ def gemm(
     b = _panels(right, RIGHT, 0 if unsigned_left else OFFSET)
     # Number of maddubs results (pairs of products) that fit into 16 bits, see gemm.h.
     steps = (2**15 - 1) // (2 * 2 * OFFSET * largest)
-    of_rows, of_columns = (scale.to(torch.float32).contiguous() for scale in (left_scale, right_scale))
+    of_rows, of_columns = (
+        scale.to(torch.float32).contiguous() for scale in (left_scale, right_scale)
+    )
     scales = (of_rows, of_rows.numel() > 1, of_columns, of_columns.numel() > 1)
     work = out.numel() * max(inner // 64, 1)
     _in_rows("gemm", -(-m // LEFT), work, a, b, m, n, inner, unsigned_left, steps, *scales, out)

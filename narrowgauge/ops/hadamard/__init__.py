@@ -78,7 +78,11 @@ def rotated_length(inner: int, hadamard: Hadamard | None) -> int:
 
 
 def draw_signs(
-    hadamard: Hadamard, inner: int, device: torch.device, stream: Stream | None = None, product: str = ""
+    hadamard: Hadamard,
+    inner: int,
+    device: torch.device,
+    stream: Stream | None = None,
+    product: str = "",
 ) -> Tensor | None:
     """Return the signs for a contracted axis of `inner` elements.
 
@@ -95,10 +99,14 @@ def draw_signs(
 
 
 @torch.no_grad()
-def rotate(x: Tensor, hadamard: Hadamard, signs: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+def rotate(
+    x: Tensor, hadamard: Hadamard, signs: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
     """Rotate x [outer, inner] -> [outer, inner in whole blocks] float32; see the module."""
     _check(x, signs, rotated_length(x.shape[-1], hadamard) if x.ndim == 2 else 0)
-    return KERNELS.choose(device_of(x, signs), backend).kernel.run("rotate", x, hadamard.block, signs)
+    return KERNELS.choose(device_of(x, signs), backend).kernel.run(
+        "rotate", x, hadamard.block, signs
+    )
 
 
 @torch.no_grad()
@@ -147,7 +155,13 @@ def _check(x: Tensor, signs: Tensor | None, length: int) -> None:
 
 @torch.no_grad()
 def encode(
-    y: Tensor, scale: Tensor, format: Format, *, packed: bool = False, bits: bool = False, backend: str | None = None
+    y: Tensor,
+    scale: Tensor,
+    format: Format,
+    *,
+    packed: bool = False,
+    bits: bool = False,
+    backend: str | None = None,
 ) -> Codes:
     """Encode y [outer, n]. Codes.packed and Codes.bits are None unless they are requested."""
     kernel = KERNELS.choose(device_of(y, scale), backend).kernel

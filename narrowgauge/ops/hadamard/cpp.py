@@ -11,14 +11,20 @@ from narrowgauge.ops.hadamard import definition
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
-    return int4.turn(x, -(-x.shape[1] // block) * block, x.shape[1], block, signs, None, inverse=False)
+    return int4.turn(
+        x, -(-x.shape[1] // block) * block, x.shape[1], block, signs, None, inverse=False
+    )
 
 
-def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
+def unrotate(
+    y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None
+) -> Tensor:
     return int4.turn(y, y.shape[1], inner, block, signs, bits, inverse=True)
 
 
-def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
+def encode(
+    y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
+) -> tuple[Tensor | None, ...]:
     if y.numel() == 0:  # the scale of an empty tensor may be empty too
         return definition.encode(y, scale, format, packed, bits)
     two = packed and format.codes_per_byte == 2
@@ -27,4 +33,6 @@ def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -
 
 
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
-    return int4.decode(packed, length) if format.codes_per_byte == 2 else format.unpack(packed, length)
+    return (
+        int4.decode(packed, length) if format.codes_per_byte == 2 else format.unpack(packed, length)
+    )

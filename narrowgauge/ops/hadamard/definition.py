@@ -31,7 +31,9 @@ class Codes(NamedTuple):
     bits: Tensor | None
 
 
-def _constant(build: Callable[[int, torch.device], Tensor]) -> Callable[[int, torch.device], Tensor]:
+def _constant(
+    build: Callable[[int, torch.device], Tensor],
+) -> Callable[[int, torch.device], Tensor]:
     """Cache a constant tensor per block and device.
 
     On a GPU, copying a constant from the host at every call synchronizes, and aborts the capture of
@@ -93,7 +95,9 @@ def _rotated(x: Tensor, matrix: Tensor, signs: Tensor | None, filled: int) -> Te
     return _times_hadamard(full if signs is None else full * signs, matrix)
 
 
-def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
+def unrotate(
+    y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None
+) -> Tensor:
     """See `ops.hadamard`. On a GPU, process pieces of rows; results are bit-identical."""
     slices = cuts(y)
     matrix = None if block == 1 else hadamard_matrix(block, y.device)
@@ -105,7 +109,9 @@ def unrotate(y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tens
     return out
 
 
-def _unrotated(y: Tensor, matrix: Tensor | None, inner: int, signs: Tensor | None, bits: Tensor | None) -> Tensor:
+def _unrotated(
+    y: Tensor, matrix: Tensor | None, inner: int, signs: Tensor | None, bits: Tensor | None
+) -> Tensor:
     """Unrotate one piece. matrix: None if only the signs are undone."""
     full = y.to(torch.float32)
     full = full if bits is None else torch.where(unpack_bits(bits, y.shape[1]), full, 0.0)
@@ -123,7 +129,9 @@ def _times_hadamard(x: Tensor, matrix: Tensor) -> Tensor:
     return turned.reshape(x.shape)
 
 
-def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
+def encode(
+    y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
+) -> tuple[Tensor | None, ...]:
     """Return the fields of `Codes`."""
     parts = [_encoded(y[each], scale, format, packed, bits) for each in cuts(y)]
     if len(parts) == 1:
@@ -131,7 +139,9 @@ def encode(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -
     return tuple(None if some[0] is None else torch.cat(some) for some in zip(*parts, strict=True))
 
 
-def _encoded(y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool) -> tuple[Tensor | None, ...]:
+def _encoded(
+    y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
+) -> tuple[Tensor | None, ...]:
     ratio = y.to(torch.float32) * (1 / scale)
     codes = format.encode(ratio)
     inside = pack_bits(ratio.abs() <= format.max) if bits else None
@@ -146,7 +156,9 @@ def decode(packed: Tensor, format: Format, length: int) -> Tensor:
 def pack_bits(bits: Tensor) -> Tensor:
     """Pack bool [outer, n] -> uint8 [outer, ceil(n / 8)], the first of eight in the lowest bit."""
     full = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
-    return (full.reshape(len(bits), full.shape[1] // 8, 8) << _places(bits.device)).sum(dim=-1, dtype=torch.uint8)
+    return (full.reshape(len(bits), full.shape[1] // 8, 8) << _places(bits.device)).sum(
+        dim=-1, dtype=torch.uint8
+    )
 
 
 def unpack_bits(packed: Tensor, length: int) -> Tensor:

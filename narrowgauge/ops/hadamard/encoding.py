@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import INT4, Format, IntFormat
-from narrowgauge.ops.hadamard import Codes, encode, hadamard_matrix, rotate, rotated_length, unpack_bits
+from narrowgauge.ops.hadamard import (
+    Codes,
+    encode,
+    hadamard_matrix,
+    rotate,
+    rotated_length,
+    unpack_bits,
+)
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, device_of
 from narrowgauge.ops.selfcheck import Check, Comparison
 from narrowgauge.ops.triton import cast_constants, refuse_tensors
@@ -76,12 +83,20 @@ def refuse(spec: Spec) -> Refusal | None:
     if not (isinstance(spec.format, IntFormat) and spec.format.bits == 4):
         return Refusal("format", f"encodes 4-bit integers, not {spec.format}")
     if not SMALLEST_ORDER <= spec.order <= LARGEST_ORDER:
-        return Refusal("shape", f"rotates blocks of {SMALLEST_ORDER} to {LARGEST_ORDER}, not {spec.order}")
+        return Refusal(
+            "shape", f"rotates blocks of {SMALLEST_ORDER} to {LARGEST_ORDER}, not {spec.order}"
+        )
     return None
 
 
 def in_triton(
-    x: Tensor, hadamard: Hadamard, signs: Tensor | None, scale: Tensor, format: Format, packed: bool, bits: bool
+    x: Tensor,
+    hadamard: Hadamard,
+    signs: Tensor | None,
+    scale: Tensor,
+    format: Format,
+    packed: bool,
+    bits: bool,
 ) -> Codes:
     """Launch the Triton kernel; see the module."""
     x = x.detach() if x.stride(1) == 1 or x.shape[1] == 1 else x.detach().contiguous()
@@ -102,7 +117,13 @@ def in_triton(
 
 
 def in_turn(
-    x: Tensor, hadamard: Hadamard, signs: Tensor | None, scale: Tensor, format: Format, packed: bool, bits: bool
+    x: Tensor,
+    hadamard: Hadamard,
+    signs: Tensor | None,
+    scale: Tensor,
+    format: Format,
+    packed: bool,
+    bits: bool,
 ) -> Codes:
     """Definition: `rotate` and then `encode`."""
     return encode(rotate(x, hadamard, signs), scale, format, packed=packed, bits=bits)
@@ -168,11 +189,15 @@ def _compare(run: Callable[..., Codes], kind: Kind, device: torch.device) -> Ite
         filled = torch.nn.functional.pad(x.to(torch.float64), (0, whole - x.shape[1])) * signs
         ratio = (filled.reshape(-1, order) @ matrix).reshape(len(x), whole) / float(scale)
         bound = torch.where(ratio.isnan(), 0.0, 0.5 + SLACK)
-        yield Comparison("codes", got.codes, ratio.nan_to_num(nan=0.0).clamp(-format.max, format.max), bound)
+        yield Comparison(
+            "codes", got.codes, ratio.nan_to_num(nan=0.0).clamp(-format.max, format.max), bound
+        )
         # Written with ~ and <= so that NaN is certain too: it counts as clipped.
         certain = ~((ratio.abs() - format.max).abs() <= SLACK)
         inside = unpack_bits(got.bits.to("cpu"), whole)
-        yield Comparison("bits of what was not clipped", inside & certain, (ratio.abs() <= format.max) & certain)
+        yield Comparison(
+            "bits of what was not clipped", inside & certain, (ratio.abs() <= format.max) & certain
+        )
         yield Comparison("packed codes", got.packed, format.pack(got.codes.to("cpu")))
 
 
@@ -181,7 +206,9 @@ _EXAMPLES = [
     for order in (16, 32, 64)
     for dtype in (torch.float32, torch.bfloat16)
 ]
-CHECK: Check[Spec] = Check(lambda spec: (spec.order, spec.format, spec.dtype), _compare, lambda: _EXAMPLES)
+CHECK: Check[Spec] = Check(
+    lambda spec: (spec.order, spec.format, spec.dtype), _compare, lambda: _EXAMPLES
+)
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
 KERNELS.register(Kernel("triton", refuse, in_triton, check=lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))

@@ -85,11 +85,22 @@ def rotate_and_encode(
     if out.packed is not None:
         byte = across * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         place = row[:, None] * (whole // 2) + byte[None, :]
-        tl.store(out.packed + place, pack(found, ROWS, COLUMNS), mask=in_rows & (byte < whole // 2)[None, :])
+        tl.store(
+            out.packed + place,
+            pack(found, ROWS, COLUMNS),
+            mask=in_rows & (byte < whole // 2)[None, :],
+        )
     if out.bits is not None:
         width = (whole + 7) // 8
         byte = across * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
         # Bits outside of the matrix must be zero, as `pack_bits` leaves them.
-        eight = tl.reshape(tl.where(kept, inside, 0), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
+        eight = (
+            tl.reshape(tl.where(kept, inside, 0), (ROWS, COLUMNS // 8, 8))
+            << tl.arange(0, 8)[None, None, :]
+        )
         place = row[:, None] * width + byte[None, :]
-        tl.store(out.bits + place, tl.sum(eight, axis=2).to(tl.uint8), mask=in_rows & (byte < width)[None, :])
+        tl.store(
+            out.bits + place,
+            tl.sum(eight, axis=2).to(tl.uint8),
+            mask=in_rows & (byte < width)[None, :],
+        )

@@ -35,7 +35,15 @@ from narrowgauge.addresses import wrapper
 from narrowgauge.errors import ShapeError
 from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.spec import MmSpec, refuse
-from narrowgauge.ops.registry import Choice, Kernel, Refusal, Registry, constant_while_compiling, facts_of, imported
+from narrowgauge.ops.registry import (
+    Choice,
+    Kernel,
+    Refusal,
+    Registry,
+    constant_while_compiling,
+    facts_of,
+    imported,
+)
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
 
@@ -50,7 +58,9 @@ def check_of_products() -> Check[MmSpec]:
     return CHECK
 
 
-_CUBLAS, _BLOCKS, _CPP, _INT4 = (f"narrowgauge.ops.mm.{name}" for name in ("cublas", "triton", "cpp", "int4_units"))
+_CUBLAS, _BLOCKS, _CPP, _INT4 = (
+    f"narrowgauge.ops.mm.{name}" for name in ("cublas", "triton", "cpp", "int4_units")
+)
 
 
 def _machine_too(kernel: str, module: str) -> Callable[[MmSpec], Refusal | None]:
@@ -97,7 +107,11 @@ class Plan:
 
 
 def plan(
-    gemm: Gemm, device: torch.device, backend: str | None = None, expanded: bool = False, hidden_by: str = ""
+    gemm: Gemm,
+    device: torch.device,
+    backend: str | None = None,
+    expanded: bool = False,
+    hidden_by: str = "",
 ) -> Plan:
     """Choose the kernel for `gemm` on `device`.
 
@@ -150,7 +164,11 @@ def high_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _describe(operand: QTensor | Tensor) -> str:
-    kind = str(operand.cast) if isinstance(operand, QTensor) else str(operand.dtype).removeprefix("torch.")
+    kind = (
+        str(operand.cast)
+        if isinstance(operand, QTensor)
+        else str(operand.dtype).removeprefix("torch.")
+    )
     return f"{kind} {list(operand.shape)}"
 
 
@@ -158,7 +176,8 @@ def _check(lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None) ->
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
         if not isinstance(operand, QTensor | Tensor):
             raise ShapeError(
-                f"mm: {name} is of type {type(operand).__name__}. Pass a tensor or a QTensor.", code="mm.type"
+                f"mm: {name} is of type {type(operand).__name__}. Pass a tensor or a QTensor.",
+                code="mm.type",
             )
     if len(lhs.shape) != 2 or len(rhs.shape) != 2:
         both = f"lhs {_describe(lhs)} and rhs {_describe(rhs)}"
@@ -171,8 +190,12 @@ def _check(lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None) ->
             code="mm.contracted",
         )
     if lhs.device != rhs.device:
-        raise ShapeError(f"mm: lhs is on {lhs.device}, rhs on {rhs.device}. Move them to one device.", code="mm.device")
+        raise ShapeError(
+            f"mm: lhs is on {lhs.device}, rhs on {rhs.device}. Move them to one device.",
+            code="mm.device",
+        )
     if bias is not None and tuple(bias.shape) != (rhs.shape[0],):
         raise ShapeError(
-            f"mm: bias is {list(bias.shape)}, it must be [{rhs.shape[0]}], one number per row of rhs.", code="mm.bias"
+            f"mm: bias is {list(bias.shape)}, it must be [{rhs.shape[0]}], one number per row of rhs.",
+            code="mm.bias",
         )

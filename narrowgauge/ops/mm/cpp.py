@@ -32,7 +32,9 @@ def refuse(spec: MmSpec) -> Refusal | None:
 
 
 @framed
-def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def run(
+    lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
     """See `ops.mm`. INT4 codes may be packed, or one per byte (see `nn.straight_through`)."""
     from narrowgauge.ops.cpp import int4 as cpp
 

@@ -65,7 +65,10 @@ TENSORWISE, BLOCKWISE1X16, BLOCKWISE1X32 = (
     ScalingType.BlockWise1x16.value,
     ScalingType.BlockWise1x32.value,
 )
-BLOCKWISE1X128, BLOCKWISE128X128 = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+BLOCKWISE1X128, BLOCKWISE128X128 = (
+    ScalingType.BlockWise1x128.value,
+    ScalingType.BlockWise128x128.value,
+)
 NO_SWIZZLE, SWIZZLE_32_4_4 = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_32_4_4.value
 
 
@@ -74,7 +77,9 @@ def _on_cuda(lhs: QTensor, rhs: QTensor) -> bool:
     return type_of(lhs.device) == "cuda"
 
 
-def _scaled(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def _scaled(
+    lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
     """torch._scaled_mm. With row scales its result is rounded to bfloat16, whatever `dtype` is."""
     a, b = aligned(lhs.data, ALIGNMENT, ALIGNMENT), aligned(rhs.data, ALIGNMENT, ALIGNMENT)
     scale_a, scale_b = lhs.scale, rhs.scale
@@ -104,16 +109,24 @@ def _filled_up(scale: Tensor, rows: int, columns: int, value: float = 0.0) -> Te
 
 
 @framed
-def run_int8(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def run_int8(
+    lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
     """torch._int_mm, which has no epilogue: exact int32 sums of up to 2**17 products.
 
     The parts of longer sums and the scales are float32.
     """
     m, n = lhs.shape[0], rhs.shape[0]
     rows = SMALLEST_INT8_ROWS if m <= ALIGNMENT else ALIGNMENT
-    a, b = aligned(lhs.one_to_a_byte(), rows, ALIGNMENT), aligned(rhs.one_to_a_byte(), ALIGNMENT, ALIGNMENT)
+    a, b = (
+        aligned(lhs.one_to_a_byte(), rows, ALIGNMENT),
+        aligned(rhs.one_to_a_byte(), ALIGNMENT, ALIGNMENT),
+    )
     parts = zip(a.split(LONGEST_INT8_SUM, dim=1), b.split(LONGEST_INT8_SUM, dim=1), strict=True)
-    sums = [torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32) for left, right in parts]
+    sums = [
+        torch._int_mm(left.contiguous(), right.contiguous().T)[:m, :n].to(torch.float32)
+        for left, right in parts
+    ]
     # Bit-identical to the emulation if there is one part.
     return times_scales(sum(sums[1:], start=sums[0]), lhs.scale, rhs.scale)
 
@@ -133,7 +146,9 @@ class Scaled(NamedTuple):
     swizzles: list[int]
 
 
-def _block(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def _block(
+    lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
     """GEMM of E4M3 in blocks of 128."""
     return scaled_mm(_in_blocks(lhs), _in_blocks(rhs), bias, dtype)
 
@@ -159,7 +174,9 @@ def _in_blocks(operand: QTensor) -> Scaled:
     return Scaled(codes, [scale], [BLOCKWISE1X128], [])
 
 
-def _mx(lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def _mx(
+    lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
     """MX and NVFP4 GEMM.
 
     MXFP4 results leave the kernel in bfloat16. Others leave it in `dtype`, or in float32 if
@@ -190,11 +207,18 @@ def _headroom(lhs: QTensor, rhs: QTensor) -> list[Tensor]:
 
     NVFP4 passes them to the kernel instead.
     """
-    return [q.global_scale for q in (lhs, rhs) if q.global_scale is not None and mx_kind(q.cast) != "nvfp4"]
+    return [
+        q.global_scale
+        for q in (lhs, rhs)
+        if q.global_scale is not None and mx_kind(q.cast) != "nvfp4"
+    ]
 
 
 run_mx = framed(
-    _mx, adds=lambda lhs, rhs: _on_cuda(lhs, rhs) and mx_kind(lhs.cast) != "mxfp4" and not _headroom(lhs, rhs)
+    _mx,
+    adds=lambda lhs, rhs: (
+        _on_cuda(lhs, rhs) and mx_kind(lhs.cast) != "mxfp4" and not _headroom(lhs, rhs)
+    ),
 )
 
 
@@ -231,7 +255,13 @@ def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
 
 def filled(bias: Bias, columns: int) -> Bias:
     """Pad bias [N] with zeros up to `columns`."""
-    return bias if bias is None else pad(bias.contiguous(), (0, columns - len(bias))) if len(bias) < columns else bias
+    return (
+        bias
+        if bias is None
+        else pad(bias.contiguous(), (0, columns - len(bias)))
+        if len(bias) < columns
+        else bias
+    )
 
 
 def scaled_mm(lhs: Scaled, rhs: Scaled, bias: Bias, dtype: torch.dtype) -> Tensor:
@@ -268,7 +298,8 @@ torch.library.define(
 )
 torch.library.impl("narrowgauge::scaled_mm", "CompositeExplicitAutograd", _scaled_mm)
 torch.library.register_fake(
-    "narrowgauge::scaled_mm", lambda lhs, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1])
+    "narrowgauge::scaled_mm",
+    lambda lhs, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1]),
 )
 
 

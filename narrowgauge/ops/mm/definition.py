@@ -59,7 +59,9 @@ def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype
     if not device.bf16_gemm:
         return torch.float32
     # The bfloat16 GEMM would round integer sums, which the definition keeps exact.
-    if device.type == "cpu" and all(cast is not None and isinstance(cast.format, IntFormat) for cast in casts):
+    if device.type == "cpu" and all(
+        cast is not None and isinstance(cast.format, IntFormat) for cast in casts
+    ):
         return torch.float32
     exact = all(cast is None or _is_exact_in_bf16(cast) for cast in casts)
     return torch.bfloat16 if exact else torch.float32
@@ -71,11 +73,19 @@ def _is_exact_in_bf16(cast: Cast) -> bool:
     scales_leave_the_sum = cast.tile[1] == WHOLE
     # 4 + 4 bits fit into bfloat16's 8.
     fits_beside_e4m3 = isinstance(cast.format, FloatFormat) and cast.format.mantissa < 4
-    return scales_leave_the_sum or cast.scale.power_of_two or (cast.scale.two_level and fits_beside_e4m3)
+    return (
+        scales_leave_the_sum
+        or cast.scale.power_of_two
+        or (cast.scale.two_level and fits_beside_e4m3)
+    )
 
 
 def run(
-    lhs: QTensor | Tensor, rhs: QTensor | Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
+    lhs: QTensor | Tensor,
+    rhs: QTensor | Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulate: bool,
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
     device = (lhs.data if isinstance(lhs, QTensor) else lhs).device.type
@@ -88,9 +98,17 @@ def run(
         if type_of(left.device) == "cuda" and left_scale is right_scale is None:
             # Sums in float32 and rounds once, as below, but in one pass.
             return torch.mm(left, right.T)
-        if _takes_onednn(left) and _loses_nothing(lhs, left_scale) and _loses_nothing(rhs, right_scale):
+        if (
+            _takes_onednn(left)
+            and _loses_nothing(lhs, left_scale)
+            and _loses_nothing(rhs, right_scale)
+        ):
             return _rounded_once(left, right, left_scale, right_scale)
-    integers = [x.cast.format for x in (lhs, rhs) if isinstance(x, QTensor) and isinstance(x.cast.format, IntFormat)]
+    integers = [
+        x.cast.format
+        for x in (lhs, rhs)
+        if isinstance(x, QTensor) and isinstance(x.cast.format, IntFormat)
+    ]
     exact = len(integers) == 2 and left_scale is not None and right_scale is not None
     longest = int((2**24 - 1) // (integers[0].max * integers[1].max)) if exact else None
     out = times_scales(_summed(left, right, longest), left_scale, right_scale, in_place=True)
@@ -117,7 +135,11 @@ def framed(
     """
 
     def run_framed(
-        lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
+        lhs: QTensor,
+        rhs: QTensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        fast_accumulate: bool,
     ) -> Tensor:
         m, n = lhs.data.shape[0], rhs.data.shape[0]
         if m == 0 or n == 0 or lhs.inner == 0:
@@ -128,7 +150,9 @@ def framed(
         else:
             outside = bias
         narrow = outside is None and out_dtype == torch.bfloat16
-        out = multiply(lhs, rhs, inside, torch.bfloat16 if narrow else torch.float32, fast_accumulate)
+        out = multiply(
+            lhs, rhs, inside, torch.bfloat16 if narrow else torch.float32, fast_accumulate
+        )
         if out.shape != (m, n):
             out = out[:m, :n]
         if outside is not None:
@@ -142,7 +166,9 @@ def _biased(out: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Return out + bias, added in float32 and rounded to dtype, in one pass."""
     if torch.compiler.is_compiling():  # the compiler fuses these operations
         return (out.to(torch.float32) + bias.to(torch.float32)).to(dtype)
-    return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format))
+    return torch.add(
+        out, bias, out=torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
+    )
 
 
 def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -222,10 +248,16 @@ def _loses_nothing(operand: QTensor | Tensor, scale: Tensor | None) -> bool:
     """
     if scale is None or scale.numel() == 1:
         return True
-    return isinstance(operand, QTensor) and operand.cast.scale.power_of_two and operand.global_scale is None
+    return (
+        isinstance(operand, QTensor)
+        and operand.cast.scale.power_of_two
+        and operand.global_scale is None
+    )
 
 
-def _rounded_once(lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale: Tensor | None) -> Tensor:
+def _rounded_once(
+    lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale: Tensor | None
+) -> Tensor:
     """Return the bfloat16 GEMM by oneDNN, times scales that `_loses_nothing` accepts."""
     scales = (lhs_scale, rhs_scale)
     numbers = [scale for scale in scales if scale is not None and scale.numel() == 1]
@@ -237,11 +269,17 @@ def _rounded_once(lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale:
     else:
         out = torch.mm(lhs, rhs.T)
     return times_scales(
-        out, *(None if scale is None or scale.numel() == 1 else scale.to(torch.bfloat16) for scale in scales)
+        out,
+        *(
+            None if scale is None or scale.numel() == 1 else scale.to(torch.bfloat16)
+            for scale in scales
+        ),
     )
 
 
-def times_scales(out: Tensor, lhs: Tensor | None, rhs: Tensor | None, *, in_place: bool = False) -> Tensor:
+def times_scales(
+    out: Tensor, lhs: Tensor | None, rhs: Tensor | None, *, in_place: bool = False
+) -> Tensor:
     """Multiply out [M, N] by lhs [M or 1, 1] and rhs [N or 1, 1].
 
     Two scalars are multiplied with each other first, which saves a pass.

@@ -46,18 +46,27 @@ def refuse(spec: MmSpec) -> Refusal | None:
     return Refusal("toolchain", missing) if missing else None
 
 
-def run(lhs: QTensor, rhs: QTensor, bias: Bias, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def run(
+    lhs: QTensor, rhs: QTensor, bias: Bias, out_dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
     """See `ops.mm`. The result is rounded once, to out_dtype; float16 is rounded from float32."""
     if 0 in (lhs.shape[0], rhs.shape[0], lhs.shape[1]) or lhs.shape[1] > LONGEST_SUM:
         return definition.run(lhs, rhs, bias, out_dtype, fast_accumulate)
     call = torch.ops.narrowgauge.int4_mm if torch.compiler.is_compiling() else launch
     narrow = out_dtype == torch.bfloat16
-    out: Tensor = call(lhs.data, lhs.scale, rhs.data, rhs.scale, bias, torch.bfloat16 if narrow else torch.float32)
+    out: Tensor = call(
+        lhs.data, lhs.scale, rhs.data, rhs.scale, bias, torch.bfloat16 if narrow else torch.float32
+    )
     return out.to(out_dtype)
 
 
 def launch(
-    lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, bias: Bias, out_dtype: torch.dtype
+    lhs: Tensor,
+    lhs_scale: Tensor,
+    rhs: Tensor,
+    rhs_scale: Tensor,
+    bias: Bias,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """Launch the kernel.
 
@@ -93,13 +102,17 @@ def packed(codes: Tensor) -> Tensor:
     if address(codes) % 8:  # the kernel reads 8 codes at once
         codes = codes.clone()
     rows, inner = codes.shape
-    made = torch.empty(rows, -(-inner // (2 * ALIGNMENT)) * ALIGNMENT, dtype=torch.uint8, device=codes.device)
+    made = torch.empty(
+        rows, -(-inner // (2 * ALIGNMENT)) * ALIGNMENT, dtype=torch.uint8, device=codes.device
+    )
     words = made.shape[1] // 4
     if dry_run_on() is not None:
         tell_launch("narrowgauge.ops.mm.int4_units.pack_int4", [codes, made])
         return made
     programs = -(-rows * words // PACKING_THREADS)
-    SOURCE.launch("pack_int4", programs, PACKING_THREADS, codes.device, codes, made, rows, inner, words)
+    SOURCE.launch(
+        "pack_int4", programs, PACKING_THREADS, codes.device, codes, made, rows, inner, words
+    )
     return made
 
 
@@ -124,7 +137,11 @@ def _slower(index: int) -> str | None:
     with _disable_current_modes():
         ours, theirs = (_milliseconds(multiply, device) for multiply in (run, cublas.run_int8))
     size = f"{MEASURED} x {MEASURED} x {MEASURED}"
-    return None if ours < theirs else f"{size} takes it {ours:.3g} ms on {device}, native-int8 {theirs:.3g}"
+    return (
+        None
+        if ours < theirs
+        else f"{size} takes it {ours:.3g} ms on {device}, native-int8 {theirs:.3g}"
+    )
 
 
 def _milliseconds(multiply: Callable[..., Tensor], device: torch.device) -> float:
@@ -156,5 +173,6 @@ torch.library.define(
 )
 torch.library.impl("narrowgauge::int4_mm", "CUDA", launch)
 torch.library.register_fake(
-    "narrowgauge::int4_mm", lambda lhs, _, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1])
+    "narrowgauge::int4_mm",
+    lambda lhs, _, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1]),
 )

@@ -50,7 +50,9 @@ def _kind(spec: MmSpec) -> tuple[Words | Cast, ...]:
     return tuple(as_words(cast) for cast in casts) if all(map(has_words, casts)) else tuple(casts)
 
 
-def _compare(run: Run, kind: tuple[Words | Cast, ...], device: torch.device) -> Iterator[Comparison]:
+def _compare(
+    run: Run, kind: tuple[Words | Cast, ...], device: torch.device
+) -> Iterator[Comparison]:
     lhs, rhs = (plain(each) if isinstance(each, Cast) else of_words(*each) for each in kind)
     exact = isinstance(lhs.format, IntFormat) and isinstance(rhs.format, IntFormat)
     allowed = 2.0**-20 if exact else 2.0**-8 + 2.0**-13 * -(-CONTRACTED // 32)
@@ -66,7 +68,9 @@ def _compare(run: Run, kind: tuple[Words | Cast, ...], device: torch.device) -> 
             out = run(left.to(device), right.to(device), bias.to(device), torch.bfloat16, False)
             # Eight times the cost of two roundings; a missing bias has an error of its own size.
             rounding = 2.0**-5 * (truth.abs() + bias.abs())
-            yield Comparison("result with a bias", out, truth + bias.to(torch.float64), bound + rounding)
+            yield Comparison(
+                "result with a bias", out, truth + bias.to(torch.float64), bound + rounding
+            )
 
 
 def _operand(rows: int, cast: Cast, with_nan: bool) -> tuple[QTensor, Tensor]:
@@ -86,7 +90,9 @@ def _examples() -> Iterator[MmSpec]:
     from narrowgauge import recipes  # imported here because a GEMM does not need it
 
     gemms = {gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()}
-    pairs = dict.fromkeys((plain(gemm.lhs), plain(gemm.rhs)) for gemm in gemms if gemm.lhs and gemm.rhs)
+    pairs = dict.fromkeys(
+        (plain(gemm.lhs), plain(gemm.rhs)) for gemm in gemms if gemm.lhs and gemm.rhs
+    )
     yield from (MmSpec(lhs, rhs, Device("cpu")) for lhs, rhs in pairs)
 
 

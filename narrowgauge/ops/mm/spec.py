@@ -44,11 +44,17 @@ class MmSpec:
 
     @property
     def formats(self) -> tuple[Format | None, ...]:
-        return None if self.lhs is None else self.lhs.format, None if self.rhs is None else self.rhs.format
+        return (
+            None if self.lhs is None else self.lhs.format,
+            None if self.rhs is None else self.rhs.format,
+        )
 
     @property
     def tiles(self) -> tuple[tuple[int, int] | None, ...]:
-        return None if self.lhs is None else self.lhs.tile, None if self.rhs is None else self.rhs.tile
+        return (
+            None if self.lhs is None else self.lhs.tile,
+            None if self.rhs is None else self.rhs.tile,
+        )
 
     @property
     def kind(self) -> str | None:
@@ -125,7 +131,9 @@ def _sm(met: Callable[[MmSpec], bool], text: str) -> Need:
     {} in the text stands for the units of the operands.
     """
     return Need(
-        "capability", met, lambda s: f"compute capability {_dotted(s.device.capability)}, {text.format(s.units)}"
+        "capability",
+        met,
+        lambda s: f"compute capability {_dotted(s.device.capability)}, {text.format(s.units)}",
     )
 
 
@@ -136,13 +144,19 @@ def _cuda(least: tuple[int, int], what: str) -> Need:
     )  # fmt: skip
 
 
-CODES = Need("expanded", lambda s: not s.expanded, "takes codes, but an operand is expanded to floats")
+CODES = Need(
+    "expanded", lambda s: not s.expanded, "takes codes, but an operand is expanded to floats"
+)
 ONE_SCALE = Need(
     "scale", lambda s: not any(cast and cast.has_global_scale for cast in s.casts),
     "takes one scale, but a cast has a second one for the tensor (headroom)",
 )  # fmt: skip
-NO_E5M2_PAIR = Need("format", lambda s: s.formats != (E5M2, E5M2), "e5m2 x e5m2 does not exist in hardware")
-ON_CUDA = Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no {s.units} units")
+NO_E5M2_PAIR = Need(
+    "format", lambda s: s.formats != (E5M2, E5M2), "e5m2 x e5m2 does not exist in hardware"
+)
+ON_CUDA = Need(
+    "device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no {s.units} units"
+)
 ADA = _sm(lambda s: _reaches(s.device.capability, (8, 9)), "FP8 needs 8.9")
 FP8_UNITS = (NO_E5M2_PAIR, CODES, ONE_SCALE, ON_CUDA, ADA)
 NOT_IN_BLOCKS = "needs two FP8 operands in tiles of 1x128 or 128x128"
@@ -150,7 +164,9 @@ NOT_BY_ROW = "needs two operands with one scale per tensor or row"
 NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
 # Bug in torch 2.13, _check_scaled_mm_sizes_v2.
 COUNTS_BYTES = "torch 2.13 takes two packed codes for one in the shapes of compiled MXFP4"
-CPU_IS_SLOW = "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
+CPU_IS_SLOW = (
+    "this CPU has no VNNI instructions; its integer GEMM is many times slower than float32"
+)
 # "native-int8" takes 4-bit integers too: their codes, and those of a bit-split gradient, are exact
 # as INT8. E5M2 with row scales is a CUTLASS kernel in torch.
 NEEDS: dict[str, tuple[Need, ...]] = {

@@ -76,7 +76,9 @@ def refuse(spec: MmSpec) -> Refusal | None:
     return Refusal("toolchain", missing) if missing else None
 
 
-def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def run(
+    lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
     """See `ops.mm`. The result is rounded once, to out_dtype.
 
     fast_accumulate has no effect: sums leave the tensor core after at most 128 products.
@@ -91,7 +93,13 @@ def run(lhs: QTensor, rhs: QTensor, bias: Tensor | None, out_dtype: torch.dtype,
 
 
 def launch(
-    lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, bias: Bias, tiles: list[int], out_dtype: torch.dtype
+    lhs: Tensor,
+    lhs_scale: Tensor,
+    rhs: Tensor,
+    rhs_scale: Tensor,
+    bias: Bias,
+    tiles: list[int],
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """Launch the kernel: lhs [M, K], rhs [N, K] and their scales, all contiguous -> [M, N].
 
@@ -100,12 +108,16 @@ def launch(
     (m, k), n = lhs.shape, rhs.shape[0]
     out = torch.empty(m, n, dtype=out_dtype, device=lhs.device)
     if dry_run_on() is not None:
-        tell_launch("narrowgauge.ops.mm.triton_blocks.block_mm", [lhs, rhs, lhs_scale, rhs_scale, out])
+        tell_launch(
+            "narrowgauge.ops.mm.triton_blocks.block_mm", [lhs, rhs, lhs_scale, rhs_scale, out]
+        )
         return out
     from narrowgauge.ops.mm.triton_blocks import block_mm
 
     refuse_wrappers(lhs, lhs_scale, rhs, rhs_scale, bias)
-    capability = torch.cuda.get_device_capability(lhs.device) if lhs.device.type == "cuda" else (0, 0)
+    capability = (
+        torch.cuda.get_device_capability(lhs.device) if lhs.device.type == "cuda" else (0, 0)
+    )
     blocks = blocks_for(tiles, capability, m)
     grid = (-(-m // blocks.m) * -(-n // blocks.n),)
     # Triton launches on the current device.

@@ -18,7 +18,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _scales(scale, index, length, first, start, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _scales(
+    scale,
+    index,
+    length,
+    first,
+    start,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Load the scales of the rows `index` [BLOCK], which start at `first`, for the column `start`.
 
     Returns [BLOCK], or [1] if the rows lie within one row of tiles.
@@ -62,13 +72,25 @@ def block_mm(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         inside = start + k < K
-        left = tl.load(lhs_rows + (start + k)[None, :], (m < M)[:, None] & inside[None, :], other=0.0)
-        right = tl.load(rhs_rows + (start + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0)
+        left = tl.load(
+            lhs_rows + (start + k)[None, :], (m < M)[:, None] & inside[None, :], other=0.0
+        )
+        right = tl.load(
+            rhs_rows + (start + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0
+        )
         # Starts from zero, without the total as accumulator, see the module.
         part = tl.dot(left, tl.trans(right))
-        of_rows = _scales(lhs_scale, m, M, tile_m * BLOCK_M, start, K, B.lhs_rows, B.lhs_columns, BLOCK_M)
-        of_columns = _scales(rhs_scale, n, N, tile_n * BLOCK_N, start, K, B.rhs_rows, B.rhs_columns, BLOCK_N)
+        of_rows = _scales(
+            lhs_scale, m, M, tile_m * BLOCK_M, start, K, B.lhs_rows, B.lhs_columns, BLOCK_M
+        )
+        of_columns = _scales(
+            rhs_scale, n, N, tile_n * BLOCK_N, start, K, B.rhs_rows, B.rhs_columns, BLOCK_N
+        )
         total += part * (of_rows[:, None] * of_columns[None, :])
     if bias is not None:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+    tl.store(
+        out + m[:, None] * N + n[None, :],
+        total.to(out.dtype.element_ty),
+        (m < M)[:, None] & (n < N)[None, :],
+    )

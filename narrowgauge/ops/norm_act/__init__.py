@@ -69,7 +69,16 @@ from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
 
-__all__ = ["BACKWARD", "FORWARD", "KINDS", "CastRequest", "CastResult", "Kind", "NormActSpec", "value"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "KINDS",
+    "CastRequest",
+    "CastResult",
+    "Kind",
+    "NormActSpec",
+    "value",
+]
 
 # Longest row of a norm: its backward pass holds rows and the sums for the weight in registers.
 LONGEST_ROW = 8192
@@ -106,7 +115,8 @@ def _refuse_kept(spec: NormActSpec, cast: Cast, turned: bool) -> Refusal | None:
     """Return the reason why inputs that are stored as codes are not supported, or None."""
     if turned != spec.kind.is_norm:
         return Refusal(
-            "operands", f"reads the codes of y.T of norms, and those of x of activations, not of {spec.kind.name}"
+            "operands",
+            f"reads the codes of y.T of norms, and those of x of activations, not of {spec.kind.name}",
         )
     if turned and (cast.tile != (WHOLE, WHOLE) or cast.format.codes_per_byte > 1):
         return Refusal("operands", f"reads codes of y.T by one scale, a byte each, not {cast}")
@@ -128,7 +138,10 @@ def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:
     if cast.format.codes_per_byte > 1:
         return Refusal("format", f"writes a byte per element, and two {cast.format} share one")
     if cast.scale.two_level:
-        return Refusal("scale", f"knows the largest magnitude that {cast.scale} wants after a pass over all rows")
+        return Refusal(
+            "scale",
+            f"knows the largest magnitude that {cast.scale} wants after a pass over all rows",
+        )
     if cast.tile == (WHOLE, WHOLE):
         return None
     if cast.tile[0] != 1 or cast.tile[1] > 128:
@@ -137,7 +150,10 @@ def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:
         return None
     if cast.tile[1] == WHOLE:
         return Refusal("tile", "knows the maxima of columns after a pass over all rows")
-    return Refusal("tile", "pieces of columns as well as of rows do not stay in registers beside what computes them")
+    return Refusal(
+        "tile",
+        "pieces of columns as well as of rows do not stay in registers beside what computes them",
+    )
 
 
 def _check_of(which: str) -> Callable[[], Any]:
@@ -151,5 +167,7 @@ FORWARD.register(Kernel("triton", refuse, imported(_LAUNCH, "forward"), check=_c
 FORWARD.register(Kernel("reference", lambda spec: None, definition.forward, by_torch=True))
 
 BACKWARD: Registry[NormActSpec] = Registry("norm_act_backward")
-BACKWARD.register(Kernel("triton", refuse_backward, imported(_LAUNCH, "backward"), check=_check_of("BACKWARD")))
+BACKWARD.register(
+    Kernel("triton", refuse_backward, imported(_LAUNCH, "backward"), check=_check_of("BACKWARD"))
+)
 BACKWARD.register(Kernel("reference", lambda spec: None, definition.backward, by_torch=True))

@@ -29,7 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Given, Kept, Kind, Requests, Statistics
+from narrowgauge.ops.norm_act.spec import (
+    CastRequest,
+    CastResult,
+    Given,
+    Kept,
+    Kind,
+    Requests,
+    Statistics,
+)
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.pair import quantize_pair
 
@@ -41,7 +49,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def forward(kind: Kind, tensors: Sequence[Given], request: CastRequest | None) -> tuple[CastResult, Statistics]:
+def forward(
+    kind: Kind, tensors: Sequence[Given], request: CastRequest | None
+) -> tuple[CastResult, Statistics]:
     """See `ops.norm_act`."""
     plain = [opened(each) for each in tensors]
     return cast(value(kind, plain), request), statistics(kind, plain)
@@ -55,7 +65,9 @@ def backward(
     if kind.name == "gemma-norm":
         wide[1] = 1 + wide[1]
     if kind.is_norm:
-        gradients = _norm_gradients(kind, wide, _normal(wide, found, isinstance(tensors[0], Kept)), found, h)
+        gradients = _norm_gradients(
+            kind, wide, _normal(wide, found, isinstance(tensors[0], Kept)), found, h
+        )
     else:
         gradients = _activation_gradients(kind, wide, h)
     # Gradients are rounded once, before the cast, so that casts see the values that PyTorch would
@@ -156,4 +168,6 @@ def cast(y: Tensor, request: CastRequest | None) -> CastResult:
     if request is None:
         return CastResult(y)
     cols, live = request.transposed, request.live
-    return CastResult(y, *quantize_pair(y, request.cast, amax_state=live, records=request.records, cols=cols))
+    return CastResult(
+        y, *quantize_pair(y, request.cast, amax_state=live, records=request.records, cols=cols)
+    )

@@ -41,18 +41,28 @@ def _kind(spec: NormActSpec) -> tuple[Hashable, ...]:
     return spec.kind, (*spec.dtypes, *spec.dtypes[:1] * count)[:count], spec.casts, spec.kept
 
 
-def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: torch.device) -> Iterator[Comparison]:
+def _compare(
+    of_gradients: bool, run: Callable[..., Any], kind: Any, device: torch.device
+) -> Iterator[Comparison]:
     function, dtypes, casts, kept = kind
     generator = torch.Generator().manual_seed(SEED)
-    shapes = [(COLUMNS,) if place and function.is_norm else (ROWS, COLUMNS) for place in range(len(dtypes))]
-    tensors = [torch.randn(size, generator=generator).to(dtype) for size, dtype in zip(shapes, dtypes, strict=True)]
+    shapes = [
+        (COLUMNS,) if place and function.is_norm else (ROWS, COLUMNS)
+        for place in range(len(dtypes))
+    ]
+    tensors = [
+        torch.randn(size, generator=generator).to(dtype)
+        for size, dtype in zip(shapes, dtypes, strict=True)
+    ]
     y, statistics = definition.forward(function, tensors, None)
     gy = torch.randn(ROWS, COLUMNS, generator=generator).to(y.value.dtype)
     count = 2 if of_gradients and function.is_gated else 1
     given: list[Given] = list(tensors)
     if kept is not None:
         given[: 1 if function.is_norm else None] = [
-            Kept(quantize(each.T if turned else each, cast, backend="reference"), each.dtype, turned)
+            Kept(
+                quantize(each.T if turned else each, cast, backend="reference"), each.dtype, turned
+            )
             for cast, turned in [kept]
             for each in ([y.value] if function.is_norm else tensors)
         ]
@@ -68,17 +78,27 @@ def _compare(of_gradients: bool, run: Callable[..., Any], kind: Any, device: tor
 
     def requests(in_use: float, device: str | torch.device) -> list[Any]:
         def live(cast: Cast) -> Tensor | None:
-            return torch.tensor([in_use, 0.5, 0.0], device=device) if isinstance(cast.calibrate, Window) else None
+            return (
+                torch.tensor([in_use, 0.5, 0.0], device=device)
+                if isinstance(cast.calibrate, Window)
+                else None
+            )
 
-        return [CastRequest(cast, live(cast), True, turned) for cast, turned in casts] + [None] * (count - len(casts))
+        return [CastRequest(cast, live(cast), True, turned) for cast, turned in casts] + [None] * (
+            count - len(casts)
+        )
 
-    truth, rest = computed(definition.backward if of_gradients else definition.forward, "cpu", [None] * count)
+    truth, rest = computed(
+        definition.backward if of_gradients else definition.forward, "cpu", [None] * count
+    )
     wanted = [*(each.value for each in truth), *rest]
     # With an amax of earlier steps, and in a first step.
     for in_use in (3.0, 0.0):
         there, here = requests(in_use, device), requests(in_use, "cpu")
         made, rest = computed(run, device, there)
-        for place, (got, x) in enumerate(zip([*(each.value for each in made), *rest], wanted, strict=True)):
+        for place, (got, x) in enumerate(
+            zip([*(each.value for each in made), *rest], wanted, strict=True)
+        ):
             if x is not None:
                 unit = max(torch.finfo(each.dtype).eps for each in (*tensors, x))
                 wide = x.to(torch.float64).abs()
@@ -109,14 +129,22 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
         chosen = [()] if of_gradients and function.is_norm else [(cast,) * count for cast in casts]
         for each in chosen:
             yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, each)
-        kept = [(Cast(format=E4M3), True)] if function.is_norm else [(cast, False) for cast in NARROW.values()]
+        kept = (
+            [(Cast(format=E4M3), True)]
+            if function.is_norm
+            else [(cast, False) for cast in NARROW.values()]
+        )
         if of_gradients or not function.is_norm:
             for how in kept:
-                yield NormActSpec(function, Device("cpu"), (torch.float16,), COLUMNS, chosen[0], kept=how)
+                yield NormActSpec(
+                    function, Device("cpu"), (torch.float16,), COLUMNS, chosen[0], kept=how
+                )
     casts = [] if of_gradients else [(Cast(format=format, calibrate=Window()), True)]
     for name in ("rms-norm", "gemma-norm", "layer-norm"):
         dtypes = (torch.float16, *(torch.float32,) * (tensors_of(Kind(name)) - 1))
         yield NormActSpec(Kind(name, 1e-5, wide=True), Device("cpu"), dtypes, COLUMNS, tuple(casts))
 
 
-FORWARD, BACKWARD = (Check(_kind, partial(_compare, each), partial(_examples, each)) for each in (False, True))
+FORWARD, BACKWARD = (
+    Check(_kind, partial(_compare, each), partial(_examples, each)) for each in (False, True)
+)

@@ -24,7 +24,10 @@ GATED = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh", "reglu": 
 KINDS: tuple[Name, ...] = get_args(Name)
 Statistics = tuple[Tensor | None, Tensor | None]
 # Casts by which the inputs of activations are saved for backward in 8 bits.
-NARROW = {"fp8": Cast(format=E4M3, tile=(1, 128), scale=POW2), "int8": Cast(format=INT8, tile=(1, 128), scale=POW2)}
+NARROW = {
+    "fp8": Cast(format=E4M3, tile=(1, 128), scale=POW2),
+    "int8": Cast(format=INT8, tile=(1, 128), scale=POW2),
+}
 
 
 @dataclass(frozen=True)
@@ -143,5 +146,7 @@ class NormActSpec:
         casts = tuple((each.cast, each.transposed) for each in requests if each is not None)
         dtypes, first = tuple(each.dtype for each in tensors), tensors[0]
         kept = (first.codes.cast, first.turned) if isinstance(first, Kept) else None
-        device = device_of(*(each.codes.data if isinstance(each, Kept) else each for each in tensors))
+        device = device_of(
+            *(each.codes.data if isinstance(each, Kept) else each for each in tensors)
+        )
         return cls(kind, device, dtypes, first.shape[-1], casts, first.numel() == 0, kept)

@@ -92,7 +92,9 @@ def _known_scale(out, H: tl.constexpr):
     C: tl.constexpr = H.C
     scale = tl.full((1, 1), 1.0, tl.float32)
     if H.scaling == "delayed":
-        scale = scale_of(tl.load(out.live + IN_USE + tl.zeros((1, 1), tl.int32)).to(tl.int32, bitcast=True), C)
+        scale = scale_of(
+            tl.load(out.live + IN_USE + tl.zeros((1, 1), tl.int32)).to(tl.int32, bitcast=True), C
+        )
     return scale
 
 
@@ -105,10 +107,14 @@ def _store_values(values, scale, out, at, H: tl.constexpr):
     C: tl.constexpr = H.C
     tl.store(out.y + at.place, values, mask=at.mask)
     if H.scaling == "delayed" or H.scaling == "row":
-        store_both(values, scale, at, out.codes, out.transposed, at.down, tl.cast(at.across, tl.int64), C)
+        store_both(
+            values, scale, at, out.codes, out.transposed, at.down, tl.cast(at.across, tl.int64), C
+        )
     if H.scaling == "block":
         BLOCK: tl.constexpr = H.block
-        found, scales = cast_block(values, None, None, at.row[:, None], at.column[None, :], at.columns, C, 1, BLOCK)
+        found, scales = cast_block(
+            values, None, None, at.row[:, None], at.column[None, :], at.columns, C, 1, BLOCK
+        )
         # 64 bits would take more registers, and there are few pieces across.
         across = tl.cast(at.across, tl.int32)
         store_block(found, scales, out, at.down, across, at.rows, at.columns, C, 1, BLOCK)
@@ -130,13 +136,19 @@ def _larger(greatest, values, H: tl.constexpr):
     """
     ROWS: tl.constexpr = H.rows
     COLUMNS: tl.constexpr = H.columns
-    return tl.maximum(greatest, tl.max(tl.reshape(magnitude_bits(values), (ROWS, COLUMNS // LANE, LANE)), axis=2))
+    return tl.maximum(
+        greatest, tl.max(tl.reshape(magnitude_bits(values), (ROWS, COLUMNS // LANE, LANE)), axis=2)
+    )
 
 
 @triton.jit
 def _store_maximum(greatest, out, H: tl.constexpr):
     """Combine the largest magnitude with a slot in out.maxima that several programs share."""
-    tl.atomic_max(out.maxima + tl.program_id(0) % H.parts, tl.max(tl.max(greatest, axis=1), axis=0), sem="relaxed")
+    tl.atomic_max(
+        out.maxima + tl.program_id(0) % H.parts,
+        tl.max(tl.max(greatest, axis=1), axis=0),
+        sem="relaxed",
+    )
 
 
 @triton.jit
@@ -184,7 +196,9 @@ def _slope(x, FUNCTION: tl.constexpr):
         slope = _normal(x) + x * (tl.exp(-0.5 * x * x) * 0.3989422804014327)
     elif FUNCTION == "gelu-tanh" or FUNCTION == "geglu-tanh":
         share = _tanh_gate(x)
-        slope = share + x * (share * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * x * x)))
+        slope = share + x * (
+            share * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+        )
     elif FUNCTION == "relu2":
         slope = 2.0 * tl.where(x <= 0.0, 0.0, x)
     else:
@@ -209,12 +223,16 @@ def _input(x, scales, at, K: tl.constexpr):
         blocks = tl.cdiv(at.columns, K.block)
         known = (at.row < at.rows)[:, None] & (block < blocks)[None, :]
         scale = tl.load(scales + at.row[:, None] * blocks + block[None, :], mask=known, other=0.0)
-        value = decode(tl.load(x + at.place, mask=at.mask, other=0), C) * spread(scale, 1, BLOCK, ROWS, COLUMNS)
+        value = decode(tl.load(x + at.place, mask=at.mask, other=0), C) * spread(
+            scale, 1, BLOCK, ROWS, COLUMNS
+        )
     return value
 
 
 @triton.jit
-def _value(inputs, scales, mean, rate, at, FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr):
+def _value(
+    inputs, scales, mean, rate, at, FUNCTION: tl.constexpr, GATED: tl.constexpr, K: tl.constexpr
+):
     """Return the piece `at` of y, float32 [ROWS, COLUMNS]. mean, rate: [ROWS]."""
     x = _input(inputs[0], scales[0], at, K)
     if FUNCTION == "rms-norm":
@@ -269,7 +287,9 @@ def _store_run(
         largest = tl.zeros((ROWS, COLUMNS), tl.int32)
         for first in range(start, beyond, COLUMNS):
             at = _piece_at(rows, columns, down, first, H)
-            values = _rounded(_value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out.y, at.mask)
+            values = _rounded(
+                _value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out.y, at.mask
+            )
             largest = tl.maximum(largest, magnitude_bits(values))
         row = down * ROWS + tl.arange(0, ROWS)
         of_rows = scale_of(tl.max(largest, axis=1), C)
@@ -278,7 +298,9 @@ def _store_run(
     greatest = _no_magnitudes(H)
     for first in range(start, beyond, COLUMNS):
         at = _piece_at(rows, columns, down, first, H)
-        values = _rounded(_value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out.y, at.mask)
+        values = _rounded(
+            _value(inputs, scales, mean, rate, at, FUNCTION, GATED, K), out.y, at.mask
+        )
         if out.maxima is not None:
             greatest = _larger(greatest, values, H)
         _store_values(values, scale, out, at, H)
@@ -354,7 +376,16 @@ def act_backward(
 
 @triton.jit
 def norm_backward(
-    inputs, statistics, h, dx, sums, rows, columns, PLUS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
+    inputs,
+    statistics,
+    h,
+    dx,
+    sums,
+    rows,
+    columns,
+    PLUS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Entry point of a norm's backward kernel.
 

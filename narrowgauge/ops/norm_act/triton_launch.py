@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import dry_run_on
-from narrowgauge.ops.norm_act.spec import CastRequest, CastResult, Given, Kept, Kind, Requests, Statistics
+from narrowgauge.ops.norm_act.spec import (
+    CastRequest,
+    CastResult,
+    Given,
+    Kept,
+    Kind,
+    Requests,
+    Statistics,
+)
 from narrowgauge.ops.quantize import triton_launch as quantizing
 from narrowgauge.ops.quantize.triton_launch import Output, triton_transpose
 from narrowgauge.ops.registry import device_facts
@@ -123,10 +131,14 @@ class _Target:
         """The buffers as the kernels take them."""
         live = None if self.request is None else self.request.live
         codes, scale = (None, None) if self.plain is None else (self.plain.codes, self.plain.scale)
-        return Result(self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live)
+        return Result(
+            self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live
+        )
 
     def casting(self, piece: tuple[int, int], run: int) -> Casting:
-        block = self.request.cast.tile[1] if self.request is not None and self.scaling == "block" else 1
+        block = (
+            self.request.cast.tile[1] if self.request is not None and self.scaling == "block" else 1
+        )
         return Casting(self.C, self.scaling, block, *piece, PARTS, run)
 
     def finished(self) -> CastResult:
@@ -135,13 +147,22 @@ class _Target:
         They update the amax state under delayed scaling, or cast by the maximum that the kernel
         found.
         """
-        y, request, C, plain, transposed, amax = self.y, self.request, self.C, self.plain, self.transposed, None
+        y, request, C, plain, transposed, amax = (
+            self.y,
+            self.request,
+            self.C,
+            self.plain,
+            self.transposed,
+            None,
+        )
         if request is None or C is None:
             return CastResult(y)
         if plain is None:
             assert self.maxima is not None
             maxima = self.maxima.view(torch.float32)
-            return CastResult(y, *quantizing.cast_pair(y, request.cast, cols=request.transposed, amax=maxima))
+            return CastResult(
+                y, *quantizing.cast_pair(y, request.cast, cols=request.transposed, amax=maxima)
+            )
         if self.maxima is not None and request.live is not None:
             state = quantizing.state_of(request.live, self.maxima, plain.scale)
             launch(
@@ -151,7 +172,9 @@ class _Target:
             amax = state.amax
             if transposed is not None:
                 transposed.scale = plain.scale
-        return CastResult(y, plain.finished(), None if transposed is None else transposed.finished(), amax)
+        return CastResult(
+            y, plain.finished(), None if transposed is None else transposed.finished(), amax
+        )
 
 
 @dataclass(frozen=True)
@@ -187,11 +210,19 @@ class Turned:
     columns: int
 
 
-def _read(kind: Kind, tensors: Sequence[Given]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Reading]:
+def _read(
+    kind: Kind, tensors: Sequence[Given]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Reading]:
     """Return (numbers or codes, scales, `Reading`) of the inputs."""
     first = tensors[0]
-    parts = [(each.codes.data, each.codes.scale) if isinstance(each, Kept) else (each, None) for each in tensors]
-    inputs = tuple(data.contiguous() if scale is None else data.contiguous().view(torch.uint8) for data, scale in parts)
+    parts = [
+        (each.codes.data, each.codes.scale) if isinstance(each, Kept) else (each, None)
+        for each in tensors
+    ]
+    inputs = tuple(
+        data.contiguous() if scale is None else data.contiguous().view(torch.uint8)
+        for data, scale in parts
+    )
     scales = tuple(None if scale is None else scale.contiguous() for _, scale in parts)
     constants, block = None, 1
     if isinstance(first, Kept):
@@ -205,7 +236,9 @@ def _triton_type(dtype: torch.dtype) -> Any:
         return dtype
     import triton.language as tl
 
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        dtype
+    ]
 
 
 def _constants(cast: Cast, x: Tensor) -> CastConstants:
@@ -216,15 +249,22 @@ def _capability(x: Tensor) -> tuple[int, int]:
     return device_facts(x.device.type, x.device.index).capability
 
 
-def forward(kind: Kind, tensors: Sequence[Given], request: CastRequest | None) -> tuple[CastResult, Statistics]:
+def forward(
+    kind: Kind, tensors: Sequence[Given], request: CastRequest | None
+) -> tuple[CastResult, Statistics]:
     """See `ops.norm_act`."""
     inputs, scales, reading = _read(kind, tensors)
     x = inputs[0]
     promotes = (kind.name == "rms-norm" or kind.is_gated) and not kind.wide
-    dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype) if promotes else tensors[0].dtype
+    dtype = (
+        torch.promote_types(tensors[0].dtype, tensors[1].dtype) if promotes else tensors[0].dtype
+    )
     target = _Target(torch.empty_like(x, dtype=dtype), request)
     wanted = kind.name == "layer-norm", kind.is_norm
-    mean, rate = (torch.empty(len(x), dtype=torch.float32, device=x.device) if each else None for each in wanted)
+    mean, rate = (
+        torch.empty(len(x), dtype=torch.float32, device=x.device) if each else None
+        for each in wanted
+    )
     piece = WIDE if target.transposed is None else TALL
     run = 0 if kind.is_norm or target.scaling == "row" else RUN[piece]
     across = -(-x.shape[1] // run) if run else 1
@@ -247,7 +287,13 @@ def backward(
     inputs, scales, reading = _read(kind, tensors)
     made = [torch.empty_like(x, dtype=each.dtype) for x, each in zip(inputs, tensors, strict=True)]
     targets = [_Target(x, request) for x, request in zip(made, requests, strict=True)]
-    piece = TALL if any(each.transposed is not None for each in targets) else HALF if kind.is_gated else WIDE
+    piece = (
+        TALL
+        if any(each.transposed is not None for each in targets)
+        else HALF
+        if kind.is_gated
+        else WIDE
+    )
     castings = [each.casting(piece, RUN[piece]) for each in targets]
     rows, columns = gy.shape
     launch(
@@ -272,14 +318,18 @@ def _norm_backward(
     rows, columns = x.shape
     parts = min(NORM_PARTS, rows)
     dx = torch.empty_like(x)
-    sums = tuple(torch.empty(parts, columns, dtype=torch.float32, device=x.device) for _ in inputs[1:])
+    sums = tuple(
+        torch.empty(parts, columns, dtype=torch.float32, device=x.device) for _ in inputs[1:]
+    )
     width = max(1 << (columns - 1).bit_length(), 128)
     warps = 4 if width < 2048 else 8 if width < 4096 else 16
     launch(
         triton_kernel.norm_backward, parts, inputs, statistics, gy, dx, sums, rows, columns, PLUS=_plus(kind),
         PARTS=parts, WIDTH=width, warps=warps,
     )  # fmt: skip
-    return [CastResult(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, inputs[1:], strict=True)]
+    return [CastResult(dx)], [
+        each.sum(0).to(w.dtype) for each, w in zip(sums, inputs[1:], strict=True)
+    ]
 
 
 def _norm_backward_turned(
@@ -289,9 +339,13 @@ def _norm_backward_turned(
     rows, columns = gy.shape
     parts = -(-rows // TURNED[0])
     dx = torch.empty_like(gy, dtype=tensors[0].dtype)
-    sums = tuple(torch.empty(parts, columns, dtype=torch.float32, device=gy.device) for _ in parameters)
+    sums = tuple(
+        torch.empty(parts, columns, dtype=torch.float32, device=gy.device) for _ in parameters
+    )
     launch(
         triton_turned.norm_backward_turned, parts, codes, scale, tuple(parameters), statistics[1], gy, dx, sums, rows, columns,
         T=Turned(reading.C, _plus(kind), kind.name == "layer-norm", *TURNED), warps=4,
     )  # fmt: skip
-    return [CastResult(dx)], [each.sum(0).to(w.dtype) for each, w in zip(sums, parameters, strict=True)]
+    return [CastResult(dx)], [
+        each.sum(0).to(w.dtype) for each, w in zip(sums, parameters, strict=True)
+    ]

@@ -17,13 +17,17 @@ from narrowgauge.ops.triton.elements import decode
 
 
 @triton.jit
-def _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS: tl.constexpr, C: tl.constexpr):
+def _piece(
+    codes, scale, parameters, h, row, column, rows, columns, PLUS: tl.constexpr, C: tl.constexpr
+):
     """Return (n, w h, h) float32 [ROWS, COLUMNS], zero outside of the matrix."""
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
     # Loaded in the order of y.T, where a column's rows are adjacent, and transposed in registers.
     turned = tl.load(
-        codes + column[:, None] * rows + row[None, :], mask=inside[:, None] & (row < rows)[None, :], other=0
+        codes + column[:, None] * rows + row[None, :],
+        mask=inside[:, None] & (row < rows)[None, :],
+        other=0,
     )
     y = tl.trans(decode(turned, C) * scale)
     w = PLUS + tl.load(parameters[0] + column, mask=inside, other=0.0).to(tl.float32)
@@ -31,12 +35,16 @@ def _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS: tl.con
         y -= tl.load(parameters[1] + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     known = (w != 0.0) & inside
     normal = tl.where(known[None, :], y / tl.where(known, w, 1.0)[None, :], 0.0)
-    gradient = tl.load(h + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    gradient = tl.load(h + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     return normal, w[None, :] * gradient, gradient
 
 
 @triton.jit
-def norm_backward_turned(codes, scales, parameters, rates, h, dx, sums, rows, columns, T: tl.constexpr):
+def norm_backward_turned(
+    codes, scales, parameters, rates, h, dx, sums, rows, columns, T: tl.constexpr
+):
     """Entry point of the kernel.
 
     codes  [columns, rows] with one scale
@@ -58,7 +66,9 @@ def norm_backward_turned(codes, scales, parameters, rates, h, dx, sums, rows, co
     outer = inner
     for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS).to(tl.int64)
-        normal, weighted, _ = _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS, C)
+        normal, weighted, _ = _piece(
+            codes, scale, parameters, h, row, column, rows, columns, PLUS, C
+        )
         inner += weighted * normal
         if CENTERED:
             outer += weighted
@@ -67,13 +77,21 @@ def norm_backward_turned(codes, scales, parameters, rates, h, dx, sums, rows, co
     rate = tl.load(rates + row, mask=row < rows, other=0.0)
     for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS).to(tl.int64)
-        normal, weighted, gradient = _piece(codes, scale, parameters, h, row, column, rows, columns, PLUS, C)
+        normal, weighted, gradient = _piece(
+            codes, scale, parameters, h, row, column, rows, columns, PLUS, C
+        )
         result = weighted - normal * mean_inner[:, None]
         if CENTERED:
             result -= mean_outer[:, None]
         place = row[:, None] * columns + column[None, :]
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         tl.store(dx + place, (result * rate[:, None]).to(dx.dtype.element_ty), mask=mask)
-        tl.store(sums[0] + part * columns + column, tl.sum(gradient * normal, axis=0), mask=column < columns)
+        tl.store(
+            sums[0] + part * columns + column,
+            tl.sum(gradient * normal, axis=0),
+            mask=column < columns,
+        )
         if CENTERED:
-            tl.store(sums[1] + part * columns + column, tl.sum(gradient, axis=0), mask=column < columns)
+            tl.store(
+                sums[1] + part * columns + column, tl.sum(gradient, axis=0), mask=column < columns
+            )

@@ -89,7 +89,11 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def plan(
-    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | None, expand: torch.dtype | None
+    x: Tensor,
+    cast: Cast,
+    amax: Tensor | None,
+    noise: Tensor | Key | None,
+    expand: torch.dtype | None,
 ) -> Callable[..., QTensor]:
     """Choose the kernel of `quantize` for such arguments: run(x, cast, amax, noise, expand).
 
@@ -126,7 +130,10 @@ def quantize(
             "Flatten the leading axes with x.flatten(0, -2).",
             code="quantize.shape",
         )
-    if amax is not None and tuple(amax.shape) not in ((1, 1), scale_shape(tuple(x.shape), cast.tile)):
+    if amax is not None and tuple(amax.shape) not in (
+        (1, 1),
+        scale_shape(tuple(x.shape), cast.tile),
+    ):
         raise ShapeError(
             f"quantize: amax is {list(amax.shape)}; tiles of {cast.tile} on {list(x.shape)} need "
             f"{list(scale_shape(tuple(x.shape), cast.tile))}, or [1, 1] for all.",
@@ -145,7 +152,8 @@ def quantize(
         )
     if expand not in (None, torch.float32, torch.bfloat16):
         raise ConfigError(
-            f"quantize: expand is {expand}; values are kept in torch.float32 or torch.bfloat16.", code="quantize.expand"
+            f"quantize: expand is {expand}; values are kept in torch.float32 or torch.bfloat16.",
+            code="quantize.expand",
         )
     if expand == torch.bfloat16 and isinstance(cast.format, TableFormat):
         raise ConfigError(
@@ -162,13 +170,19 @@ def quantize(
         if of_one and compiled.takes(x, cast, noise, expand):
             return compiled.quantize(x, cast, amax)[0]
         return definition.quantize(x, cast, amax, noise, expand)
-    return KERNELS.choose(Spec.of(x, cast, amax, noise, expand), backend).kernel.run(x, cast, amax, noise, expand)
+    return KERNELS.choose(Spec.of(x, cast, amax, noise, expand), backend).kernel.run(
+        x, cast, amax, noise, expand
+    )
 
 
 @torch.no_grad()
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of q, [outer, inner] of `dtype`; computed in float32 and rounded once."""
-    if not isinstance(q, QTensor) or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if (
+        not isinstance(q, QTensor)
+        or not isinstance(dtype, torch.dtype)
+        or not dtype.is_floating_point
+    ):
         raise ConfigError(
             f"dequantize: q is a {type(q).__name__} and dtype {dtype!r}; give a QTensor and a float dtype of torch.",
             code="dequantize.types",

@@ -49,22 +49,35 @@ def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None =
     """
     if not fits(x, cast, noise, expand):
         return False
-    return _is_by_triton(x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, *as_words(cast))
+    return _is_by_triton(
+        x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, *as_words(cast)
+    )
 
 
 @constant_while_compiling
-def _is_by_triton(device: str, index: int | None, dtype: torch.dtype, is_odd: bool, *words: Any) -> bool:
+def _is_by_triton(
+    device: str, index: int | None, dtype: torch.dtype, is_odd: bool, *words: Any
+) -> bool:
     """Choose the kernel outside of the trace, which may run its self-check on the device."""
     from narrowgauge.ops.quantize import KERNELS
 
     cast = of_words(*words)
     # The choice depends on the parity of the columns only, so a constant shape avoids
     # recompilation.
-    spec = Spec(device_facts(device, index), dtype, (2, 4 - is_odd), cast, amax=cast.is_per_tensor, in_operator=True)
+    spec = Spec(
+        device_facts(device, index),
+        dtype,
+        (2, 4 - is_odd),
+        cast,
+        amax=cast.is_per_tensor,
+        in_operator=True,
+    )
     return KERNELS.choose(spec).kernel.name == "triton"
 
 
-def quantize(x: Tensor, cast: Cast, amax: Tensor | None, cols: bool = False) -> tuple[QTensor, QTensor | None]:
+def quantize(
+    x: Tensor, cast: Cast, amax: Tensor | None, cols: bool = False
+) -> tuple[QTensor, QTensor | None]:
     """Cast x [outer, inner], and x.T if `cols`, by the operator; `takes` must be True.
 
     amax  [1, 1] for tensors with one scale, or None
@@ -81,7 +94,9 @@ def delayed(x: Tensor, cast: Cast, state: Tensor, records: bool, cols: bool) -> 
     state    [3] amax state
     records  False leaves the state unchanged
     """
-    amax, data, scale, turned = torch.ops.narrowgauge.cast_delayed(x, state, *_given(cast), records, cols)
+    amax, data, scale, turned = torch.ops.narrowgauge.cast_delayed(
+        x, state, *_given(cast), records, cols
+    )
     return (*_taken_apart(x, cast, [data, scale, turned], cols), amax)
 
 
@@ -106,17 +121,23 @@ def _parts(rows: QTensor, cols: QTensor | None) -> list[Tensor]:
     return parts
 
 
-def _taken_apart(x: Tensor, cast: Cast, parts: list[Tensor], cols: bool) -> tuple[QTensor, QTensor | None]:
+def _taken_apart(
+    x: Tensor, cast: Cast, parts: list[Tensor], cols: bool
+) -> tuple[QTensor, QTensor | None]:
     """Invert `_parts`."""
     left = list(parts)
     data, scale = left.pop(0), left.pop(0)
     shared = left.pop(0) if cast.has_global_scale else None
-    rows = QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=shared, checked=True)
+    rows = QTensor(
+        data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=shared, checked=True
+    )
     if not cols:
         return rows, None
     data = left.pop(0)
     scale = scale if cast.is_per_tensor else left.pop(0)
-    return rows, QTensor(data=data, scale=scale, cast=cast, inner=x.shape[0], global_scale=shared, checked=True)
+    return rows, QTensor(
+        data=data, scale=scale, cast=cast, inner=x.shape[0], global_scale=shared, checked=True
+    )
 
 
 # --- the operators: kernels on CUDA, the definition elsewhere
@@ -126,7 +147,13 @@ def _taken_apart(x: Tensor, cast: Cast, parts: list[Tensor], cols: bool) -> tupl
 # cast their input three times (torch 2.11 and 2.13). The price of an opaque operator: it allocates
 # its outputs, and the host calls Triton's launcher.
 def _by_kernels(
-    x: Tensor, amax: Tensor | None, format: str, tile: list[int], rule: str, headroom: float, cols: bool
+    x: Tensor,
+    amax: Tensor | None,
+    format: str,
+    tile: list[int],
+    rule: str,
+    headroom: float,
+    cols: bool,
 ) -> list[Tensor]:
     if x.numel() == 0:  # nothing to launch
         return _by_definition(x, amax, format, tile, rule, headroom, cols)
@@ -134,16 +161,34 @@ def _by_kernels(
 
 
 def _by_definition(
-    x: Tensor, amax: Tensor | None, format: str, tile: list[int], rule: str, headroom: float, cols: bool
+    x: Tensor,
+    amax: Tensor | None,
+    format: str,
+    tile: list[int],
+    rule: str,
+    headroom: float,
+    cols: bool,
 ) -> list[Tensor]:
     cast = of_words(format, (tile[0], tile[1]), rule, headroom)
-    made = [definition.quantize(each, cast, amax, None, None) for each in ((x, x.T) if cols else (x,))]
-    laid = [replace(q, scale=empty_scales(q.shape, cast, x.device).copy_(q.scale), checked=True) for q in made]
+    made = [
+        definition.quantize(each, cast, amax, None, None) for each in ((x, x.T) if cols else (x,))
+    ]
+    laid = [
+        replace(q, scale=empty_scales(q.shape, cast, x.device).copy_(q.scale), checked=True)
+        for q in made
+    ]
     return _dense(_parts(laid[0], laid[1] if cols else None))
 
 
 def _delayed_by_kernels(
-    x: Tensor, state: Tensor, format: str, tile: list[int], rule: str, headroom: float, records: bool, cols: bool
+    x: Tensor,
+    state: Tensor,
+    format: str,
+    tile: list[int],
+    rule: str,
+    headroom: float,
+    records: bool,
+    cols: bool,
 ) -> Four:
     if x.numel() == 0:
         return _delayed_by_definition(x, state, format, tile, rule, headroom, records, cols)
@@ -153,7 +198,14 @@ def _delayed_by_kernels(
 
 
 def _delayed_by_definition(
-    x: Tensor, state: Tensor, format: str, tile: list[int], rule: str, headroom: float, records: bool, cols: bool
+    x: Tensor,
+    state: Tensor,
+    format: str,
+    tile: list[int],
+    rule: str,
+    headroom: float,
+    records: bool,
+    cols: bool,
 ) -> Four:
     amax = update_amax(state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
     return _four(amax.clone(), _by_definition(x, amax, format, tile, rule, headroom, cols))
@@ -174,12 +226,21 @@ def _dense(parts: list[Tensor]) -> list[Tensor]:
 
     Codes are row-major, as kernels write them; scales keep their layout.
     """
-    orders = [torch.preserve_format if part.dtype == torch.float32 else torch.contiguous_format for part in parts]
+    orders = [
+        torch.preserve_format if part.dtype == torch.float32 else torch.contiguous_format
+        for part in parts
+    ]
     return [part.clone(memory_format=order) for part, order in zip(parts, orders, strict=True)]
 
 
 def _fake(
-    x: Tensor, amax: Tensor | None, format: str, tile: list[int], rule: str, headroom: float, cols: bool
+    x: Tensor,
+    amax: Tensor | None,
+    format: str,
+    tile: list[int],
+    rule: str,
+    headroom: float,
+    cols: bool,
 ) -> list[Tensor]:
     cast = of_words(format, (tile[0], tile[1]), rule, headroom)
     if x.device.type == "cuda":  # the launcher decides the memory layout of the outputs
@@ -191,19 +252,32 @@ def _fake(
         data = x.new_empty((x.shape[0], -(-x.shape[1] // per_byte)), dtype=dtype)
         scale = empty_scales((x.shape[0], x.shape[1]), cast, x.device)
         shared = x.new_empty((), dtype=torch.float32) if cast.has_global_scale else None
-        return QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=shared, checked=True)
+        return QTensor(
+            data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=shared, checked=True
+        )
 
     return _parts(made(x), made(x.T) if cols else None)
 
 
 def _fake_delayed(
-    x: Tensor, state: Tensor, format: str, tile: list[int], rule: str, headroom: float, records: bool, cols: bool
+    x: Tensor,
+    state: Tensor,
+    format: str,
+    tile: list[int],
+    rule: str,
+    headroom: float,
+    records: bool,
+    cols: bool,
 ) -> Four:
-    return _four(x.new_empty((1, 1), dtype=torch.float32), _fake(x, None, format, tile, rule, headroom, cols))
+    return _four(
+        x.new_empty((1, 1), dtype=torch.float32), _fake(x, None, format, tile, rule, headroom, cols)
+    )
 
 
 _WORDS = "str format, int[] tile, str rule, float headroom"
-torch.library.define("narrowgauge::cast", f"(Tensor x, Tensor? amax, {_WORDS}, bool cols) -> Tensor[]")
+torch.library.define(
+    "narrowgauge::cast", f"(Tensor x, Tensor? amax, {_WORDS}, bool cols) -> Tensor[]"
+)
 torch.library.define(
     "narrowgauge::cast_delayed",
     f"(Tensor x, Tensor(a!) state, {_WORDS}, bool records, bool cols) -> (Tensor, Tensor, Tensor, Tensor)",

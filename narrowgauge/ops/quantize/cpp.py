@@ -22,7 +22,16 @@ from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
-from narrowgauge.scaling import E8M0_CEIL, E8M0_FLOOR, FP32, POW2, WHOLE, scale_shape, smallest_scale, tile_sizes
+from narrowgauge.scaling import (
+    E8M0_CEIL,
+    E8M0_FLOOR,
+    FP32,
+    POW2,
+    WHOLE,
+    scale_shape,
+    smallest_scale,
+    tile_sizes,
+)
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
@@ -32,7 +41,9 @@ _KINDS = {**DTYPES, torch.int8: 2}
 # Must match `Rule` in cast.cpp; 0: the scales are passed in.
 _RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3}
 _P, _L, _I, _F = c_void_p, c_int64, c_int32, c_float
-LIBRARY = Library(("cast.cpp",), "the kernel that casts", {"cast": (_P, _P, _P, _P, _L, _L, _L, _L, _L)})
+LIBRARY = Library(
+    ("cast.cpp",), "the kernel that casts", {"cast": (_P, _P, _P, _P, _L, _L, _L, _L, _L)}
+)
 
 
 class Constants(Structure):
@@ -53,27 +64,37 @@ def refuse(spec: Spec) -> Refusal | None:
         return Refusal("shape", "there is nothing to round")
     if spec.noise is not None:
         if spec.noise != "key" or not integers:
-            return Refusal("rounding", "rounds integers stochastically with the noise of a key, nothing else")
+            return Refusal(
+                "rounding", "rounds integers stochastically with the noise of a key, nothing else"
+            )
         if cast.tile not in ((WHOLE, WHOLE), (1, WHOLE)) or cast.has_global_scale or spec.amax:
             return Refusal("tile", "takes one scale per tensor or row, from the tensor")
         from narrowgauge.ops.cpp import int4
 
         return int4.refuse(spec.device.type)
     if not rounds(cast.format) or cast.scale.two_level:
-        return Refusal("format", "rounds integers and floats with a mantissa to nearest, by one scale per tile")
+        return Refusal(
+            "format", "rounds integers and floats with a mantissa to nearest, by one scale per tile"
+        )
     if spec.expand is None and not integers:
         return Refusal("expanded", "makes decoded values of floats, not their codes")
     if spec.dtype not in DTYPES:
-        return Refusal("dtype", f"reads float32 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}")
+        return Refusal(
+            "dtype", f"reads float32 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        )
     return LIBRARY.refuse(spec.device.type)
 
 
 def rounds(format: Format) -> bool:
     """Return True if cast.cpp supports the format: integers, and floats with a mantissa."""
-    return isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.mantissa > 0)
+    return isinstance(format, IntFormat) or (
+        isinstance(format, FloatFormat) and format.mantissa > 0
+    )
 
 
-def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None) -> QTensor:
+def run(
+    x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None
+) -> QTensor:
     """See `ops.quantize`."""
     shape, dtype, shared = (x.shape[0], x.shape[1]), expand or torch.int8, None
     if amax is None and noise is None and makes_scales(x, cast):
@@ -98,7 +119,9 @@ def run(x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: t
             data = int4.round_stochastically(x, scale, cast.format.max, noise.words).to(dtype)
     if expand is None and cast.format.codes_per_byte > 1:
         data = cast.format.pack(data)
-    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=shared, checked=True)
+    return QTensor(
+        data=data, scale=scale, cast=cast, inner=shape[1], global_scale=shared, checked=True
+    )
 
 
 def makes_scales(x: Tensor, cast: Cast) -> bool:
@@ -106,16 +129,24 @@ def makes_scales(x: Tensor, cast: Cast) -> bool:
 
     It must scale by the largest magnitude, and each thread must have whole tiles.
     """
-    if cast.scale not in _RULES or cast.headroom != 1 or isinstance(cast.calibrate, ClippedRms | LearnedStep):
+    if (
+        cast.scale not in _RULES
+        or cast.headroom != 1
+        or isinstance(cast.calibrate, ClippedRms | LearnedStep)
+    ):
         return False
     from narrowgauge.ops.cpp import build
 
     if x.numel() < 2 * build.ELEMENTS_PER_THREAD:  # a single thread
         return True
-    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= build.parts(x.numel())
+    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[
+        x.stride(0) < x.stride(1)
+    ] >= build.parts(x.numel())
 
 
-def _cast_nearest(x: Tensor, cast: Cast, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _cast_nearest(
+    x: Tensor, cast: Cast, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (values of x / scale in `dtype`, scales), bit-identical to the definition.
 
     The values have x's memory order.
@@ -128,7 +159,9 @@ def _cast_nearest(x: Tensor, cast: Cast, dtype: torch.dtype, scale: Tensor | Non
     # Cast the transpose, whose rows are contiguous: codes are written in x's memory order, without
     # a copy.
     if x.stride(0) < x.stride(1):
-        out, scale = _cast(x.T, None if scale is None else scale.T, cast.tile[::-1], constants, dtype)
+        out, scale = _cast(
+            x.T, None if scale is None else scale.T, cast.tile[::-1], constants, dtype
+        )
         return out.T, scale.T
     return _cast(x, scale, cast.tile, constants, dtype)
 
@@ -141,10 +174,15 @@ def _cast(
     x = x if x.stride(1) == 1 or columns == 1 else x.contiguous()
     out = torch.empty((rows, columns), dtype=dtype, device="cpu")
     if scale is None:
-        scale, shares = torch.empty((-(-rows // a), -(-columns // b)), dtype=torch.float32, device="cpu"), -(-rows // a)
+        scale, shares = (
+            torch.empty((-(-rows // a), -(-columns // b)), dtype=torch.float32, device="cpu"),
+            -(-rows // a),
+        )
     else:
         scale, shares = scale.contiguous(), rows
-    LIBRARY.call("cast", shares, rows * columns, constants, x, out, scale, x.stride(0), rows, columns, a, b)
+    LIBRARY.call(
+        "cast", shares, rows * columns, constants, x, out, scale, x.stride(0), rows, columns, a, b
+    )
     return out, scale
 
 

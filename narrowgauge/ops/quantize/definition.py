@@ -114,7 +114,9 @@ def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
         return torch.linalg.vector_norm(x, order, dtype=torch.float32).reshape(1, 1)
     tiles = as_tiles(filled_up(x, tile), tile)
     axes = (1, 3) if tiles.ndim == 4 else -1
-    return torch.linalg.vector_norm(tiles, order, dim=axes, keepdim=tiles.ndim == 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(
+        tiles, order, dim=axes, keepdim=tiles.ndim == 2, dtype=torch.float32
+    )
 
 
 def _tile_sizes(x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -122,7 +124,9 @@ def _tile_sizes(x: Tensor, tile: tuple[int, int]) -> Tensor:
     shape = (x.shape[0], x.shape[1])
     rows, columns = (
         (length - torch.arange(number, device=x.device) * size).clamp(1, size).to(torch.float32)
-        for length, size, number in zip(shape, tile_sizes(shape, tile), scale_shape(shape, tile), strict=True)
+        for length, size, number in zip(
+            shape, tile_sizes(shape, tile), scale_shape(shape, tile), strict=True
+        )
     )
     return rows[:, None] * columns[None, :]
 
@@ -143,7 +147,11 @@ def calibrated_amax(x: Tensor, cast: Cast, shape: tuple[int, ...] | None = None)
 
 
 def quantize(
-    x: Tensor, cast: Cast, amax: Tensor | None, noise: Tensor | Key | None, expand: torch.dtype | None
+    x: Tensor,
+    cast: Cast,
+    amax: Tensor | None,
+    noise: Tensor | Key | None,
+    expand: torch.dtype | None,
 ) -> QTensor:
     """See `ops.quantize`, which checks the arguments.
 
@@ -155,11 +163,21 @@ def quantize(
         from narrowgauge.ops.quantize.in_pieces import slices_of, work
 
         if len(slices := slices_of(x, cast)) > 1:
-            return work((calibrated_amax, filled, _amax, scales, encoded), slices, x, cast, given, noise, expand)
+            return work(
+                (calibrated_amax, filled, _amax, scales, encoded),
+                slices,
+                x,
+                cast,
+                given,
+                noise,
+                expand,
+            )
     full = filled(x, cast.tile)
     scale, global_scale = scales(_amax(full, shape, cast) if given is None else given, cast)
     data = encoded(full, shape, scale, global_scale, cast, noise, expand)
-    return QTensor(data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True)
+    return QTensor(
+        data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True
+    )
 
 
 def _is_tiled(tile: tuple[int, int]) -> bool:
@@ -213,11 +231,15 @@ def scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
     return scale, whole * cast.headroom
 
 
-def _times_reciprocal(tiles: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast) -> Tensor:
+def _times_reciprocal(
+    tiles: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast
+) -> Tensor:
     """Return x times the reciprocal of its scale, in the shape of `as_tiles`."""
     if cast.scale.two_level:
         assert global_scale is not None
         reciprocal = (1 / global_scale) / scale  # in this order, as NVFP4 hardware, see scaling
         # A tile whose e4m3 scale underflows to zero becomes zeros.
         return tiles * per_tile(torch.where(scale == 0, 0.0, reciprocal), cast.tile)
-    return tiles * per_tile(1 / (scale if global_scale is None else scale * global_scale), cast.tile)
+    return tiles * per_tile(
+        1 / (scale if global_scale is None else scale * global_scale), cast.tile
+    )

@@ -42,7 +42,9 @@ def work(
     if given is None and cast.tile == (WHOLE, WHOLE):
         given = calibrated_amax(x, cast)
     elif given is None:
-        given = torch.cat([amax(filled(x[each], cast.tile), tuple(x[each].shape), cast) for each in slices])
+        given = torch.cat(
+            [amax(filled(x[each], cast.tile), tuple(x[each].shape), cast) for each in slices]
+        )
         # The maximum over pieces is exact, unlike a sum: `slices_of` splits such tiles only for
         # maxima.
         given = given.amax(dim=0, keepdim=True) if cast.tile[0] == WHOLE else given
@@ -50,10 +52,20 @@ def work(
     parts = []
     for each in slices:
         piece, height = x[each], 1 if cast.tile[0] == WHOLE else cast.tile[0]
-        own = scale if cast.tile[0] == WHOLE else scale[each.start // height : -(-each.stop // height)]
+        own = (
+            scale
+            if cast.tile[0] == WHOLE
+            else scale[each.start // height : -(-each.stop // height)]
+        )
         # Element 0 of the piece has the noise of its place in the whole tensor.
-        some = noise[each] if isinstance(noise, Tensor) else noise and noise.after(each.start * x.shape[1])
+        some = (
+            noise[each]
+            if isinstance(noise, Tensor)
+            else noise and noise.after(each.start * x.shape[1])
+        )
         full = filled(piece, cast.tile)
         parts.append(encoded(full, tuple(piece.shape), own, global_scale, cast, some, expand))
     data = torch.cat(parts)
-    return QTensor(data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=global_scale, checked=True)
+    return QTensor(
+        data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=global_scale, checked=True
+    )

@@ -23,7 +23,13 @@ from narrowgauge.ops.quantize import check_of, compiled, definition, quantize, t
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
-from narrowgauge.ops.registry import Kernel, Refusal, Registry, constant_while_compiling, device_facts
+from narrowgauge.ops.registry import (
+    Kernel,
+    Refusal,
+    Registry,
+    constant_while_compiling,
+    device_facts,
+)
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
@@ -34,14 +40,24 @@ Pair = tuple[QTensor, QTensor | None, Tensor | None]
 
 
 def in_turn(
-    x: Tensor, cast: Cast, state: Tensor | None, records: bool, cols: bool, noise: Two, backend: str | None = None
+    x: Tensor,
+    cast: Cast,
+    state: Tensor | None,
+    records: bool,
+    cols: bool,
+    noise: Two,
+    backend: str | None = None,
 ) -> Pair:
     """Definition: each cast by its fastest kernel, or by the kernel that is named."""
     amax = None
     if state is not None:
         amax = update_amax(state, definition.tile_amax(x, (WHOLE, WHOLE)), records=records)
     rows = quantize(x, cast, amax=amax, noise=noise[0], backend=backend)
-    return rows, quantize(x.T, cast, amax=amax, noise=noise[1], backend=backend) if cols else None, amax
+    return (
+        rows,
+        quantize(x.T, cast, amax=amax, noise=noise[1], backend=backend) if cols else None,
+        amax,
+    )
 
 
 def refuse(spec: Spec) -> Refusal | None:
@@ -70,15 +86,30 @@ def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     if torch.compiler.is_compiling():
         fits = compiled.fits(x, cast) and not (delayed and cast.has_global_scale)
         return fits and _is_by_triton(
-            x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, delayed, cols, *as_words(cast)
+            x.device.type,
+            x.device.index,
+            x.dtype,
+            x.shape[1] % 2 == 1,
+            delayed,
+            cols,
+            *as_words(cast),
         )
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
-    return KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name != "reference"
+    return (
+        KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name
+        != "reference"
+    )
 
 
 @constant_while_compiling
 def _is_by_triton(
-    device: str, index: int | None, dtype: torch.dtype, is_odd: bool, delayed: bool, cols: bool, *words: Any
+    device: str,
+    index: int | None,
+    dtype: torch.dtype,
+    is_odd: bool,
+    delayed: bool,
+    cols: bool,
+    *words: Any,
 ) -> bool:
     """Like `_is_by_triton` of `compiled`."""
     spec = Spec(
@@ -97,7 +128,9 @@ def plan(
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
     kernel = KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel
     if noise is not None or not kernel.replays:
-        return lambda x, state, noise: quantize_pair(x, cast, amax_state=state, records=records, cols=cols, noise=noise)
+        return lambda x, state, noise: quantize_pair(
+            x, cast, amax_state=state, records=records, cols=cols, noise=noise
+        )
     from narrowgauge.ops.triton.replay import Replays  # imported only where kernels are launched
 
     replays = Replays(lambda x, state: kernel.run(x, cast, state, records, cols, (None, None)))

@@ -81,7 +81,9 @@ class PrecastWeight:
         """Allocate a precast: 256 bytes, and with delayed scaling two bytes per weight."""
         made = cls(cast=cast, window=window, maxima=weight.new_zeros(PARTS, dtype=torch.int32))
         if window is not None:
-            made.plain, made.turned = (weight.new_empty(x.shape, dtype=cast.format.storage) for x in (weight, weight.T))
+            made.plain, made.turned = (
+                weight.new_empty(x.shape, dtype=cast.format.storage) for x in (weight, weight.T)
+            )
             made.expected = weight.new_zeros(1, dtype=torch.float32)
         return made
 
@@ -135,7 +137,9 @@ class PrecastWeight:
             return False
         live = None if self.window is None else self.window.live
         # Identity, not equality: another layer's state may hold the same numbers.
-        return live is amax_state and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        return live is amax_state and not (
+            weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        )
 
 
 def refuse(cast: Cast) -> Refusal | None:
@@ -146,7 +150,9 @@ def refuse(cast: Cast) -> Refusal | None:
     if cast.rounding != "nearest":
         return Refusal("rounding", "stochastic rounding draws anew at every forward pass")
     if not isinstance(cast.calibrate, Current | Window):
-        return Refusal("calibration", f"the scale is not of the largest magnitude but by {cast.calibrate}")
+        return Refusal(
+            "calibration", f"the scale is not of the largest magnitude but by {cast.calibrate}"
+        )
     if cast.format.codes_per_byte > 1:
         return Refusal("format", "two codes share a byte, in one orientation those of two rows")
     if cast.has_global_scale:
@@ -160,7 +166,11 @@ def refuse_here(weight: Tensor, cast: Cast) -> str:
     May run a self-check.
     """
     choice = KERNELS.choose(Spec.of(weight, cast))
-    return "; ".join(why.text for _, why in choice.refusals) if choice.kernel.name == "reference" else ""
+    return (
+        "; ".join(why.text for _, why in choice.refusals)
+        if choice.kernel.name == "reference"
+        else ""
+    )
 
 
 @torch.no_grad()
@@ -186,12 +196,18 @@ def write(precast: PrecastWeight, weight: Tensor) -> None:
     precast.maxima.zero_()
     precast.maxima[:1] = tile_amax(weight, (WHOLE, WHOLE)).view(torch.int32).reshape(1) & 0x7FFFFFFF
     if precast.window is not None:
-        assert precast.expected is not None and precast.plain is not None and precast.turned is not None
+        assert (
+            precast.expected is not None
+            and precast.plain is not None
+            and precast.turned is not None
+        )
         precast.expected.copy_(next_amax(precast.window))
         # Before the first step there is no scale to predict.
         if float(precast.expected) > 0:
             for codes, x in ((precast.plain, weight), (precast.turned, weight.T)):
-                made = definition.quantize(x, precast.cast, precast.expected.reshape(1, 1), None, None)
+                made = definition.quantize(
+                    x, precast.cast, precast.expected.reshape(1, 1), None, None
+                )
                 codes.view(torch.uint8).copy_(made.data.view(torch.uint8))
     precast.mark_written()
 
@@ -211,20 +227,33 @@ def in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, record
             scale = cast.scale(used, cast.format)
             rows = QTensor(data=codes[0], scale=scale, cast=cast, inner=x.shape[1])
             return rows, QTensor(data=codes[1], scale=scale, cast=cast, inner=x.shape[0]), used
-    rows, cols = (definition.quantize(each, cast, own if used is None else used, None, None) for each in (x, x.T))
+    rows, cols = (
+        definition.quantize(each, cast, own if used is None else used, None, None)
+        for each in (x, x.T)
+    )
     return rows, cols, used
 
 
 KERNELS: Registry[Spec] = Registry("quantize_precast")
 KERNELS.register(
-    Kernel("triton", lambda spec: refuse(spec.cast) or triton.refuse(spec), triton.precast, check=check_of(KERNELS.op)),
+    Kernel(
+        "triton",
+        lambda spec: refuse(spec.cast) or triton.refuse(spec),
+        triton.precast,
+        check=check_of(KERNELS.op),
+    ),
     Kernel("reference", lambda spec: None, in_turn, by_torch=True),
 )
 
 
 @torch.no_grad()
 def quantize_precast(
-    x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, *, records: bool = True, backend: str | None = None
+    x: Tensor,
+    precast: PrecastWeight,
+    amax_state: Tensor | None,
+    *,
+    records: bool = True,
+    backend: str | None = None,
 ) -> Both:
     """Return the casts of x and x.T from a precast, and the amax.
 

@@ -25,7 +25,9 @@ def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tenso
     noise  the noise that `like` was rounded with, if its cast rounds stochastically
     """
     cast = like.cast
-    data = encoded(filled(x, cast.tile), like.shape, like.scale, like.global_scale, cast, noise, torch.float32)
+    data = encoded(
+        filled(x, cast.tile), like.shape, like.scale, like.global_scale, cast, noise, torch.float32
+    )
     return times_scale(data, like.full_scale(), cast.tile)
 
 

@@ -65,7 +65,11 @@ def _check(definition: Run, calls: Calls, examples: Callable[[], Iterable[Spec]]
                     truth, got = definition(*given), run(*copies)
                     where = f"{call}{', x.T in memory' if turned else ''}{', its last rows' if cut else ''}"
                     where += ", NaN within" if poisoned else ""
-                    window = (copies[2], given[2]) if isinstance(given[2], Tensor) and given[2].ndim == 1 else None
+                    window = (
+                        (copies[2], given[2])
+                        if isinstance(given[2], Tensor) and given[2].ndim == 1
+                        else None
+                    )
                     for each in compared(got, truth, window, poisoned):
                         yield each._replace(name=each.name + where)
 
@@ -104,7 +108,9 @@ def _moved(given: Any, device: torch.device) -> Any:
     return given
 
 
-def compared(got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poisoned: bool) -> Iterator[Comparison]:
+def compared(
+    got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poisoned: bool
+) -> Iterator[Comparison]:
     """Yield the comparisons of a QTensor, or of (x, x.T, amax).
 
     Amax states come first, and scales before codes.
@@ -121,9 +127,13 @@ def compared(got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poisone
             continue
         yield Comparison(f"scale{of}", mine.scale, theirs.scale)
         if theirs.global_scale is not None:
-            yield Comparison(f"tensor's scale{of}", mine.global_scale.reshape(1), theirs.global_scale.reshape(1))
+            yield Comparison(
+                f"tensor's scale{of}", mine.global_scale.reshape(1), theirs.global_scale.reshape(1)
+            )
         if window is None or not poisoned:
-            yield Comparison(f"{'values' if mine.is_expanded else 'codes'}{of}", mine.data, theirs.data)
+            yield Comparison(
+                f"{'values' if mine.is_expanded else 'codes'}{of}", mine.data, theirs.data
+            )
 
 
 def _calls_of_one(spec: Spec, x: Tensor) -> Iterator[Call]:
@@ -169,7 +179,9 @@ def _examples(op: str) -> Iterator[Spec]:
     from narrowgauge import recipes  # imported here because a cast does not need it
 
     gemms = [gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()]
-    for cast in dict.fromkeys(cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None):
+    for cast in dict.fromkeys(
+        cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None
+    ):
         delayed = op == "quantize_pair" and isinstance(cast.calibrate, Window)
         kind = (cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None, False, None)
         for cols in (True, False) if delayed else (op == "quantize_pair",):

@@ -63,6 +63,8 @@ class Spec:
         **of_pair: bool,
     ) -> Spec:
         given = noise if isinstance(noise, Tensor) else None
-        kind: Literal["key", "tensor"] | None = None if noise is None else "key" if given is None else "tensor"
+        kind: Literal["key", "tensor"] | None = (
+            None if noise is None else "key" if given is None else "tensor"
+        )
         device, shape = device_of(x, amax, given), (x.shape[0], x.shape[1])
         return cls(device, x.dtype, shape, cast, kind, amax is not None, expand, **of_pair)

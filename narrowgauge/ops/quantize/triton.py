@@ -17,7 +17,9 @@ LAUNCHES = "narrowgauge.ops.quantize.triton_launch"
 
 def refuse(spec: Spec) -> Refusal | None:
     """Return the reason why these kernels do not quantize such a tensor, or None."""
-    if (refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape, spec.in_operator)) is not None:
+    if (
+        refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape, spec.in_operator)
+    ) is not None:
         return refusal
     from narrowgauge.ops.triton import cast_constants
 
@@ -33,7 +35,9 @@ def refuse(spec: Spec) -> Refusal | None:
     if WHOLE in cast.tile:
         return Refusal("tile", f"scales tensors, rows and blocks, not tiles of {cast.tile}")
     if any(size & (size - 1) or size > LARGEST_TILE for size in cast.tile):
-        sides = f"takes blocks whose sides are powers of two of at most {LARGEST_TILE}, not {cast.tile}"
+        sides = (
+            f"takes blocks whose sides are powers of two of at most {LARGEST_TILE}, not {cast.tile}"
+        )
         return Refusal("tile", sides)
     return Refusal("calibration", "takes the amax of a block from the block") if spec.amax else None
 

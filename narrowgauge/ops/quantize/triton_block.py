@@ -40,7 +40,9 @@ def spread(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def cast_block(values, shared, key, first, second, length, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+def cast_block(
+    values, shared, key, first, second, length, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr
+):
     """Return (codes, scales [ROWS / A, COLUMNS / B]) of values [ROWS, COLUMNS].
 
     shared         two-level rules: the float32 scale of the tensor; else unused
@@ -81,18 +83,46 @@ def cast_blocks(
     # Stochastic rounding draws other noise for x.T, so its codes differ.
     SAME: tl.constexpr = A == B and not C.stochastic
     if plain.codes is not None or SAME:
-        found, scale = cast_block(values, shared, plain.key, row[:, None], column[None, :], x.columns, C, A, B)
+        found, scale = cast_block(
+            values, shared, plain.key, row[:, None], column[None, :], x.columns, C, A, B
+        )
         if plain.codes is not None:
             store_block(found, scale, plain, down, across, x.rows, x.columns, C, A, B)
         if transposed.codes is not None and SAME:
-            store_block(tl.trans(found), tl.trans(scale), transposed, across, down, x.columns, x.rows, C, A, B)
+            store_block(
+                tl.trans(found),
+                tl.trans(scale),
+                transposed,
+                across,
+                down,
+                x.columns,
+                x.rows,
+                C,
+                A,
+                B,
+            )
     if transposed.codes is not None and not SAME:
-        found, scale = cast_block(values, shared, transposed.key, column[None, :], row[:, None], x.rows, C, B, A)
-        store_block(tl.trans(found), tl.trans(scale), transposed, across, down, x.columns, x.rows, C, A, B)
+        found, scale = cast_block(
+            values, shared, transposed.key, column[None, :], row[:, None], x.rows, C, B, A
+        )
+        store_block(
+            tl.trans(found), tl.trans(scale), transposed, across, down, x.columns, x.rows, C, A, B
+        )
 
 
 @triton.jit
-def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+def store_block(
+    found,
+    scale,
+    out,
+    down,
+    across,
+    rows,
+    columns,
+    C: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+):
     """Store piece (down, across) of codes and scales.
 
     codes are [rows, columns], scales [ceil(rows / A), ceil(columns / B)]. Scales of 1 x 128 are
@@ -105,5 +135,7 @@ def store_block(found, scale, out, down, across, rows, columns, C: tl.constexpr,
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)
-    place = j[None, :] * high + i[:, None] if A == 1 and B == 128 else i[:, None] * wide + j[None, :]
+    place = (
+        j[None, :] * high + i[:, None] if A == 1 and B == 128 else i[:, None] * wide + j[None, :]
+    )
     tl.store(out.scales + place, scale, mask=(i < high)[:, None] & (j < wide)[None, :])

@@ -38,7 +38,14 @@ from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.ops.triton.cast_constants import CastConstants
-from narrowgauge.ops.triton.launch import AmaxState, Kernels, Matrix, Orientation, launch, zeros_left_zero
+from narrowgauge.ops.triton.launch import (
+    AmaxState,
+    Kernels,
+    Matrix,
+    Orientation,
+    launch,
+    zeros_left_zero,
+)
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape
@@ -71,7 +78,11 @@ Both = tuple[QTensor, QTensor | None, Tensor | None]  # x, x.T, amax of delayed 
 def run(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> QTensor:
     """See `ops.quantize`."""
     if amax is not None:
-        amax = amax.to(torch.float32).expand(scale_shape((x.shape[0], x.shape[1]), cast.tile)).contiguous()
+        amax = (
+            amax.to(torch.float32)
+            .expand(scale_shape((x.shape[0], x.shape[1]), cast.tile))
+            .contiguous()
+        )
     return cast_pair(x, cast, amax=amax, noise=(noise, None), expand=expand)[0]
 
 
@@ -88,7 +99,9 @@ def empty(x: Tensor, cast: Cast) -> QTensor:
     return Output(tuple(x.shape), cast, x.device).finished()
 
 
-def pair(x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise) -> Both:
+def pair(
+    x: Tensor, cast: Cast, amax_state: Tensor | None, records: bool, cols: bool, noise: Noise
+) -> Both:
     """See `ops.quantize.quantize_pair`."""
     if amax_state is None:
         return (*cast_pair(x, cast, cols=True, noise=noise), None)
@@ -105,7 +118,9 @@ def precast(x: Tensor, precast: Any, amax_state: Tensor | None, records: bool) -
     cast, codes = precast.cast, precast.codes
     if amax_state is None or codes is None:
         return (*cast_pair(x, cast, cols=True, amax=precast.maxima.view(torch.float32)), None)
-    state = state_of(amax_state, precast.maxima, torch.empty(1, 1, dtype=torch.float32, device=x.device))
+    state = state_of(
+        amax_state, precast.maxima, torch.empty(1, 1, dtype=torch.float32, device=x.device)
+    )
     # Codes of both orientations may have to be written again, so pieces are squares.
     matrix, programs, sizes = _pieces(x.detach(), constants(x, cast), dense=False)
     launch(
@@ -133,7 +148,12 @@ class Output:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], cast: Cast, device: torch.device, expand: Dtype = None, noise: Key | None = None
+        self,
+        shape: tuple[int, ...],
+        cast: Cast,
+        device: torch.device,
+        expand: Dtype = None,
+        noise: Key | None = None,
     ) -> None:
         format = cast.format
         per_byte = 1 if expand is not None else format.codes_per_byte
@@ -150,11 +170,19 @@ class Output:
         shared = self.shared
         if shared is None and self.cast.has_global_scale:
             shared = self.scale.new_full((), self.cast.headroom)
-        return QTensor(data=self.data, scale=self.scale, cast=self.cast, inner=self.inner, global_scale=shared)
+        return QTensor(
+            data=self.data, scale=self.scale, cast=self.cast, inner=self.inner, global_scale=shared
+        )
 
 
 def cast_pair(
-    x: Tensor, cast: Cast, *, cols: bool = False, amax: Amax = None, noise: Noise = (None, None), expand: Dtype = None
+    x: Tensor,
+    cast: Cast,
+    *,
+    cols: bool = False,
+    amax: Amax = None,
+    noise: Noise = (None, None),
+    expand: Dtype = None,
 ) -> tuple[QTensor, QTensor | None]:
     """Cast x [outer, inner], not empty, and, with cols, x.T by the same cast.
 
@@ -164,8 +192,15 @@ def cast_pair(
     rows = Output(tuple(x.shape), cast, x.device, expand, noise[0])
     columns = Output(tuple(x.T.shape), cast, x.device, expand, noise[1]) if cols else None
     memory, is_transposed = _in_memory_order(x.detach())
-    by_tile = {(WHOLE, WHOLE): _cast_by_one, (1, WHOLE): _cast_by_lines}.get(cast.tile, _cast_blocks)
-    by_tile(memory, constants(x, cast, expand), (columns, rows) if is_transposed else (rows, columns), amax)
+    by_tile = {(WHOLE, WHOLE): _cast_by_one, (1, WHOLE): _cast_by_lines}.get(
+        cast.tile, _cast_blocks
+    )
+    by_tile(
+        memory,
+        constants(x, cast, expand),
+        (columns, rows) if is_transposed else (rows, columns),
+        amax,
+    )
     return rows.finished(), None if columns is None else columns.finished()
 
 
@@ -183,7 +218,14 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
     matrix, programs, sizes = _pieces(memory, constants(x, cast), dense=not cols)
     state = state_of(amax_state, zeros_left_zero(SHARED_PARTS + 1, x.device), rows.scale)
     given = (matrix, *(codes[::-1] if is_transposed else codes), state)
-    launch(triton_transpose.both_delayed, programs, *given, RECORDS=records, PARTS=SHARED_PARTS, **sizes)
+    launch(
+        triton_transpose.both_delayed,
+        programs,
+        *given,
+        RECORDS=records,
+        PARTS=SHARED_PARTS,
+        **sizes,
+    )
     if columns is not None:
         columns.scale = rows.scale
     return rows.finished(), None if columns is None else columns.finished(), state.amax
@@ -191,7 +233,9 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
 
 def state_of(live: Tensor, maxima: Tensor, scale: Tensor) -> AmaxState:
     """Return the amax state for a kernel, with a new buffer for the amax in use [1, 1]."""
-    return AmaxState(live, maxima, torch.empty(1, 1, dtype=torch.float32, device=live.device), scale)
+    return AmaxState(
+        live, maxima, torch.empty(1, 1, dtype=torch.float32, device=live.device), scale
+    )
 
 
 def _in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
@@ -236,7 +280,9 @@ def _tensor_maxima(x: Tensor) -> Tensor:
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of x, not empty, [1, 1] float32, in one launch."""
     parts, x = _parts(x), _in_memory_order(x.detach())[0]
-    maxima, whole = (torch.empty(size, dtype=torch.int32, device=x.device) for size in ((parts,), (1, 1)))
+    maxima, whole = (
+        torch.empty(size, dtype=torch.int32, device=x.device) for size in ((parts,), (1, 1))
+    )
     given = (x.contiguous(), maxima, whole, zeros_left_zero(1, x.device), x.numel())
     launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
     return whole.view(torch.float32)
@@ -249,9 +295,14 @@ def with_amax(x: Tensor, cast: Cast) -> tuple[QTensor | None, Tensor]:
     """
     if cast.rounding == "stochastic":
         return None, amax(x)
-    rows, whole = Output(tuple(x.shape), cast, x.device), torch.empty(1, 1, dtype=torch.int32, device=x.device)
+    rows, whole = (
+        Output(tuple(x.shape), cast, x.device),
+        torch.empty(1, 1, dtype=torch.int32, device=x.device),
+    )
     memory, is_transposed = _in_memory_order(x.detach())
-    _cast_by_one(memory, constants(x, cast), (None, rows) if is_transposed else (rows, None), None, whole)
+    _cast_by_one(
+        memory, constants(x, cast), (None, rows) if is_transposed else (rows, None), None, whole
+    )
     return rows.finished(), whole.view(torch.float32)
 
 
@@ -260,10 +311,16 @@ Wanted = tuple["Output | None", "Output | None"]
 
 
 def _orientation(output: Output | None, maxima: Tensor | None = None) -> Orientation:
-    return Orientation() if output is None else Orientation(output.codes, output.scale, maxima, output.key)
+    return (
+        Orientation()
+        if output is None
+        else Orientation(output.codes, output.scale, maxima, output.key)
+    )
 
 
-def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax, whole: Tensor | None = None) -> None:
+def _cast_by_one(
+    x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax, whole: Tensor | None = None
+) -> None:
     """Cast with one scale for the tensor.
 
     whole  int32 [1, 1], receives the bits of the largest magnitude; it requires rounding to nearest
@@ -279,7 +336,16 @@ def _cast_by_one(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax, whole:
     else:
         maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
         first = first._replace(maxima=maxima)
-        launch(triton_transpose.cast_both, pieces, matrix, first, second, None, PARTS=maxima.numel(), **sizes)
+        launch(
+            triton_transpose.cast_both,
+            pieces,
+            matrix,
+            first,
+            second,
+            None,
+            PARTS=maxima.numel(),
+            **sizes,
+        )
     if wanted[1] is not None:
         wanted[1].scale = scale
 
@@ -306,7 +372,9 @@ def _at_once(pieces: int, warps: int, device: torch.device) -> tuple[int, int]:
 @cache
 def _running(warps: int, index: int | None) -> int:
     """Return the number of programs that run at once."""
-    return int(torch.cuda.get_device_properties(index).multi_processor_count) * (THREADS // (32 * warps))
+    return int(torch.cuda.get_device_properties(index).multi_processor_count) * (
+        THREADS // (32 * warps)
+    )
 
 
 def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
@@ -321,16 +389,39 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
     # Codes of less than 8 bits spill in this kernel (E2M1 on 10.0: 56 bytes).
     if amax is None and C.bits == 8 and _is_at_once(matrix, C):
         programs = _at_once(programs, sizes["warps"], x.device)[0]
-        given = (matrix, *map(_orientation, wanted), None, zeros_left_zero(sum(x.shape) + 1, x.device))
+        given = (
+            matrix,
+            *map(_orientation, wanted),
+            None,
+            zeros_left_zero(sum(x.shape) + 1, x.device),
+        )
         launch(triton_transpose.amax_and_cast, programs, *given, PARTS=0, **sizes, **AT_ONCE)
         return
     ended, maxima = None, [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
-        lengths = [0 if output is None else length for output, length in zip(wanted, x.shape, strict=True)]
+        lengths = [
+            0 if output is None else length for output, length in zip(wanted, x.shape, strict=True)
+        ]
         *parts, ended = zeros_left_zero(sum(lengths) + 1, x.device).split([*lengths, 1])
         maxima = [part if len(part) else None for part in parts]
-        launch(triton_transpose.maxima, programs, matrix, *maxima, ROWS=SQUARE, COLUMNS=SQUARE, warps=SQUARE_WARPS)
-    launch(triton_transpose.cast_both, programs, matrix, *map(_orientation, wanted, maxima), ended, PARTS=0, **sizes)
+        launch(
+            triton_transpose.maxima,
+            programs,
+            matrix,
+            *maxima,
+            ROWS=SQUARE,
+            COLUMNS=SQUARE,
+            warps=SQUARE_WARPS,
+        )
+    launch(
+        triton_transpose.cast_both,
+        programs,
+        matrix,
+        *map(_orientation, wanted, maxima),
+        ended,
+        PARTS=0,
+        **sizes,
+    )
 
 
 def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:

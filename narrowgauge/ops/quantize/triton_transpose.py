@@ -60,7 +60,11 @@ def load_piece(x, down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.arange(0, ROWS) + down * ROWS
     column = tl.arange(0, COLUMNS) + across * COLUMNS
     mask = (row < x.rows)[:, None] & (column < x.columns)[None, :]
-    return tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0), row, column
+    return (
+        tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0),
+        row,
+        column,
+    )
 
 
 @triton.jit
@@ -108,7 +112,9 @@ def _note_lines(values, row, column, x, of_rows, of_columns):
     if of_rows is not None:
         tl.atomic_max(of_rows + row, tl.max(bits, axis=1), mask=row < x.rows, sem="relaxed")
     if of_columns is not None:
-        tl.atomic_max(of_columns + column, tl.max(bits, axis=0), mask=column < x.columns, sem="relaxed")
+        tl.atomic_max(
+            of_columns + column, tl.max(bits, axis=0), mask=column < x.columns, sem="relaxed"
+        )
 
 
 @triton.jit
@@ -162,7 +168,11 @@ def _cast_piece(
     """
     SAME: tl.constexpr = whole is not None and not C.stochastic
     if plain.codes is not None or SAME:
-        scale = whole if whole is not None else _line_scale(plain, of_rows, row, x.rows, across == 0, C)[:, None]
+        scale = (
+            whole
+            if whole is not None
+            else _line_scale(plain, of_rows, row, x.rows, across == 0, C)[:, None]
+        )
         found = _encoded(values, scale, plain.key, row[:, None], column[None, :], x.columns, C)
         if plain.codes is not None:
             store_codes(found, plain.codes, down, across, x.rows, x.columns, C)
@@ -197,7 +207,20 @@ def cast_both(
         whole = scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
         if tl.program_id(0) == 0:
             tl.store(plain.scales, whole)
-    _cast_piece(values, row, column, whole, plain.maxima, transposed.maxima, x, plain, transposed, down, across, C)
+    _cast_piece(
+        values,
+        row,
+        column,
+        whole,
+        plain.maxima,
+        transposed.maxima,
+        x,
+        plain,
+        transposed,
+        down,
+        across,
+        C,
+    )
     if ended is not None:
         # Every thread of this program has read the maxima before it counts as finished.
         tl.debug_barrier()
@@ -272,7 +295,9 @@ def amax_and_cast(
     scale = None
     if PARTS > 0:
         part = tl.arange(0, PARTS)
-        found = tl.max(tl.load(shared + part, mask=part < programs, other=0, cache_modifier=".cg"), axis=0)
+        found = tl.max(
+            tl.load(shared + part, mask=part < programs, other=0, cache_modifier=".cg"), axis=0
+        )
         scale = scale_of(found, C)
         if program == 0:
             tl.store(plain.scales, scale)
@@ -282,7 +307,9 @@ def amax_and_cast(
     for before in range(program, pieces, programs):
         at = _place(pieces - 1 - before, x.columns, ROWS, COLUMNS)
         values, row, column = load_piece(x, at[0], at[1], ROWS, COLUMNS)
-        _cast_piece(values, row, column, scale, shared, of_columns, x, plain, transposed, at[0], at[1], C)
+        _cast_piece(
+            values, row, column, scale, shared, of_columns, x, plain, transposed, at[0], at[1], C
+        )
     # Every thread of this program has read the maxima before it counts as finished.
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == 2 * programs - 1:
@@ -292,7 +319,9 @@ def amax_and_cast(
 
 
 @triton.jit
-def cast_rows(x, out, C: tl.constexpr, WHOLE_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def cast_rows(
+    x, out, C: tl.constexpr, WHOLE_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Entry point: one scale per row.
 
     A program computes the largest magnitude of its ROWS rows, and casts them.
@@ -305,7 +334,9 @@ def cast_rows(x, out, C: tl.constexpr, WHOLE_ROW: tl.constexpr, ROWS: tl.constex
     if WHOLE_ROW:
         values, _, column = load_piece(x, down, 0, ROWS, COLUMNS)
         scale = scale_of(tl.max(magnitude_bits(values), axis=1), C)
-        found = _encoded(values, scale[:, None], out.key, row[:, None], column[None, :], x.columns, C)
+        found = _encoded(
+            values, scale[:, None], out.key, row[:, None], column[None, :], x.columns, C
+        )
         store_codes(found, out.codes, down, 0, x.rows, x.columns, C)
     else:
         largest = tl.zeros((ROWS, COLUMNS), tl.int32)
@@ -315,7 +346,9 @@ def cast_rows(x, out, C: tl.constexpr, WHOLE_ROW: tl.constexpr, ROWS: tl.constex
         scale = scale_of(tl.max(largest, axis=1), C)
         for across in range(0, tl.cdiv(tl.cast(x.columns, tl.int64), COLUMNS)):
             values, _, column = load_piece(x, down, across, ROWS, COLUMNS)
-            found = _encoded(values, scale[:, None], out.key, row[:, None], column[None, :], x.columns, C)
+            found = _encoded(
+                values, scale[:, None], out.key, row[:, None], column[None, :], x.columns, C
+            )
             store_codes(found, out.codes, down, across, x.rows, x.columns, C)
     tl.store(out.scales + row, scale, mask=row < x.rows)
 
@@ -354,7 +387,9 @@ def both_delayed(
     tl.debug_barrier()  # the last program may store again to the places where this one stored
     if tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         place = tl.arange(0, PARTS)
-        own_bits = tl.max(tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0)
+        own_bits = tl.max(
+            tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0
+        )
         tl.store(state.maxima + PARTS, 0)
         # A ticket instead of a second launch: three fills and three launches less. As one loop that
         # every program runs and the last repeats, it took 89 registers instead of 48 (docs/log.md).

@@ -77,10 +77,14 @@ class Spec:
     def of(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Spec:
         given = q, k, cos, sin
         dtypes = tuple(each.dtype for each in given)
-        return cls(device_of(*given), dtypes, q.shape[-1], is_empty=q.numel() == 0 or k.numel() == 0)
+        return cls(
+            device_of(*given), dtypes, q.shape[-1], is_empty=q.numel() == 0 or k.numel() == 0
+        )
 
 
-def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
+def reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool
+) -> Pair:
     """Definition in plain torch; see the module."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
@@ -103,16 +107,22 @@ def refuse(spec: Spec) -> Refusal | None:
     return None
 
 
-def in_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool) -> Pair:
+def in_triton(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool
+) -> Pair:
     """Launch the Triton kernel; see the module."""
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     results = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
     batch, heads, tokens, head = q.shape
     # Triton's ranges are powers of two; the kernel masks the rest of a head.
     width = max(1 << (head // 2 - 1).bit_length(), 16)
-    inputs, outputs = (tuple(Strided(x, *x.stride()[:3]) for x in pair) for pair in ((q, k), results))
+    inputs, outputs = (
+        tuple(Strided(x, *x.stride()[:3]) for x in pair) for pair in ((q, k), results)
+    )
     # A stride of 0 broadcasts angles that all examples share.
-    angles = tuple(Strided(x, 0 if x.shape[0] == 1 else x.stride(0), 0, x.stride(1)) for x in (cos, sin))
+    angles = tuple(
+        Strided(x, 0 if x.shape[0] == 1 else x.stride(0), 0, x.stride(1)) for x in (cos, sin)
+    )
     launch(
         triton_kernel.rotary, batch * tokens, inputs, outputs, angles, (heads, k.shape[1]), tokens, HALF=head // 2, INVERSE=inverse,
         HEADS=max(ELEMENTS // width, 1), WIDTH=width, warps=WARPS,
@@ -143,7 +153,9 @@ def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> lis
     # Different angles in the two halves, which Llama does not have.
     angles = 6 * torch.rand(1, 9, head, generator=generator)
     given = (q.transpose(1, 2), k.transpose(1, 2)) if transposed else (q, k)
-    return [x.to(dtype) for x, dtype in zip((*given, angles.cos(), angles.sin()), dtypes, strict=True)]
+    return [
+        x.to(dtype) for x, dtype in zip((*given, angles.cos(), angles.sin()), dtypes, strict=True)
+    ]
 
 
 _EXAMPLES = [

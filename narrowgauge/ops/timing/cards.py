@@ -96,10 +96,20 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         ]
     )
 )  # fmt: skip
-_OTHER_NAMES = {"h100-sxm": "h100", "a100": "a100-80", "3090": "rtx-3090", "4090": "rtx-4090", "5090": "rtx-5090"}
+_OTHER_NAMES = {
+    "h100-sxm": "h100",
+    "a100": "a100-80",
+    "3090": "rtx-3090",
+    "4090": "rtx-4090",
+    "5090": "rtx-5090",
+}
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)?\s*", re.IGNORECASE)
-_UNITS = {f"{unit}{i}b": base ** (1 + "kmgt".index(unit)) for unit in "kmgt" for i, base in (("", 1000), ("i", 1024))}
+_UNITS = {
+    f"{unit}{i}b": base ** (1 + "kmgt".index(unit))
+    for unit in "kmgt"
+    for i, base in (("", 1000), ("i", 1024))
+}
 
 
 def card(name: str) -> Card:
@@ -150,7 +160,9 @@ def of_memory(size: str, like: Card | None = None) -> Card:
     name = size.strip()
     if like is None:
         device = CARDS["h100"].device
-        return Card(name=name, memory=memory, usable=memory - CONTEXT, bandwidth=0.0, peak={}, device=device)
+        return Card(
+            name=name, memory=memory, usable=memory - CONTEXT, bandwidth=0.0, peak={}, device=device
+        )
     return replace(like, name=f"{like.name} of {name}", memory=memory, usable=memory - CONTEXT)
 
 
@@ -159,6 +171,7 @@ def _bytes_of(size: str) -> int:
     unit = (found[2] or "b").lower() if found else ""
     if found is None or (unit != "b" and unit not in _UNITS):
         raise ConfigError(
-            f"memory = {size!r} is no size. Write a number and its unit, as in --memory 24GiB.", code="card.memory"
+            f"memory = {size!r} is no size. Write a number and its unit, as in --memory 24GiB.",
+            code="card.memory",
         )
     return int(float(found[1]) * _UNITS.get(unit, 1))

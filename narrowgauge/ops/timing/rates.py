@@ -98,13 +98,21 @@ class Rates:
 
     def share(self, operands: str) -> float:
         """Return the share of `card.reached` for GEMMs of this operand type."""
-        return self.fp4 if operands == "fp4" else self.narrow if operands in ("fp8", "int8", "int4") else 1.0
+        return (
+            self.fp4
+            if operands == "fp4"
+            else self.narrow
+            if operands in ("fp8", "int8", "int4")
+            else 1.0
+        )
 
 
 RATES = Rates()
 # Relative error of a published time when it is predicted from the others: two of three errors are
 # below these (benchmarks/results/calibration.jsonl).
-ERROR: Mapping[str, float] = MappingProxyType({"product": 0.05, "layer": 0.04, "compiled": 0.09, "eager": 0.20})
+ERROR: Mapping[str, float] = MappingProxyType(
+    {"product": 0.05, "layer": 0.04, "compiled": 0.09, "eager": 0.20}
+)
 
 
 def seconds(each: Operation, card: Card, rates: Rates = RATES) -> float:

@@ -22,14 +22,34 @@ OPERANDS = {
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float4_e2m1fn_x2: "fp4", torch.uint8: "fp8",
 }  # fmt: skip  # uint8: codes that our own GEMM kernels read
 # Operators that read a few elements of one argument, and its position.
-LOOKED_UP = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
+LOOKED_UP = {
+    "embedding": 0,
+    "index_select": 0,
+    "gather": 0,
+    "index": 0,
+    "nll_loss_forward": 0,
+    "nll_loss_backward": 1,
+}
 # Operators that write their first argument without reading it.
 FILLED = ("copy_", "fill_", "zero_", "_foreach_zero_", "_foreach_copy_")
-FILLS_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "_local_scalar_dense", "lift_fresh")
+FILLS_NOTHING = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "resize_",
+    "_local_scalar_dense",
+    "lift_fresh",
+)
 MAXIMA = ("amax", "maxima")  # kernels that read x and write no codes
 # GEMMs that report themselves, with [m, k] and [n, k] first: torch cannot run those of cuBLAS under
 # fake tensors.
-PRODUCTS = {"block_mm": "blocks", "int4_mm": "fast", "scaled_mm_blocks": "blocks", "scaled_mm_mx": "mx"}
+PRODUCTS = {
+    "block_mm": "blocks",
+    "int4_mm": "fast",
+    "scaled_mm_blocks": "blocks",
+    "scaled_mm_mx": "mx",
+}
 # It reads its first argument for the maximum, and again to cast it.
 READS_TWICE = ("amax_and_cast",)
 # Our kernels that receive whole matrices and usually read none.
@@ -63,7 +83,9 @@ class Work:
     elements: int = 0
 
 
-def of_operator(phase: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Work | None:
+def of_operator(
+    phase: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+) -> Work | None:
     """Return the work of a call of a torch operator, or None if it runs nothing."""
     how = _how(func)
     if how.idle:
@@ -113,12 +135,34 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
         operands = "int4" if name == "int4_mm" else OPERANDS[tensors[0].dtype]
         # Packed operands have two codes per byte.
         flops = 2 * m * n * k * (2 if operands in ("fp4", "int4") else 1)
-    nbytes = 0 if name in SETTLES else sum(map(_span, tensors)) + sum(map(_span, tensors[: name in READS_TWICE]))
-    kind = "products" if flops else "casts" if ".quantize." in kernel or ".hadamard." in kernel else "elementwise"
+    nbytes = (
+        0
+        if name in SETTLES
+        else sum(map(_span, tensors)) + sum(map(_span, tensors[: name in READS_TWICE]))
+    )
+    kind = (
+        "products"
+        if flops
+        else "casts"
+        if ".quantize." in kernel or ".hadamard." in kernel
+        else "elementwise"
+    )
     is_cast = kind == "casts" and nbytes > 0 and name not in MAXIMA
     cast = max((each.numel() for each in tensors), default=0) if is_cast else 0
     sums, own = PRODUCTS.get(name, "fast"), not name.startswith("scaled_mm")
-    return Work(phase, name, kind, flops, nbytes, operands, own=own, sums=sums, rows=m, columns=n, elements=cast)
+    return Work(
+        phase,
+        name,
+        kind,
+        flops,
+        nbytes,
+        operands,
+        own=own,
+        sums=sums,
+        rows=m,
+        columns=n,
+        elements=cast,
+    )
 
 
 @dataclass(frozen=True)
@@ -144,12 +188,16 @@ class _How:
 def _how(func: Any) -> _How:
     schema = func._schema
     name = schema.name.split("::")[-1]
-    changed = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
+    changed = [
+        each.alias_info is not None and each.alias_info.is_write for each in schema.arguments
+    ]
     # Its schema marks gradients as written, but only a grad_scale writes them.
     if name.startswith("_fused_") and len(changed) > 1:
         changed[1] = False
     writes = tuple(at for at, each in enumerate(changed) if each)
-    views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    views = any(
+        each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
+    )
     names = tuple(each.name for each in schema.arguments)
     idle = views or name in FILLS_NOTHING or schema.name.startswith("prim::")
     return _How(name, idle, writes, names, name in FILLED, LOOKED_UP.get(name))
@@ -164,7 +212,9 @@ def _span(x: Tensor) -> int:
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
-def _flops(how: _How, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> tuple[int, str]:
+def _flops(
+    how: _How, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+) -> tuple[int, str]:
     from torch.utils.flop_counter import flop_registry
 
     if how.name == "_int_mm":

@@ -53,7 +53,10 @@ def refuse(device: str, capability: tuple[int, int], in_operator: bool = False) 
     if torch.version.hip is not None:
         return Refusal("capability", "written for NVIDIA GPUs")
     if capability < LEAST_CAPABILITY:
-        return Refusal("capability", f"compute capability {_dotted(capability)}, needs {_dotted(LEAST_CAPABILITY)}")
+        return Refusal(
+            "capability",
+            f"compute capability {_dotted(capability)}, needs {_dotted(LEAST_CAPABILITY)}",
+        )
     # The software of a pretended device's machine is unknown.
     missing = "" if dry_run_on() is not None else unavailable()
     return Refusal("toolchain", missing) if missing else None

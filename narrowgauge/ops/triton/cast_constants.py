@@ -10,7 +10,15 @@ from narrowgauge.formats import E4M3, FloatFormat, IntFormat
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import LEAST_CAPABILITY, has_conversions
 from narrowgauge.recipe import Cast
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, WHOLE, ceil_carry, smallest_scale
+from narrowgauge.scaling import (
+    E4M3_TWO_LEVEL,
+    E4M3_TWO_LEVEL_CEIL,
+    E8M0_FLOOR,
+    FP32,
+    WHOLE,
+    ceil_carry,
+    smallest_scale,
+)
 
 TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 
@@ -58,7 +66,8 @@ def refuse(cast: Cast) -> Refusal | None:
         return Refusal("tile", f"scales blocks by {cast.scale}, not tiles of {cast.tile}")
     if cast.scale != FP32 and not cast.scale.power_of_two and cast.scale not in TWO_LEVEL:
         return Refusal(
-            "scale", f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}"
+            "scale",
+            f"scales by {FP32}, powers of two and {' and '.join(map(str, TWO_LEVEL))}, not {cast.scale}",
         )
     # Kernels omit the limit of 2^126, which only formats with a smaller largest value can reach.
     if cast.format.max < 4:
@@ -79,12 +88,17 @@ def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False)
         has_nan=isinstance(format, FloatFormat) and format.has_nan,
         decoded=decoded,
         stochastic=cast.rounding == "stochastic",
-        hardware=isinstance(format, FloatFormat) and format.bits == 8 and has_conversions(capability),
+        hardware=isinstance(format, FloatFormat)
+        and format.bits == 8
+        and has_conversions(capability),
         interpreted=capability < LEAST_CAPABILITY,
         power=cast.scale.power_of_two,
         carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),
         log2=math.frexp(format.max)[1] - 1,
-        lowest_exponent=math.frexp(smallest_scale(format) / (E4M3.smallest if cast.scale.two_level else 1))[1] - 1,
+        lowest_exponent=math.frexp(
+            smallest_scale(format) / (E4M3.smallest if cast.scale.two_level else 1)
+        )[1]
+        - 1,
         headroom=float(cast.headroom),
         two_level=cast.scale.two_level,
         ceils=cast.scale == E4M3_TWO_LEVEL_CEIL,

@@ -55,11 +55,15 @@ def decode(codes, C: tl.constexpr):
     if C.exponent == 0:
         value = codes.to(tl.int8, bitcast=True).to(tl.float32)
     elif C.hardware:
-        value = codes.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5, bitcast=True).to(tl.float32)
+        value = codes.to(tl.float8e4nv if C.mantissa == 3 else tl.float8e5, bitcast=True).to(
+            tl.float32
+        )
     else:
         wide = codes.to(tl.int32)
         magnitude = wide & ((1 << (C.bits - 1)) - 1)
-        normal = ((magnitude + ((127 - C.bias) << C.mantissa)) << (23 - C.mantissa)).to(tl.float32, bitcast=True)
+        normal = ((magnitude + ((127 - C.bias) << C.mantissa)) << (23 - C.mantissa)).to(
+            tl.float32, bitcast=True
+        )
         subnormal = magnitude.to(tl.float32) * 2.0 ** (1 - C.bias - C.mantissa)
         value = tl.where(magnitude < (1 << C.mantissa), subnormal, normal)
         if C.has_nan:
@@ -88,7 +92,9 @@ def _encode_float(y, C: tl.constexpr):
     # Integer arithmetic is exact on GPUs and in Triton's interpreter, whose casts to 8-bit floats
     # are not (3.9).
     bits = magnitude.to(tl.int32, bitcast=True)
-    normal = ((bits + (2 ** (SHIFT - 1) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - C.bias) << C.mantissa)
+    normal = ((bits + (2 ** (SHIFT - 1) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - (
+        (127 - C.bias) << C.mantissa
+    )
     subnormal = (magnitude + 2.0**UNIT).to(tl.int32, bitcast=True) - ((UNIT + 127) << 23)
     codes = tl.where(bits < ((128 - C.bias) << 23), subnormal, normal)
     codes = tl.where(y == y, codes, 0x7F if C.has_nan else 0)

@@ -101,7 +101,9 @@ def zeros_left_zero(count: int, device: torch.device, written: int = 0) -> Tenso
     return _zeros_of_stream(count, device, written, {})
 
 
-def _zeros_of_stream(count: int, device: torch.device, written: int, known: dict[int, Tensor]) -> Tensor:
+def _zeros_of_stream(
+    count: int, device: torch.device, written: int, known: dict[int, Tensor]
+) -> Tensor:
     """Return the buffer of the current stream. known: buffers by stream, for a replayed call."""
     stream = 0
     if device.type == "cuda":

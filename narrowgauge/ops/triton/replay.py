@@ -74,7 +74,9 @@ class Form(NamedTuple):
     def is_contiguous(self) -> bool:
         """True if the tensor is contiguous; strides of axes of length 1 do not count."""
         sizes = [size for size in self.shape if size != 1]
-        strides = [stride for size, stride in zip(self.shape, self.stride, strict=True) if size != 1]
+        strides = [
+            stride for size, stride in zip(self.shape, self.stride, strict=True) if size != 1
+        ]
         return strides == [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
 
 
@@ -110,11 +112,16 @@ class Recording(TorchDispatchMode):
             self.bases.append(made)
         else:
             parts = made if isinstance(made, list | tuple) else (made,)
-            known = all(isinstance(x, Tensor) and (x.numel() == 0 or self.base(x) is not None) for x in parts)
+            known = all(
+                isinstance(x, Tensor) and (x.numel() == 0 or self.base(x) is not None)
+                for x in parts
+            )
             self.missed |= func._schema.is_mutable or not known
         return made
 
-    def launch(self, kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def launch(
+        self, kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         self._is_paused = True
         compiled = kernel[(programs,)](*arguments, **options)
         self._is_paused = False
@@ -178,7 +185,8 @@ class Replay:
     def __init__(self, recording: Recording, result: Any) -> None:
         formed = _with_forms(result, recording)
         self._forms = [
-            None if x is None else Form(i, tuple(x.shape), x.stride(), x.dtype) for i, x in enumerate(recording.bases)
+            None if x is None else Form(i, tuple(x.shape), x.stride(), x.dtype)
+            for i, x in enumerate(recording.bases)
         ]
         for form in _forms_in(formed):
             base = self._forms[form.base]
@@ -191,7 +199,10 @@ class Replay:
         self._is_alone = self._device.index is None or torch.cuda.device_count() == 1
         # Returns the current stream, queried once per call; None: launch normally.
         self._stream: Callable[[Any], int] | None = None
-        if all(each.compiled is not None for each in recording.launches) and TRIED[0] <= version() <= TRIED[1]:
+        if (
+            all(each.compiled is not None for each in recording.launches)
+            and TRIED[0] <= version() <= TRIED[1]
+        ):
             from triton import knobs
             from triton.runtime import driver
 
@@ -202,7 +213,9 @@ class Replay:
         self._views: list[Form] = []
         self._launches = [self._prepared(each, recording) for each in recording.launches]
         self._is_tuple = isinstance(formed, tuple) and not isinstance(formed, Form | Parts)
-        self._results = [self._returned(each, recording) for each in (formed if self._is_tuple else (formed,))]
+        self._results = [
+            self._returned(each, recording) for each in (formed if self._is_tuple else (formed,))
+        ]
         self._allocate = [
             recording.makers.get(base) or _allocation(form, base in recording.zeroed, self._device)
             if base in recording.read
@@ -242,7 +255,9 @@ class Replay:
             else:
                 run(programs, 1, 1, stream, *settings, *arguments)
 
-    def _prepared(self, launch: Launch, recording: Recording) -> tuple[Callable[..., Any], Any, list[Pick]]:
+    def _prepared(
+        self, launch: Launch, recording: Recording
+    ) -> tuple[Callable[..., Any], Any, list[Pick]]:
         """Return (launch function, its fixed arguments, functions that pick the others).
 
         The others come from the pool.
@@ -276,7 +291,9 @@ class Replay:
 
     def _place(self, argument: Any, recording: Recording, typed: bool) -> int:
         if not isinstance(argument, Tensor):
-            recording.missed |= isinstance(argument, tuple) and any(isinstance(each, Tensor) for each in argument)
+            recording.missed |= isinstance(argument, tuple) and any(
+                isinstance(each, Tensor) for each in argument
+            )
             self._constants.append(argument)
             return len(self._forms) + len(self._constants) - 1
         form = recording.form(argument)
@@ -300,7 +317,12 @@ class Replay:
             recording.missed |= part is not None
             return _nothing
         whole = None if part.global_scale is None else itemgetter(self._seen(part.global_scale))
-        data, scale, cast, inner = self._seen(part.data), self._seen(part.scale), part.cast, part.inner
+        data, scale, cast, inner = (
+            self._seen(part.data),
+            self._seen(part.scale),
+            part.cast,
+            part.inner,
+        )
         of_parts = QTensor.of_parts
         if whole is None:
             return lambda pool: of_parts(pool[data], pool[scale], cast, inner)
@@ -326,7 +348,9 @@ def _starts(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
 def _view(x: Tensor, form: Form) -> Tensor:
     x = x if x.dtype == form.dtype else x.view(form.dtype)
     if form.offset:
-        return x.as_strided(form.shape, form.stride, x.storage_offset() + form.offset // x.element_size())
+        return x.as_strided(
+            form.shape, form.stride, x.storage_offset() + form.offset // x.element_size()
+        )
     return x if (x.shape, x.stride()) == form[1:3] else x.as_strided(form.shape, form.stride)
 
 
@@ -334,7 +358,13 @@ def _with_forms(result: Any, recording: Recording) -> Any:
     """Replace tensors by Forms in tensors, QTensors, None, and tuples."""
     if isinstance(result, QTensor):
         whole = None if result.global_scale is None else recording.form(result.global_scale)
-        return Parts(recording.form(result.data), recording.form(result.scale), result.cast, result.inner, whole)
+        return Parts(
+            recording.form(result.data),
+            recording.form(result.scale),
+            result.cast,
+            result.inner,
+            whole,
+        )
     if isinstance(result, tuple):
         return tuple(_with_forms(each, recording) for each in result)
     return recording.form(result) if isinstance(result, Tensor) else None
@@ -382,7 +412,9 @@ class Replays:
         refuse_wrappers(*tensors)
         form = tuple(
             [
-                None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNED)
+                None
+                if x is None
+                else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNED)
                 for x in tensors
             ]
         )

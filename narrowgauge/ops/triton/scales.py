@@ -17,7 +17,9 @@ def _over(x, divisor: tl.constexpr, C: tl.constexpr):
         y = tl.div_rn(x, tl.zeros_like(x) + divisor)
     else:
         first = x * (1.0 / divisor)
-        y = tl.fma(tl.fma(first, tl.zeros_like(x) - divisor, x), tl.zeros_like(x) + 1.0 / divisor, first)
+        y = tl.fma(
+            tl.fma(first, tl.zeros_like(x) - divisor, x), tl.zeros_like(x) + 1.0 / divisor, first
+        )
     return y
 
 

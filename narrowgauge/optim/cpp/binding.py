@@ -19,7 +19,13 @@ from narrowgauge.optim import masters, rules
 from narrowgauge.optim.step import DTYPES, MomentState, ParamStep
 
 SOURCES = ("step.cpp", "floats.h", "vectors.h")
-_P, _L, _I, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_float
+_P, _L, _I, _U, _F = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int32,
+    ctypes.c_uint32,
+    ctypes.c_float,
+)
 _CONSTANTS = (
     "decay",
     "beta1",
@@ -36,7 +42,14 @@ _CONSTANTS = (
 
 
 class _Moment(ctypes.Structure):
-    _fields_ = (("codes", _P), ("scale", _P), ("expansion", _P), ("kind", _I), ("lowest", _I), ("highest", _I))
+    _fields_ = (
+        ("codes", _P),
+        ("scale", _P),
+        ("expansion", _P),
+        ("kind", _I),
+        ("lowest", _I),
+        ("highest", _I),
+    )
 
 
 class _Constants(ctypes.Structure):
@@ -114,7 +127,9 @@ def _moment(kept: MomentState) -> _Moment:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = build.library("narrowgauge.optim.cpp", SOURCES, "the fused step", 'take backend="torch"')
+    library = build.library(
+        "narrowgauge.optim.cpp", SOURCES, "the fused step", 'take backend="torch"'
+    )
     library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), _L, _L, _L)
     library.narrowgauge_step.restype = None
     library.narrowgauge_job_bytes.restype = _L

@@ -46,7 +46,9 @@ class Blocks:
             map(address, tensors),
             [DTYPES[each.dtype] for each in tensors],
         )
-        self._given = [torch.tensor(list(each), dtype=torch.int64, device="cpu") for each in columns]
+        self._given = [
+            torch.tensor(list(each), dtype=torch.int64, device="cpu") for each in columns
+        ]
         self._sums = torch.zeros(self.count, dtype=torch.float64, device="cpu")
         # Keeps the memory alive whose addresses the kernel gets.
         self._tensors = tensors
@@ -63,7 +65,10 @@ class Blocks:
             or LIBRARY.missing
         ):
             return None
-        fit = all(each.device.type == "cpu" and each.dtype in DTYPES and each.is_contiguous() for each in tensors)
+        fit = all(
+            each.device.type == "cpu" and each.dtype in DTYPES and each.is_contiguous()
+            for each in tensors
+        )
         # Zero tensors of autograd report a shape and dtype but have no memory.
         return cls(tensors) if fit and not any(map(torch._is_zerotensor, tensors)) else None
 
@@ -82,4 +87,6 @@ class Blocks:
         self._call("multiply", factor)
 
     def _call(self, name: str, *more: float) -> None:
-        LIBRARY.call(name, self.count, self.elements, *self._given, len(self._tensors), self._sums, *more)
+        LIBRARY.call(
+            name, self.count, self.elements, *self._given, len(self._tensors), self._sums, *more
+        )

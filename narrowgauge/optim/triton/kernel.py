@@ -87,7 +87,9 @@ def _read(address, offset, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
         bits = tl.load(_pointer(address, tl.int16, ALIGNED) + offset, mask=mask, other=0)
         x = number_of(bits.to(tl.int32) << 16)
     else:
-        x = tl.load(_pointer(address, tl.float16, ALIGNED) + offset, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(_pointer(address, tl.float16, ALIGNED) + offset, mask=mask, other=0.0).to(
+            tl.float32
+        )
     return x
 
 
@@ -97,7 +99,11 @@ def _write(x, address, offset, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr)
     if DTYPE == FLOAT32:
         tl.store(_pointer(address, tl.float32, ALIGNED) + offset, x, mask=mask)
     elif DTYPE == BFLOAT16:
-        tl.store(_pointer(address, tl.int16, ALIGNED) + offset, (bits_of(x) >> 16).to(tl.int16), mask=mask)
+        tl.store(
+            _pointer(address, tl.int16, ALIGNED) + offset,
+            (bits_of(x) >> 16).to(tl.int16),
+            mask=mask,
+        )
     else:
         tl.store(_pointer(address, tl.float16, ALIGNED) + offset, x.to(tl.float16), mask=mask)
 
@@ -122,12 +128,18 @@ def _read_weight(line, offset, mask, tile, tiles_inside, F: tl.constexpr):
         if F.master == MASTER_FP32:
             master = _read(tl.load(line + 5), offset, mask, FLOAT32, F.aligned)
         else:
-            codes = tl.load(_pointer(tl.load(line + 5), tl.float16, F.aligned) + offset, mask=mask, other=0.0)
-            scale = tl.load(_pointer(tl.load(line + 6), tl.int16, False) + tile, mask=tiles_inside, other=0)
+            codes = tl.load(
+                _pointer(tl.load(line + 5), tl.float16, F.aligned) + offset, mask=mask, other=0.0
+            )
+            scale = tl.load(
+                _pointer(tl.load(line + 6), tl.int16, False) + tile, mask=tiles_inside, other=0
+            )
             master = decode_master(codes, scale)
         weight = tl.where(_rounded(master, F.weight) == seen, master, seen)
     elif F.master == REMAINDER:
-        rest = tl.load(_pointer(tl.load(line + 5), tl.int16, F.aligned) + offset, mask=mask, other=0)
+        rest = tl.load(
+            _pointer(tl.load(line + 5), tl.int16, F.aligned) + offset, mask=mask, other=0
+        )
         weight = number_of(bits_of(seen) + rest.to(tl.int32))
     else:
         weight = seen
@@ -145,7 +157,9 @@ def _write_weight(x, line, offset, mask, tile, tiles_inside, noise, F: tl.conste
         normal = number_of((bits_of(size) + (noise >> 3)) & -8192)
         part = size * 16777216.0
         whole = tl.floor(part)
-        subnormal = tl.where(uniform(noise) < part - whole, whole + 1.0, whole) * 5.9604644775390625e-08  # 2^-24
+        subnormal = (
+            tl.where(uniform(noise) < part - whole, whole + 1.0, whole) * 5.9604644775390625e-08
+        )  # 2^-24
         size_bits = bits_of(tl.where(size < 6.103515625e-05, subnormal, normal))
         finite = (bits_of(x) & 0x7F800000) != 0x7F800000
         seen = tl.where(finite, number_of(size_bits | (bits_of(x) & -0x80000000)), x)
@@ -189,13 +203,21 @@ def _write_cast(seen, line, row, column, rows, offset, mask, columns, F: tl.cons
         # A bound that the compiler does not know to be a multiple of 16 turned 16-byte stores into
         # 16 single bytes.
         there = (column < columns) & (row < length)[None, :]
-        tl.store(_pointer(tl.load(line + 15), tl.uint8, F.turns_aligned) + place, tl.trans(codes), mask=there)
+        tl.store(
+            _pointer(tl.load(line + 15), tl.uint8, F.turns_aligned) + place,
+            tl.trans(codes),
+            mask=there,
+        )
 
 
 @triton.jit
 def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """Update rule: (weight, first moment, second moment, decays, lag); see `rules`."""
-    decay, one_minus_beta1, one_minus_beta2 = _constant(step_args, 0), _constant(step_args, 1), _constant(step_args, 3)
+    decay, one_minus_beta1, one_minus_beta2 = (
+        _constant(step_args, 0),
+        _constant(step_args, 1),
+        _constant(step_args, 3),
+    )
     step_size = _constant(step_args, 5)
     decays = tl.abs(g) * 4.0 <= tl.abs(m)
     lag = m
@@ -261,15 +283,26 @@ def _read_moment(line, FIELD: tl.constexpr, place, tables, F: tl.constexpr, M: t
     elif M.kind == WIDE:
         codes = _read(address, offset, mask, FLOAT32, F.aligned)
     elif M.bits == 16:
-        codes = tl.load(_pointer(address, tl.int16, F.aligned) + offset, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        codes = (
+            tl.load(_pointer(address, tl.int16, F.aligned) + offset, mask=mask, other=0).to(
+                tl.int32
+            )
+            & 0xFFFF
+        )
     elif M.bits == 8:
-        codes = tl.load(_pointer(address, tl.uint8, F.aligned) + offset, mask=mask, other=0).to(tl.int32)
+        codes = tl.load(_pointer(address, tl.uint8, F.aligned) + offset, mask=mask, other=0).to(
+            tl.int32
+        )
     else:
         at, there = _bytes(place, F)
-        pairs = tl.load(_pointer(address, tl.uint8, F.aligned) + at, mask=there, other=0).to(tl.int32)
+        pairs = tl.load(_pointer(address, tl.uint8, F.aligned) + at, mask=there, other=0).to(
+            tl.int32
+        )
         codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (F.tiles, F.tile))
     if M.has_scale:
-        scale = tl.load(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, mask=inside, other=0)
+        scale = tl.load(
+            _pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, mask=inside, other=0
+        )
         log_k = tl.zeros((TILES,), tl.int32)
         if M.expands:
             expansions = _pointer(tl.load(line + FIELD + 2), tl.int8, False)
@@ -313,7 +346,11 @@ def _write_moment(
             codes = tl.where(mask, codes, 0)
             first, second = tl.split(tl.reshape(codes, (F.tiles, F.tile // 2, 2)))
             at, there = _bytes(place, F)
-            tl.store(_pointer(address, tl.uint8, F.aligned) + at, (first | (second << 4)).to(tl.uint8), mask=there)
+            tl.store(
+                _pointer(address, tl.uint8, F.aligned) + at,
+                (first | (second << 4)).to(tl.uint8),
+                mask=there,
+            )
         tl.store(_pointer(tl.load(line + FIELD + 1), tl.int16, False) + tile, scale, mask=inside)
         if M.expands:
             tl.store(_pointer(tl.load(line + FIELD + 2), tl.int8, False) + tile, log_k, mask=inside)
@@ -347,7 +384,16 @@ def _own_tiles(first, per_row, total, F: tl.constexpr):
 
 @triton.jit
 def _taken(
-    line, number, step_args, head, tables, place, across, F: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
+    line,
+    number,
+    step_args,
+    head,
+    tables,
+    place,
+    across,
+    F: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
 ):
     """Step the tiles of this program; return the rounded weight as float32. place: see `step`."""
     row, inside, offset, mask, tile = place[0], place[2], place[3], place[4], place[6]
@@ -360,7 +406,9 @@ def _taken(
     if F.casts != 0:
         first = tile.to(tl.uint32) * (F.tile // 2)
     else:
-        first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(line + 22).to(tl.uint32)
+        first = (row * tl.load(line + 23) + across).to(tl.uint32) * (F.tile // 2) + tl.load(
+            line + 22
+        ).to(tl.uint32)
     within = tl.arange(0, F.tile)
 
     g = _read(tl.load(step_args + HEAD + number), offset, mask, F.gradient, F.aligned)
@@ -387,7 +435,11 @@ def step(which, table, step_args, tables, left_out, F: tl.constexpr):
     """Kernel of the step, see the module. F: a `launch.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
     line = table + number * FIELDS
-    columns, per_row, total = tl.load(line + 1), tl.load(line + 2).to(tl.int32), tl.load(line + 3).to(tl.int32)
+    columns, per_row, total = (
+        tl.load(line + 1),
+        tl.load(line + 2).to(tl.int32),
+        tl.load(line + 3).to(tl.int32),
+    )
     WIDTH: tl.constexpr = F.width
     # Local constexprs: bare attributes as arguments do not compile before Triton 3.9.
     FIRST: tl.constexpr = F.first

@@ -95,14 +95,21 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
 
     capability: compute capability of the GPU, which decides how codes are computed.
     """
-    wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (kind.first, kind.second)
+    wide = torch.float32 in (kind.weight, kind.gradient) or moments.WIDE in (
+        kind.first,
+        kind.second,
+    )
     casts = NOTHING
     if kind.cast is not None:
         casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
     wide_weight = kind.weight == torch.float32 and kind.master is None
-    crowded = casts == CODES and (not kind.aligned or wide_weight or kind.master in ("stochastic", "fp16-scaled"))
+    crowded = casts == CODES and (
+        not kind.aligned or wide_weight or kind.master in ("stochastic", "fp16-scaled")
+    )
     crowded |= not kind.aligned and kind.first.has_scale
-    elements = EXPANDING_ELEMENTS if kind.first.expands or kind.second.expands or crowded else ELEMENTS
+    elements = (
+        EXPANDING_ELEMENTS if kind.first.expands or kind.second.expands or crowded else ELEMENTS
+    )
     return Form(
         rule=rules.number(kind.rule), nesterov=kind.nesterov, first=kind.first, second=kind.second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
@@ -127,7 +134,9 @@ def form_of_step(param_step: ParamStep) -> Form:
     key = (gradient.dtype, identity(gradient) % ALIGNMENT == 0, c.nesterov)
     if key not in param_step.native:
         kind, device = kind_of(param_step), param_step.weight.device
-        capability = (0, 0) if kind.cast is None else device_facts(device.type, device.index).capability
+        capability = (
+            (0, 0) if kind.cast is None else device_facts(device.type, device.index).capability
+        )
         param_step.native[key] = form_of(kind, capability)
     form: Form = param_step.native[key]
     return form
@@ -143,7 +152,9 @@ def kind_of(param_step: ParamStep) -> Kind:
     assert gradient is not None and c is not None
     tensors = (weight, gradient, param_step.master, first.codes, second.codes)
     rows, columns = weight.shape
-    aligned = columns % ALIGNMENT == 0 and all(x is None or identity(x) % ALIGNMENT == 0 for x in tensors)
+    aligned = columns % ALIGNMENT == 0 and all(
+        x is None or identity(x) % ALIGNMENT == 0 for x in tensors
+    )
     turns = stepped is not None and stepped.turned is not None and rows % ALIGNMENT == 0
     draws = param_step.master_kind in ("stochastic", "fp16-scaled")
     shift = param_step.first_index % noise.BLOCK if draws else 0
@@ -196,7 +207,14 @@ class Batch:
             for kept in (each.first, each.second):
                 tensors += [kept.codes, kept.scale, kept.expansion]
             sizes = [sum(counts), columns, per_row, rows * per_row]
-            lines.append([*sizes, *map(address, tensors), noise.of_parameter(each.number), *_of_cast(each.stepped)])
+            lines.append(
+                [
+                    *sizes,
+                    *map(address, tensors),
+                    noise.of_parameter(each.number),
+                    *_of_cast(each.stepped),
+                ]
+            )
             lines[-1] += [
                 each.first_index // noise.BLOCK * (noise.BLOCK // 2),
                 each.part.row_length(each.tile) // each.tile,
@@ -216,7 +234,10 @@ class Batch:
         The constants for skipped earlier steps come first, the largest number of skips first.
         """
         first = self.param_steps[0]
-        heads = [_head(*each) for each in (*reversed(first.if_left_out), (first.constants, first.step_key))]
+        heads = [
+            _head(*each)
+            for each in (*reversed(first.if_left_out), (first.constants, first.step_key))
+        ]
         # Addresses change at every step, because autograd allocates new gradients.
         gradients = [address(each.gradient) for each in self.param_steps]
         return list(chain(*heads, gradients, [0] * (len(gradients) % 2)))
@@ -253,13 +274,17 @@ class Batch:
                 each.stepped.mark_written()
 
 
-def step(param_steps: Sequence[ParamStep], kept: dict[Any, Batch], left_out: LeftOut | None = None) -> None:
+def step(
+    param_steps: Sequence[ParamStep], kept: dict[Any, Batch], left_out: LeftOut | None = None
+) -> None:
     """Compute all steps.
 
     kept: batches of earlier calls, by their members. The caller clears it if tensors change.
     """
     for device, batches in batches_of(param_steps, kept).items():
-        step_args = _sent(torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device)
+        step_args = _sent(
+            torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device
+        )
         run(batches, step_args, None if left_out is None else left_out.on(device))
 
 
@@ -274,7 +299,9 @@ def batches_of(
     groups: dict[tuple[torch.device, int, int], list[ParamStep]] = {}
     for each in param_steps:
         if each.elements:
-            groups.setdefault((each.weight.device, id(form_of_step(each)), id(each.constants)), []).append(each)
+            groups.setdefault(
+                (each.weight.device, id(form_of_step(each)), id(each.constants)), []
+            ).append(each)
     found: dict[torch.device, list[Batch]] = {}
     for (device, form, _), members in groups.items():
         # ids are safe keys: a batch keeps its members alive, and Forms are cached for the life of

@@ -17,7 +17,14 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import negated
 from narrowgauge.ops.triton.noise import mix
-from narrowgauge.optim.moments import DYNAMIC_BOUNDARIES, DYNAMIC_LEVELS, E5M2_BELOW, TAPER, TAPER_SHIFT, TAPER_TOP
+from narrowgauge.optim.moments import (
+    DYNAMIC_BOUNDARIES,
+    DYNAMIC_LEVELS,
+    E5M2_BELOW,
+    TAPER,
+    TAPER_SHIFT,
+    TAPER_TOP,
+)
 
 EXPONENT = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
@@ -94,7 +101,15 @@ def _read_scale(scale):
 
 
 @triton.jit
-def _value(magnitude, log_k, tables, M: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr):
+def _value(
+    magnitude,
+    log_k,
+    tables,
+    M: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOP: tl.constexpr,
+):
     """Decode magnitudes to x / scale.
 
     log_k int32 [T]; tables: `moments.expansion_tables`, flattened.

@@ -32,7 +32,9 @@ FACTS = "facts"
 OF_FIRST_RANK = frozenset({"rng"})  # groups that differ between ranks: generators
 
 
-def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], process_group: Group = None) -> Path:
+def save(
+    folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], process_group: Group = None
+) -> Path:
     """Writes checkpoint `step` into `folder` and returns its path.
 
     It is on the disk when this returns.
@@ -46,7 +48,8 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
     def prepare() -> dict[str, Any]:
         if not 0 <= step < 10**8 or FACTS in tensors:
             raise CheckpointError(
-                f"save: step {step} is not from 0 to 99999999, or a group is called {FACTS!r}.", code="checkpoint.step"
+                f"save: step {step} is not from 0 to 99999999, or a group is called {FACTS!r}.",
+                code="checkpoint.step",
             )
         for name, tensor in local(tensors.get("weights", {})).items():
             if count := nonfinite(tensor):
@@ -55,7 +58,11 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
                     "Resume from the last checkpoint with a lower learning rate or a wider recipe.",
                     code="weights.not-finite",
                 )
-        return {group: dict(members) for group, members in tensors.items() if rank == 0 or group not in OF_FIRST_RANK}
+        return {
+            group: dict(members)
+            for group, members in tensors.items()
+            if rank == 0 or group not in OF_FIRST_RANK
+        }
 
     state = run_on_all_ranks(prepare, process_group)
     if rank == 0:
@@ -69,7 +76,10 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], proce
 
 
 def newest_valid(
-    folder: Path, room: Callable[[Checkpoint], Tensors], process_group: Group = None, in_part: bool = False
+    folder: Path,
+    room: Callable[[Checkpoint], Tensors],
+    process_group: Group = None,
+    in_part: bool = False,
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """Reads the newest intact checkpoint. Returns (checkpoint or None, [(skipped path, reason)]).
 
@@ -82,7 +92,9 @@ def newest_valid(
     checkpoint that does not fit its room is an error.
     """
     rank, world = rank_and_world(process_group)
-    found: list[Any] = [run_on_all_ranks(lambda: manifest.newest_first(folder) if rank == 0 else [], process_group)]
+    found: list[Any] = [
+        run_on_all_ranks(lambda: manifest.newest_first(folder) if rank == 0 else [], process_group)
+    ]
     if world > 1:
         dist.broadcast_object_list(found, group=process_group, group_src=0)
     skipped: list[tuple[Path, str]] = []
@@ -91,7 +103,10 @@ def newest_valid(
             _, listing, index = ranks.opened(path, process_group)
             facts = index.part(lambda key: key == FACTS).tree({}, path).get(FACTS, {})
             part = index.part(lambda key: key not in {FACTS, *OF_FIRST_RANK}).tensors_alone()
-            forms = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in part.tensors.items()}
+            forms = {
+                name: torch.empty(x.shape, dtype=x.dtype, device="meta")
+                for name, x in part.tensors.items()
+            }
             stored = Checkpoint(listing.step, part.tree(forms, path), facts, path)
         except manifest.NewerFormatError:
             raise
@@ -108,7 +123,9 @@ def newest_valid(
         if reason := _refuse_nonfinite(state, path, process_group):
             skipped.append((path, reason))
             continue
-        found[0] = run_on_all_ranks(partial(_of_first_rank, path) if rank == 0 else dict, process_group)
+        found[0] = run_on_all_ranks(
+            partial(_of_first_rank, path) if rank == 0 else dict, process_group
+        )
         # Rank 0 reads the generators and broadcasts: they share a file with many other tensors
         if world > 1:
             dist.broadcast_object_list(found, group=process_group, group_src=0)
@@ -143,7 +160,9 @@ class Best(store.Best):
         save(self.folder, step, {"weights": weights}, facts, self.process_group)
 
     def verify(self, path: Path) -> None:
-        run_on_all_ranks(lambda: manifest.verify(path) if self.is_first else None, self.process_group)
+        run_on_all_ranks(
+            lambda: manifest.verify(path) if self.is_first else None, self.process_group
+        )
 
     def clear(self) -> None:
         run_on_all_ranks(super().clear if self.is_first else lambda: None, self.process_group)
@@ -153,7 +172,9 @@ class Best(store.Best):
         if not self.step:
             return None
         return run_on_all_ranks(
-            lambda: ranks.read(self.path(self.step), only="weights")["weights"] if self.is_first else {},
+            lambda: (
+                ranks.read(self.path(self.step), only="weights")["weights"] if self.is_first else {}
+            ),
             self.process_group,
         )
 
@@ -167,12 +188,19 @@ def _clear(path: Path) -> None:
 
 
 def _of_first_rank(path: Path) -> Tensors:
-    return {group: members for each in OF_FIRST_RANK for group, members in ranks.read(path, only=each).items()}
+    return {
+        group: members
+        for each in OF_FIRST_RANK
+        for group, members in ranks.read(path, only=each).items()
+    }
 
 
 def _refuse_nonfinite(state: Tensors, path: Path, group: Group) -> str:
     try:
-        run_on_all_ranks(partial(store.refuse_nonfinite, {"weights": local(state.get("weights", {}))}, path), group)
+        run_on_all_ranks(
+            partial(store.refuse_nonfinite, {"weights": local(state.get("weights", {}))}, path),
+            group,
+        )
     except CheckpointError as error:
         return str(error)
     return ""
@@ -180,4 +208,7 @@ def _refuse_nonfinite(state: Tensors, path: Path, group: Group) -> str:
 
 def local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The local parts of tensors, as plain tensors."""
-    return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in tensors.items()}
+    return {
+        name: each.to_local() if isinstance(each, DTensor) else each
+        for name, each in tensors.items()
+    }

@@ -36,12 +36,28 @@ def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dic
     weights, scaling = split_scaling(model.state_dict())
     optimizer_tensors, optimizer_rest = flatten(optimizer.state_dict())
     rng_tensors, rng_rest = flatten(generators())
-    tensors = {"weights": weights, "scaling": scaling, "optimizer": optimizer_tensors, "rng": rng_tensors}
-    rest = {"optimizer": optimizer_rest, "rng": rng_rest, "scaler": scaler.state_dict() if scaler else None}
+    tensors = {
+        "weights": weights,
+        "scaling": scaling,
+        "optimizer": optimizer_tensors,
+        "rng": rng_tensors,
+    }
+    rest = {
+        "optimizer": optimizer_rest,
+        "rng": rng_rest,
+        "scaler": scaler.state_dict() if scaler else None,
+    }
     return tensors, rest
 
 
-def restore(model: nn.Module, optimizer: Any, scaler: Any, tensors: Tensors, rest: dict[str, Any], where: str) -> None:
+def restore(
+    model: nn.Module,
+    optimizer: Any,
+    scaler: Any,
+    tensors: Tensors,
+    rest: dict[str, Any],
+    where: str,
+) -> None:
     """Loads the result of `collect` into a run.
 
     Raises CheckpointError before anything changes, if the state belongs to another model or if no
@@ -89,7 +105,9 @@ def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensor
 
     weights, scaling = split_scaling(own)
     with unusable(where):
-        moments = {name: of_optimizer(name, form) for name, form in saved.get("optimizer", {}).items()}
+        moments = {
+            name: of_optimizer(name, form) for name, form in saved.get("optimizer", {}).items()
+        }
     return {"weights": weights, "scaling": scaling, "optimizer": moments}
 
 
@@ -110,7 +128,11 @@ def unusable(where: str) -> Iterator[None]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         if is_lost(error):
             raise  # another rank died: not the checkpoint's fault
-        words = f"{type(error).__name__} {error}" if isinstance(error, KeyError | AttributeError) else str(error)
+        words = (
+            f"{type(error).__name__} {error}"
+            if isinstance(error, KeyError | AttributeError)
+            else str(error)
+        )
         raise CheckpointError(
             f"{where}: holds a state that no run writes: {words.rstrip('.')}. "
             "Restore the checkpoint, or remove it to go on from an older one.",
@@ -136,7 +158,11 @@ def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
             tensors[path] = tree
             return {"tensor": path}
         if isinstance(tree, dict):
-            return {"items": [[key, walk(value, f"{path}.{key}".lstrip("."))] for key, value in tree.items()]}
+            return {
+                "items": [
+                    [key, walk(value, f"{path}.{key}".lstrip("."))] for key, value in tree.items()
+                ]
+            }
         if isinstance(tree, list | tuple):
             parts = [walk(value, f"{path}.{index}".lstrip(".")) for index, value in enumerate(tree)]
             return {"tuple" if isinstance(tree, tuple) else "list": parts}
@@ -159,14 +185,18 @@ def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
             parts = map(walk, content)
             return tuple(parts) if kind == "tuple" else list(parts)
         if kind != "value":
-            raise ValueError(f"{kind!r} is not one of 'tensor', 'items', 'tuple', 'list' and 'value'")
+            raise ValueError(
+                f"{kind!r} is not one of 'tensor', 'items', 'tuple', 'list' and 'value'"
+            )
         return content
 
     tree = walk(rest)
     # A damaged JSON tree may still parse. Flatten it again and require every tensor at its own
     # path.
     found, _ = flatten(tree)
-    astray = [name for name in tensors.keys() | found.keys() if found.get(name) is not tensors.get(name)]
+    astray = [
+        name for name in tensors.keys() | found.keys() if found.get(name) is not tensors.get(name)
+    ]
     if astray:
         raise ValueError(f"tensor {min(astray)!r} is not in its place")
     return tree
@@ -174,11 +204,15 @@ def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def refuse_other_model(own: dict[str, Tensor], saved: dict[str, Tensor], where: str) -> None:
     """Raises CheckpointError if names, dtypes or shapes of two state dicts differ."""
-    here, there = ({name: shown(tensor) for name, tensor in state.items()} for state in (own, saved))
+    here, there = (
+        {name: shown(tensor) for name, tensor in state.items()} for state in (own, saved)
+    )
     differences = [f"{name} is missing" for name in here if name not in there]
     differences += [f"{name} is not part of this model" for name in there if name not in here]
     differences += [
-        f"{name} is {there[name]}, here {form}" for name, form in here.items() if there.get(name, form) != form
+        f"{name} is {there[name]}, here {form}"
+        for name, form in here.items()
+        if there.get(name, form) != form
     ]
     if differences:
         raise CheckpointError(
@@ -198,8 +232,13 @@ COUNT = number(0, whole=True)
 ANY_TABLE = forms.table(forms.anything)
 TEXTS = forms.table(text)
 NOTHING = one_of(None)
-STATE = record({"optimizer": ANY_TABLE, "rng": ANY_TABLE, "scaler": forms.either(ANY_TABLE, NOTHING)})
-BEST = record({"step": number(1, 10**8 - 1, whole=True), "value": number()}, {"loss": forms.either(number(), NOTHING)})
+STATE = record(
+    {"optimizer": ANY_TABLE, "rng": ANY_TABLE, "scaler": forms.either(ANY_TABLE, NOTHING)}
+)
+BEST = record(
+    {"step": number(1, 10**8 - 1, whole=True), "value": number()},
+    {"loss": forms.either(number(), NOTHING)},
+)
 FACTS = record(
     {"state": STATE, "trained_s": number(0), "skipped_steps": COUNT, "tokenizer": text, "content_hash": text},
     {
@@ -213,12 +252,18 @@ FACTS = record(
 # Optimizer options that may change when a run resumes: execution, and values that each step sets.
 # The optimizer itself checks `form`. All others must be equal: load_state_dict would silently
 # replace this run's weight_decay or betas.
-FREE = frozenset({"lr", "capturable", "fused", "foreach", "why", "form", "norm_before", "dampening"})
-NOT_NEGATIVE = re.compile(r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$")
+FREE = frozenset(
+    {"lr", "capturable", "fused", "foreach", "why", "form", "norm_before", "dampening"}
+)
+NOT_NEGATIVE = re.compile(
+    r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$"
+)
 # Infinite in earlier versions; NaN after a non-finite gradient
 NOT_FINITE = re.compile(r"(^|\.)sampling\.variance$")
 LEARNED = re.compile(r"(^|\.)steps\.[xw]$")
-LARGEST_LEARNED = 100 * math.log(2) / 64 + 1e-6  # log of 2^100 / RATE, see narrowgauge/nn/learned_step.py
+LARGEST_LEARNED = (
+    100 * math.log(2) / 64 + 1e-6
+)  # log of 2^100 / RATE, see narrowgauge/nn/learned_step.py
 WORDS = 624  # state words of a Mersenne twister
 
 
@@ -234,7 +279,11 @@ def _impossible_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{name} holds {count} values that are not finite, of {tensor.numel()}"
         elif tensor.numel() and NOT_NEGATIVE.search(name) and (least := _least(tensor)) < 0:
             yield f"{name} holds {least:g}, and is never negative"
-        elif tensor.numel() and LEARNED.search(name) and (most := float(tensor.abs().max())) > LARGEST_LEARNED:
+        elif (
+            tensor.numel()
+            and LEARNED.search(name)
+            and (most := float(tensor.abs().max())) > LARGEST_LEARNED
+        ):
             yield f"{name} holds {most:g}, and is never above {LARGEST_LEARNED:.4f}"
 
 
@@ -246,13 +295,17 @@ def _least(tensor: Tensor) -> float:
 def _impossible_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[str]:
     """Compares `saved` with the optimizer that is to load it."""
     own = optimizer.state_dict()
-    if words := forms.refuse(saved, record({"param_groups": forms.listed(ANY_TABLE), "state": forms.table(ANY_TABLE)})):
+    if words := forms.refuse(
+        saved, record({"param_groups": forms.listed(ANY_TABLE), "state": forms.table(ANY_TABLE)})
+    ):
         yield f"the optimizer's {words}"
         return
     if len(saved["param_groups"]) != len(own["param_groups"]):
         yield f"the optimizer had {len(saved['param_groups'])} groups of parameters, here {len(own['param_groups'])}"
         return
-    for place, (ours, theirs) in enumerate(zip(own["param_groups"], saved["param_groups"], strict=True)):
+    for place, (ours, theirs) in enumerate(
+        zip(own["param_groups"], saved["param_groups"], strict=True)
+    ):
         if "params" not in theirs:
             yield f"group {place} of the optimizer has no 'params'"
         for key in sorted((ours.keys() & theirs.keys()) - FREE):
@@ -299,15 +352,28 @@ def _impossible_generators(tree: Any) -> Iterator[str]:
 
 def _bytes(value: Any) -> str:
     size = cpu_state_bytes()
-    is_right = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 1 and len(value) in (16, size)
-    return "" if is_right else f" = {shown(value)} is not the state of a generator, uint8 [{size}], or [16] on CUDA"
+    is_right = (
+        isinstance(value, Tensor)
+        and value.dtype == torch.uint8
+        and value.ndim == 1
+        and len(value) in (16, size)
+    )
+    return (
+        ""
+        if is_right
+        else f" = {shown(value)} is not the state of a generator, uint8 [{size}], or [16] on CUDA"
+    )
 
 
 def _key(value: Any) -> str:
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != (WORDS,):
         return f" = {shown(value)} is not int64 [{WORDS}]"
     low, high = int(value.min()), int(value.max())
-    return "" if low >= 0 and high < 2**32 else f" has words from {low} to {high}, which are not of 32 bits"
+    return (
+        ""
+        if low >= 0 and high < 2**32
+        else f" has words from {low} to {high}, which are not of 32 bits"
+    )
 
 
 def _items(*items: Form) -> Form:
@@ -316,7 +382,9 @@ def _items(*items: Form) -> Form:
     def check(value: Any) -> str:
         if not isinstance(value, list | tuple) or len(value) != len(items):
             return f" = {shown(value)} is not a list of {len(items)}"
-        found = (f"[{place}]{words}" for place, item in enumerate(items) if (words := item(value[place])))
+        found = (
+            f"[{place}]{words}" for place, item in enumerate(items) if (words := item(value[place]))
+        )
         return next(found, "")
 
     return check

@@ -72,7 +72,8 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     """
     if not 0 <= step < 10**8:
         raise CheckpointError(
-            f"save: step {step} is not from 0 to 99999999. Count optimizer steps.", code="checkpoint.step"
+            f"save: step {step} is not from 0 to 99999999. Count optimizer steps.",
+            code="checkpoint.step",
         )
     _refuse_unstorable(tensors)
     ties = {group: _ties(members) for group, members in tensors.items()}
@@ -80,7 +81,12 @@ def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any]) -> Pa
     final = folder / f"step-{step:08d}"
     with storage.refusals("save a checkpoint in", folder):
         storage.make_folder(folder)
-        untied = (each for group in tensors for name, each in tensors[group].items() if name not in ties[group])
+        untied = (
+            each
+            for group in tensors
+            for name, each in tensors[group].items()
+            if name not in ties[group]
+        )
         total_bytes = sum(tensor.nbytes for tensor in untied)
         storage.require_space(folder, 1.2 * (total_bytes + len(facts_json)), f"checkpoint {step}")
         with storage.new_folder(final, folder / f".tmp-{final.name}-{os.getpid()}") as draft:
@@ -106,10 +112,12 @@ def _refuse_unstorable(tensors: Tensors) -> None:
                 or tensor.is_meta
                 or str(tensor.dtype).removeprefix("torch.") not in manifest.DTYPES
             ):
-                reason = (
-                    f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
-                )
-            elif not isinstance(name, str) or name == "__metadata__" or re.search("[\ud800-\udfff]", name):
+                reason = f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which safetensors does not hold"
+            elif (
+                not isinstance(name, str)
+                or name == "__metadata__"
+                or re.search("[\ud800-\udfff]", name)
+            ):
                 reason = "is a name that safetensors reserves or cannot hold"
             if reason:
                 raise CheckpointError(
@@ -131,7 +139,11 @@ def nonfinite(tensor: Tensor) -> int:
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return 0
-    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    values = (
+        torch.view_as_real(tensor.detach().resolve_conj())
+        if tensor.is_complex()
+        else tensor.detach()
+    )
     # torch has no isfinite for 8-bit floats
     values = values.float() if values.element_size() == 1 else values
     if all(bool(extreme.isfinite()) for extreme in torch.aminmax(values)):
@@ -145,7 +157,13 @@ def _ties(members: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in members.items():
         # Empty tensors have no address that could identify them.
         if tensor.numel():
-            identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            identity = (
+                tensor.device,
+                tensor.data_ptr(),
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+            )
             if first.setdefault(identity, name) != name:
                 ties[name] = first[identity]
     return ties
@@ -156,7 +174,8 @@ def _facts_json(facts: dict[str, Any]) -> bytes:
         data = json.dumps(facts, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables.", code="checkpoint.facts"
+            f"save: the facts are not JSON: {error}. Store numbers, text, lists and tables.",
+            code="checkpoint.facts",
         ) from None
     # JSON turns tuples into lists and int keys into text: refuse facts that would not round-trip.
     if json.loads(data) != facts:
@@ -167,7 +186,9 @@ def _facts_json(facts: dict[str, Any]) -> bytes:
     return data
 
 
-def _write(folder: Path, step: int, tensors: Tensors, ties: dict[str, dict[str, str]], facts_json: bytes) -> None:
+def _write(
+    folder: Path, step: int, tensors: Tensors, ties: dict[str, dict[str, str]], facts_json: bytes
+) -> None:
     storage.write_synced(folder / FACTS, facts_json)
     files = {FACTS: manifest.listed(facts_json)}
     for group, members in tensors.items():
@@ -223,7 +244,14 @@ def load(path: Path) -> Checkpoint:
         place = NAME
         for group, ties in listing.ties.items():
             tensors[group].update({name: tensors[group][first] for name, first in ties.items()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise CheckpointError(
             f"{path / place}: has the right hash, but not the right contents: {error}. Restore the checkpoint.",
             code="checkpoint.contents",

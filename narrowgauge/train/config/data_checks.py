@@ -43,7 +43,9 @@ MOST_CLASSES = 1_000_000  # a float32 head with 1,000,000 rows of width 4096 tak
 
 def _own_checks(c: DataSettings) -> list[Check]:
     """Rules of question answering, tagging and multiple choice."""
-    answers, tags, choices = (c.task == name for name in ("question-answering", "tagging", "multiple-choice"))
+    answers, tags, choices = (
+        c.task == name for name in ("question-answering", "tagging", "multiple-choice")
+    )
     return [
         *((answers and not getattr(c, key), key, f"{key} = '': question-answering needs the column of both, question and context.")
           for key in ("question_column", "context_column")),

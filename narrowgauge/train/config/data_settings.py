@@ -14,7 +14,8 @@ BEST = ("", "none", "loss", *dict.fromkeys(name for names in METRICS.values() fo
 MODEL, DATA, TASK = (partial(setting, group) for group in ("model", "data", "task"))
 # READING[1:] leaves out running text, which has no table.
 TABLES, CHATS, CLASSES, PAIRS = (
-    partial(TASK, tasks=tasks) for tasks in (READING[1:], ("causal-lm",), ("classification",), ("seq2seq",))
+    partial(TASK, tasks=tasks)
+    for tasks in (READING[1:], ("causal-lm",), ("classification",), ("seq2seq",))
 )
 ANSWERS, TAGS, CHOICES = ("question-answering",), ("tagging",), ("multiple-choice",)
 IMAGES = partial(TASK, tasks=PICTURES)

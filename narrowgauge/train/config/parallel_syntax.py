@@ -57,7 +57,11 @@ class Layout:
     def readers(self, rank: int) -> list[int]:
         """Ranks that read the same data as `rank`, itself included: its tp group in all stages."""
         first = self.share(rank)[0] * self.tp
-        return [first + stage * self.data * self.tp + place for stage in range(self.pp) for place in range(self.tp)]
+        return [
+            first + stage * self.data * self.tp + place
+            for stage in range(self.pp)
+            for place in range(self.tp)
+        ]
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}
@@ -133,7 +137,9 @@ def _read(text: str) -> tuple[dict[str, int], bool, list[str]]:
         if name.lower() == "sp":
             has_own_tokens = True
             if equals:
-                wrong.append(f"{part!r} has a number. Write 'sp': tokens are shared among the ranks of tp.")
+                wrong.append(
+                    f"{part!r} has a number. Write 'sp': tokens are shared among the ranks of tp."
+                )
         elif key is None:
             near = closest(name.lower(), KEYS, limit=1)
             wrong.append(
@@ -146,7 +152,11 @@ def _read(text: str) -> tuple[dict[str, int], bool, list[str]]:
         else:
             sizes[key] = int(size) if equals else REST
     if sum(size == REST for size in sizes.values()) > 1:
-        wrong.append("two keys have no number, so what each takes is not known. Give one of them a number.")
+        wrong.append(
+            "two keys have no number, so what each takes is not known. Give one of them a number."
+        )
     if has_own_tokens and "tp" not in sizes:
-        wrong.append("'sp' shares tokens among the ranks of tp, and there is no tp. Write it as 'tp=2,sp'.")
+        wrong.append(
+            "'sp' shares tokens among the ranks of tp, and there is no tp. Write it as 'tp=2,sp'."
+        )
     return sizes or {"dp": REST}, has_own_tokens, wrong

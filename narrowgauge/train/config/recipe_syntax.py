@@ -56,7 +56,9 @@ def refuse(value: str) -> str:
         if word not in PRODUCTS:
             near = closest(word, PRODUCTS, limit=1)
             return f"must name products of a Linear after the colon of {value!r}: " + (
-                f"{word!r} is none. Closest: {near}" if near else f"some of {', '.join(PRODUCTS)}, with + between"
+                f"{word!r} is none. Closest: {near}"
+                if near
+                else f"some of {', '.join(PRODUCTS)}, with + between"
             )
     return (
         f"must name a recipe with numbers of its own before the colon of {value!r}"

@@ -146,7 +146,9 @@ class TrainConfig(DataSettings):
     # fmt: on
 
     def __post_init__(self) -> None:
-        problems = [problem for each in fields(self) if (problem := refuse(each, getattr(self, each.name)))]
+        problems = [
+            problem for each in fields(self) if (problem := refuse(each, getattr(self, each.name)))
+        ]
         # Rules between settings assume values that are valid one by one.
         problems = problems or list(_cross_checks(self))
         if problems:
@@ -160,7 +162,9 @@ class InvalidSettings(ConfigError):
     origins   {key: file and line, or flag}, prepended to a message
     """
 
-    def __init__(self, problems: Iterable[Problem], origins: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, problems: Iterable[Problem], origins: Mapping[str, str] | None = None
+    ) -> None:
         self.problems = tuple(problems)
         # One line per problem, each with the file line or flag of the first key that has one.
         lines = []
@@ -168,7 +172,11 @@ class InvalidSettings(ConfigError):
             place = next(filter(None, map((origins or {}).get, keys)), "")
             lines.append(f"{place}: {message}" if place else message)
         # The code names the first key: "config.guard".
-        code = f"config.{self.problems[0][0][0]}" if self.problems and self.problems[0][0] else "config.settings"
+        code = (
+            f"config.{self.problems[0][0][0]}"
+            if self.problems and self.problems[0][0]
+            else "config.settings"
+        )
         super().__init__("\n".join(lines), code=code)
 
 
@@ -182,7 +190,9 @@ def resolved(config: TrainConfig) -> TrainConfig:
     is_vit = config.task in PICTURES
     # 8/3 gives a gated MLP with three matrices the parameters of an ungated one with 4x width.
     usual = 4 * config.hidden_size if is_vit else math.ceil(8 * config.hidden_size / 3 / 64) * 64
-    sizes: dict[str, Any] = {} if config.model else {"intermediate_size": config.intermediate_size or usual}
+    sizes: dict[str, Any] = (
+        {} if config.model else {"intermediate_size": config.intermediate_size or usual}
+    )
     if not config.model and not is_vit:
         sizes["kv_heads"] = config.kv_heads or config.heads
     return replace(config, cache=config.cache or str(Path(config.output).parent / "cache"), **sizes)
@@ -190,7 +200,15 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 # Rules between settings, checked after each value on its own
 
-SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size")
+SIZES = (
+    "hidden_size",
+    "layers",
+    "heads",
+    "kv_heads",
+    "intermediate_size",
+    "vocab_size",
+    "patch_size",
+)
 
 
 def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
@@ -215,11 +233,17 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     pairs: list[tuple[object, str, str]] = [
         *((config.model, key, "model") for key in SIZES),
         (config.tokenizer, "vocab_size", "tokenizer"),
-        *((config.task not in each.metadata["tasks"], each.name, "task") for each in fields(config)),
+        *(
+            (config.task not in each.metadata["tasks"], each.name, "task")
+            for each in fields(config)
+        ),
         (config.epochs, "steps", "epochs"),
         (is_table and config.validation_data, "validation_fraction", "validation_data"),
         (is_table and config.token_budget, "batch_size", "token_budget"),
-        *((config.messages_column, key, "messages_column") for key in ("prompt_column", "completion_column")),
+        *(
+            (config.messages_column, key, "messages_column")
+            for key in ("prompt_column", "completion_column")
+        ),
         # "auto" selects recipes with their own choice of what a Linear saves.
         (is_auto and config.save not in FUSED_SAVES, "save", auto),
         (config.states == "fp32", "embedding_states", "states"),
@@ -227,16 +251,26 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (config.clip == 0, "clip_by", "clip"),
     ]
     # dict.fromkeys removes duplicates and keeps the order.
-    yield from dict.fromkeys((key, because) for applies, key, because in pairs if applies and is_set(config, key))
+    yield from dict.fromkeys(
+        (key, because) for applies, key, because in pairs if applies and is_set(config, key)
+    )
 
 
 def _excluded_in_backward(c: TrainConfig) -> Iterator[Check]:
     """Combinations that step_in_backward, or held gradients in FP8, do not support."""
     # GradScaler must see every gradient to decide if a step overflowed.
-    scaling = ("precision", c.precision == "amp-fp16", "whose loss scaling looks at all gradients before the step")
+    scaling = (
+        "precision",
+        c.precision == "amp-fp16",
+        "whose loss scaling looks at all gradients before the step",
+    )
     excluded = {
         ("step_in_backward", c.step_in_backward): (
-            ("compile", c.compile, "whose backward pass computes all gradients before it gives any"),
+            (
+                "compile",
+                c.compile,
+                "whose backward pass computes all gradients before it gives any",
+            ),
             ("cuda_graph", c.cuda_graph, "which captures the step apart from the backward pass"),
             ("held_gradients", c.held_gradients == "fp8", "since it holds none"),
             scaling,

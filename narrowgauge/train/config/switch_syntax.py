@@ -18,7 +18,9 @@ from fractions import Fraction
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.recipe_syntax import ALL, PRODUCTS
 
-ENTRY = re.compile(r"(?:(?P<layers>[^=@]+)=)?(?P<recipe>[^=@:%]+)@(?P<start>[^=@:]+)(?::(?P<products>[^=@:]+))?")
+ENTRY = re.compile(
+    r"(?:(?P<layers>[^=@]+)=)?(?P<recipe>[^=@:%]+)@(?P<start>[^=@:]+)(?::(?P<products>[^=@:]+))?"
+)
 FORM = "the form is [LAYERS=]RECIPE@START[:PRODUCTS], such as fp8-current@80% or layers.0.*=bf16@240:forward"
 
 
@@ -54,7 +56,9 @@ def _entry(text: str) -> Switch:
     match = ENTRY.fullmatch(text)
     if not match:
         raise ConfigError(f"{text!r} is no switch: {FORM}", code="switch.syntax")
-    layers, recipe, start, products = (match[name] and match[name].strip() for name in match.groupdict())
+    layers, recipe, start, products = (
+        match[name] and match[name].strip() for name in match.groupdict()
+    )
     if products and products not in PRODUCTS:
         raise ConfigError(
             f"{text!r} names products {products!r}: choose from {', '.join(PRODUCTS)}, or leave them out for all",
@@ -69,7 +73,8 @@ def _entry(text: str) -> Switch:
     after = Fraction(percent[1]) / 100 if percent else Fraction(start)
     if percent and not 0 < after < 1:
         raise ConfigError(
-            f"{text!r} starts at {start}: give a share above 0% and below 100%", code="switch.start-share"
+            f"{text!r} starts at {start}: give a share above 0% and below 100%",
+            code="switch.start-share",
         )
     return Switch(text, layers or "*", recipe, after, PRODUCTS[products] if products else ALL)
 
@@ -87,7 +92,11 @@ def problems(text: str, steps: int) -> Iterator[str]:
             yield f"{entry.text!r} starts before the first of {steps} steps. Give the recipe itself, or a later start."
         if after >= steps:
             yield f"{entry.text!r} starts after step {after}, but the run has {steps} steps, so it would never happen. Start earlier."
-    places = [(entry.layers, entry.after_step(steps), product) for entry in entries for product in entry.products]
+    places = [
+        (entry.layers, entry.after_step(steps), product)
+        for entry in entries
+        for product in entry.products
+    ]
     # Two recipes for one matmul at one step: the order would decide silently.
     if len(set(places)) < len(places):
         yield f"{text!r} switches the same layers and product twice at one step. Leave one out."

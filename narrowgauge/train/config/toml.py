@@ -29,7 +29,8 @@ from narrowgauge.train.config.settings import TABLE, InvalidSettings, TrainConfi
 
 MAX_BYTES = 2**16
 STORED = reading.Kind(
-    most_bytes=MAX_BYTES, step="Restore a copy of it, or name another folder that narrowgauge train wrote."
+    most_bytes=MAX_BYTES,
+    step="Restore a copy of it, or name another folder that narrowgauge train wrote.",
 )
 MULTILINE = re.compile(r"(?s)(\"{3}|'{3}).*?\1")
 # key -> (unchecked value, its origin such as 'tiny.toml:3' or '--steps')
@@ -44,7 +45,9 @@ def build(*layers: Given) -> TrainConfig:
         return TrainConfig(**{known[key].name: value for key, (value, _) in given.items()})
     except InvalidSettings as error:
         # Only here are the origins of all layers known; the dataclass knows values alone.
-        raise InvalidSettings(error.problems, {key: origin for key, (_, origin) in given.items()}) from None
+        raise InvalidSettings(
+            error.problems, {key: origin for key, (_, origin) in given.items()}
+        ) from None
 
 
 def load(path: Path) -> TrainConfig:
@@ -92,7 +95,9 @@ def _decoded(path: Path, data: bytes) -> Given:
         return settings(data.decode("utf-8-sig"), str(path))  # -sig: Windows editors add a BOM
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.", code="config.utf8") from None
+        raise ConfigError(
+            f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.", code="config.utf8"
+        ) from None
 
 
 def settings(text: str, name: str) -> Given:
@@ -114,9 +119,14 @@ def settings(text: str, name: str) -> Given:
                 values[key] = recipe_syntax.table(value)
             except ValueError as error:
                 raise ConfigError(
-                    f"{origins[key]}: {key}: {error}. Write each pattern once.", code="config.pattern"
+                    f"{origins[key]}: {key}: {error}. Write each pattern once.",
+                    code="config.pattern",
                 ) from None
-    problems = [((key,), reason) for key, value in values.items() if (reason := _misplaced(key, value, known))]
+    problems = [
+        ((key,), reason)
+        for key, value in values.items()
+        if (reason := _misplaced(key, value, known))
+    ]
     if problems:
         raise InvalidSettings(problems, origins)
     return {key: (value, origins[key]) for key, value in values.items()}
@@ -129,14 +139,18 @@ def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:
     if key in known:
         return ""
     near = closest(key.replace("-", "_").lower(), known, limit=1)
-    return f"{key!r} is not a setting. " + (f"Closest: {near}." if near else "See narrowgauge train --help.")
+    return f"{key!r} is not a setting. " + (
+        f"Closest: {near}." if near else "See narrowgauge train --help."
+    )
 
 
 def _tomllib(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        match = re.fullmatch(r"(?s)(.*?) \(at (?:line (\d+), column \d+|end of document)\)", str(error))
+        match = re.fullmatch(
+            r"(?s)(.*?) \(at (?:line (\d+), column \d+|end of document)\)", str(error)
+        )
         words, line = match.groups() if match else (str(error), None)
         # tomllib's words for a repeated key.
         if words == "Cannot overwrite a value":
@@ -147,7 +161,9 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
         ) from None
     # ValueError: an integer of 5,000 digits. RecursionError: brackets nested 1,000 deep.
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: cannot be read as TOML: {error}. Simplify the file.", code="config.toml") from None
+        raise ConfigError(
+            f"{name}: cannot be read as TOML: {error}. Simplify the file.", code="config.toml"
+        ) from None
 
 
 def _place(name: str, outside: str, key: str) -> str:
@@ -167,7 +183,9 @@ def dump(config: TrainConfig) -> str:
             literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]
             lines = groups.setdefault(f"# {each.metadata['group']}", [])
             lines.append(f"{key_of(each)} = {literal.lower() if each.type is bool else literal}")
-    groups["# precision, by layer\n[recipes]"] = [f"{_text(a)} = {_text(b)}" for a, b in config.layers_recipe.items()]
+    groups["# precision, by layer\n[recipes]"] = [
+        f"{_text(a)} = {_text(b)}" for a, b in config.layers_recipe.items()
+    ]
     return "\n\n".join("\n".join([head, *lines]) for head, lines in groups.items()) + "\n"
 
 

@@ -88,7 +88,8 @@ def evaluate(run: Path | str, asked: Asked = Asked()) -> dict[str, Any]:
 def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
     if asked.dtype not in ("", *DTYPES):
         raise ConfigError(
-            f"dtype = {asked.dtype!r}: is not one of {', '.join(DTYPES)}. Choose one.", code="evaluate.dtype"
+            f"dtype = {asked.dtype!r}: is not one of {', '.join(DTYPES)}. Choose one.",
+            code="evaluate.dtype",
         )
     if asked.limit < 0 or asked.batch_size < 1:
         raise ConfigError(
@@ -109,9 +110,17 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
             code="evaluate.not-a-language-model",
         )
     dtype = asked.dtype or ("bfloat16" if asked.tasks else "")
-    tasks = LmTasks(asked.tasks, asked.limit, asked.batch_size, asked.trust_task_code) if asked.tasks else None
+    tasks = (
+        LmTasks(asked.tasks, asked.limit, asked.batch_size, asked.trust_task_code)
+        if asked.tasks
+        else None
+    )
     if dtype == "float16":
-        tell(FP16_WARNING.format(words=f"recipe {saved.config.recipe}, precision {saved.config.precision}"))
+        tell(
+            FP16_WARNING.format(
+                words=f"recipe {saved.config.recipe}, precision {saved.config.precision}"
+            )
+        )
     rows, passed_over = list[dict[str, Any]](), dict[str, str]()
     started_at_s = time.monotonic()
     for number, path in enumerate(paths):
@@ -124,7 +133,9 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
             passed_over[name] = str(error)
             continue
         left_s = (time.monotonic() - started_at_s) / (number + 1) * (len(paths) - number - 1)
-        tell(f"{name}: scored, {number + 1} of {len(paths)}{f', about {duration(left_s)} left' if left_s else ''}")
+        tell(
+            f"{name}: scored, {number + 1} of {len(paths)}{f', about {duration(left_s)} left' if left_s else ''}"
+        )
     if not rows:
         one = f"checkpoint {asked.checkpoints!r} cannot be scored"
         words = one if len(paths) == 1 else f"none of {len(paths)} checkpoints can be scored"
@@ -153,10 +164,14 @@ def _instead(saved: SavedRun, damaged: Sequence[Path]) -> str:
         except CheckpointError:
             continue
         return f"That of {path.parent.name}/{path.name} is intact: score it with --checkpoints {which}."
-    return "No other checkpoint of the run is intact: restore one, or train anew in another --output."
+    return (
+        "No other checkpoint of the run is intact: restore one, or train anew in another --output."
+    )
 
 
-def _of_checkpoint(saved: SavedRun, path: Path, dtype: str, tasks: LmTasks | None) -> dict[str, Any]:
+def _of_checkpoint(
+    saved: SavedRun, path: Path, dtype: str, tasks: LmTasks | None
+) -> dict[str, Any]:
     model, step, why = saved.model(path)
     if dtype:
         model.to(DTYPES[dtype])
@@ -214,16 +229,30 @@ def _differences(narrow: Scores, wide: Scores) -> dict[str, dict[str, Any]]:
         gaps = [ours[number] - theirs[number] for number in sorted(ours.keys() & theirs.keys())]
         if len(gaps) > 1:
             error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-            result[metric] |= {"stderr": error, "changed": sum(map(bool, gaps)), "examples": len(gaps)}
+            result[metric] |= {
+                "stderr": error,
+                "changed": sum(map(bool, gaps)),
+                "examples": len(gaps),
+            }
     return dict(sorted(result.items()))
 
 
 def rendered(result: Mapping[str, Any]) -> str:
     """Formats the result as a table with a line per checkpoint, task and metric, plus sentences."""
-    head = ("checkpoint", "task", "metric", f"narrow ({result['recipe']})", "16 bits", "narrow − 16 bits")
+    head = (
+        "checkpoint",
+        "task",
+        "metric",
+        f"narrow ({result['recipe']})",
+        "16 bits",
+        "narrow − 16 bits",
+    )
     lines = [head, *_lines(result)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     return "\n".join([f"Scored in {result['dtype']}.", "", *table, "", *_sentences(result)])
 
 
@@ -263,10 +292,21 @@ def _sentences(result: Mapping[str, Any]) -> Sequence[str]:
         said.append(
             "± is one standard error over the examples; that of a difference is of the same examples scored twice."
         )
-    said += [f"{row['checkpoint']} has no narrow score: {row['not_narrow']}." for row in rows if row["not_narrow"]]
+    said += [
+        f"{row['checkpoint']} has no narrow score: {row['not_narrow']}."
+        for row in rows
+        if row["not_narrow"]
+    ]
     if not any(row["not_narrow"] or "narrow" in row for row in rows):
-        said.append(f"The forward products of {result['recipe']} are not narrow, so there is one score.")
-    several = {(task, metric) for row in rows for task, gaps in row.get("difference", {}).items() for metric in gaps}
+        said.append(
+            f"The forward products of {result['recipe']} are not narrow, so there is one score."
+        )
+    several = {
+        (task, metric)
+        for row in rows
+        for task, gaps in row.get("difference", {}).items()
+        for metric in gaps
+    }
     if len(rows) > 1:
         for task, metric in sorted(several):
             gaps = [row["difference"][task][metric]["mean"] for row in rows if "difference" in row]
@@ -275,7 +315,9 @@ def _sentences(result: Mapping[str, Any]) -> Sequence[str]:
                 f"from {signed(min(gaps))} to {signed(max(gaps))}."
             )
     elif several:
-        said.append("One checkpoint: single scores are noisy, --checkpoints all scores every one that is kept.")
+        said.append(
+            "One checkpoint: single scores are noisy, --checkpoints all scores every one that is kept."
+        )
     return said
 
 

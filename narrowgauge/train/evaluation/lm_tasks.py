@@ -19,9 +19,7 @@ from typing import Any
 from narrowgauge.errors import ConfigError, DataError, closest
 from narrowgauge.ops.rng import seed_all
 
-INSTALL = (
-    "narrowgauge evaluate --tasks needs the packages 'lm-eval' and 'pyyaml'. Run: pip install 'narrowgauge[evaluate]'."
-)
+INSTALL = "narrowgauge evaluate --tasks needs the packages 'lm-eval' and 'pyyaml'. Run: pip install 'narrowgauge[evaluate]'."
 SEED = 1234  # lm-eval's default; it selects the few-shot examples
 Values = dict[str, dict[int, float]]  # metric -> index of the example -> value
 
@@ -44,7 +42,9 @@ class Scores:
 class LmTasks:
     """Tasks of lm-eval, loaded once and scored on any number of models."""
 
-    def __init__(self, names: Sequence[str], limit: int, batch_size: int, trust_code: bool = False) -> None:
+    def __init__(
+        self, names: Sequence[str], limit: int, batch_size: int, trust_code: bool = False
+    ) -> None:
         """Loads the tasks and their data.
 
         names       paths of task files, or names of tasks that are part of lm-eval
@@ -56,10 +56,14 @@ class LmTasks:
 
             from narrowgauge.train.evaluation import task_code  # needs pyyaml
         except ImportError as error:
-            raise ConfigError(f"{INSTALL} (Missing: {error.name}.)", code="lm-eval.missing-package") from error
+            raise ConfigError(
+                f"{INSTALL} (Missing: {error.name}.)", code="lm-eval.missing-package"
+            ) from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.limit, self.batch_size = limit, batch_size
-        files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) or Path(name).exists()]
+        files = [
+            Path(name) for name in names if name.endswith((".yaml", ".yml")) or Path(name).exists()
+        ]
         self.trust_code = trust_code
         for file in files:
             _refuse_no_task(file)
@@ -79,7 +83,9 @@ class LmTasks:
         for name in names:
             folder = Path(name).parent if Path(name) in files else Path()
             with self._templates():
-                self.loaded |= _load(manager, Path(name).name if Path(name) in files else name, folder)
+                self.loaded |= _load(
+                    manager, Path(name).name if Path(name) in files else name, folder
+                )
         for task in self.loaded.values():
             # As lm-eval's own command does: a task without this key has no few-shot examples.
             if task.get_config("num_fewshot") is None:
@@ -96,7 +102,11 @@ class LmTasks:
 
         # lm-eval's default is the model's dtype. A bfloat16 log probability has eight significant
         # bits, which would hide differences between formats.
-        options = {"batch_size": self.batch_size, "device": str(model.device), "softmax_dtype": "float32"}
+        options = {
+            "batch_size": self.batch_size,
+            "device": str(model.device),
+            "softmax_dtype": "float32",
+        }
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **options)
         seed_all(SEED)
         tasks = {"tasks": self.loaded, "groups": {}, "group_map": {}}
@@ -142,7 +152,11 @@ def _refuse_no_task(file: Path) -> None:
     """Raises ConfigError unless the file can be read and names a task."""
     from narrowgauge.train.evaluation import task_code
 
-    names = [node.value for node, _ in getattr(task_code.compose(file), "value", ()) if isinstance(node.value, str)]
+    names = [
+        node.value
+        for node, _ in getattr(task_code.compose(file), "value", ())
+        if isinstance(node.value, str)
+    ]
     if not {"task", "group"} & set(names):
         raise ConfigError(
             f"tasks = '{file}': is no task file of lm-eval: it has no key 'task'. Add one, or name another file.",
@@ -158,7 +172,9 @@ def _load(manager: Any, name: str, folder: Path) -> dict[str, Any]:
     for place in dict.fromkeys((folder, Path())):
         try:
             with contextlib.chdir(place):
-                return dict(manager.load([name if place == folder else str(folder / name)])["tasks"])
+                return dict(
+                    manager.load([name if place == folder else str(folder / name)])["tasks"]
+                )
         except Exception as error:  # lm-eval and datasets raise many exception types
             errors.append(error)
     words = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())
@@ -170,10 +186,20 @@ def _load(manager: Any, name: str, folder: Path) -> dict[str, Any]:
 
 def _read(values: dict[str, Any], samples: list[dict[str, Any]]) -> Scores:
     """Reads the scores of one task from lm-eval's result, whose keys look like "acc,none"."""
-    numbers = {key.partition(",")[0]: float(value) for key, value in values.items() if _is_number(value)}
-    numbers = {key: value for key, value in numbers.items() if key != "sample_len" and not key.endswith("_stderr")}
+    numbers = {
+        key.partition(",")[0]: float(value) for key, value in values.items() if _is_number(value)
+    }
+    numbers = {
+        key: value
+        for key, value in numbers.items()
+        if key != "sample_len" and not key.endswith("_stderr")
+    }
     examples = {
-        key: {int(sample["doc_id"]): float(sample[key]) for sample in samples if _is_number(sample.get(key))}
+        key: {
+            int(sample["doc_id"]): float(sample[key])
+            for sample in samples
+            if _is_number(sample.get(key))
+        }
         for key in numbers
     }
     of_means = {  # corpus BLEU and perplexity are no means of their per-example values
@@ -181,7 +207,11 @@ def _read(values: dict[str, Any], samples: list[dict[str, Any]]) -> Scores:
         for key, found in examples.items()
         if found and math.isclose(statistics.mean(found.values()), numbers[key], abs_tol=1e-9)
     }
-    return Scores(numbers, {key: _standard_error([*found.values()]) for key, found in of_means.items()}, of_means)
+    return Scores(
+        numbers,
+        {key: _standard_error([*found.values()]) for key, found in of_means.items()},
+        of_means,
+    )
 
 
 def _standard_error(values: list[float]) -> float | None:

@@ -55,9 +55,12 @@ class SavedRun:
         folder = RunFolder(path)
         if not os.path.lexists(folder.config):
             raise ConfigError(
-                f"'{path}': holds no run (no config.toml). Name a folder that narrowgauge train wrote.", code="run.none"
+                f"'{path}': holds no run (no config.toml). Name a folder that narrowgauge train wrote.",
+                code="run.none",
             )
-        own = replace(toml.load_stored(folder.config), output=str(path), device=str(device), resume=False)
+        own = replace(
+            toml.load_stored(folder.config), output=str(path), device=str(device), resume=False
+        )
         tell(f"Reading {own.data} ...")
         config, task = prepare(resolved(own))
         return cls(folder, config, task, device)
@@ -67,17 +70,26 @@ class SavedRun:
 
         Raises ConfigError with the existing names otherwise.
         """
-        there = {int(path.name.removeprefix("step-")): path for path in manifest.newest_first(self.folder.checkpoints)}
+        there = {
+            int(path.name.removeprefix("step-")): path
+            for path in manifest.newest_first(self.folder.checkpoints)
+        }
         best = manifest.newest_first(self.folder.best)[:1]
         if which == BEST and best:
             return best
         if there and which in (NEWEST, ALL):
-            return [there[max(there)]] if which == NEWEST else [there[step] for step in sorted(there)]
+            return (
+                [there[max(there)]] if which == NEWEST else [there[step] for step in sorted(there)]
+            )
         words = [each.strip() for each in which.split(",")]
         if there and all(each.isdecimal() and int(each) in there for each in words):
             return [there[step] for step in sorted({int(each) for each in words})]
         known = [*map(str, sorted(there)), *([BEST] if best else [])]
-        have = f"There are {', '.join(known)}" if known else "There are none: the run has saved nothing yet"
+        have = (
+            f"There are {', '.join(known)}"
+            if known
+            else "There are none: the run has saved nothing yet"
+        )
         raise ConfigError(
             f"checkpoints = {which!r}: not all of them are in {self.folder.path}. {have}; {NEWEST} and {ALL} name some of these.",
             code="evaluate.checkpoints",
@@ -106,7 +118,9 @@ class SavedRun:
         """
         found = store.load(path)
         choices = read_run(self.folder.run).get("auto") if self.folder.run.exists() else None
-        model = build(self.config, self.task.model, self.device, self.task.tokens_at_once(), choices or None)
+        model = build(
+            self.config, self.task.model, self.device, self.task.tokens_at_once(), choices or None
+        )
         # Include a guard's switch: without it, a widened run was scored in its old recipe (loss
         # 5.6745 instead of 5.6721).
         for switch in guard_state.with_given(
@@ -119,7 +133,11 @@ class SavedRun:
         learnt = [name for name in own if name not in saved and not is_weight(name)]
         why = ""
         if learnt:  # best weights lack recipe states; the forward pass misses only learned steps
-            layers = [name.rpartition(".")[0] for name, each in model.named_modules() if isinstance(each, LearnedSteps)]
+            layers = [
+                name.rpartition(".")[0]
+                for name, each in model.named_modules()
+                if isinstance(each, LearnedSteps)
+            ]
             why = (
                 f"{path.name} of {path.parent.name}/ holds weights alone, and {layers[0]} computes with steps that it learnt"
                 if layers
@@ -135,7 +153,11 @@ class SavedRun:
 
         Best weights have none about a guard, so the newest checkpoint's facts replace them.
         """
-        newest = manifest.newest_first(self.folder.checkpoints)[:1] if found.path.parent == self.folder.best else []
+        newest = (
+            manifest.newest_first(self.folder.checkpoints)[:1]
+            if found.path.parent == self.folder.best
+            else []
+        )
         return store.load(newest[0]).facts if newest and self.config.guard else found.facts
 
 

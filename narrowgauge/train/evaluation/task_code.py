@@ -88,7 +88,8 @@ def _checked(file: Path, named: Path, metrics: frozenset[str]) -> Iterator[Path]
             for key, value in node.value:
                 if reason := _runs_code(key.value, value, metrics):
                     raise ConfigError(
-                        f"{found}{reason} (line {value.start_mark.line + 1}). {TRUST}", code="lm-eval.code"
+                        f"{found}{reason} (line {value.start_mark.line + 1}). {TRUST}",
+                        code="lm-eval.code",
                     )
                 if key.value == "include":
                     yield from (file.parent / name for name in _texts(value))
@@ -103,7 +104,9 @@ def _runs_code(key: Any, value: yaml.Node, metrics: frozenset[str]) -> str:
         return "runs code: hf_evaluate fetches a metric's script and runs it"
     if key == "metric" and (unknown := [name for name in texts if name not in metrics]):
         return f"runs code: metric {unknown[0]!r} is not one of lm-eval's own, so the package evaluate would fetch a script of this name"
-    if key == "dataset_path" and (strange := [name for name in texts if name.endswith(".py") or name in UNPICKLED]):
+    if key == "dataset_path" and (
+        strange := [name for name in texts if name.endswith(".py") or name in UNPICKLED]
+    ):
         return f"runs code: dataset_path {strange[0]!r} is a script, or reads pickles"
     return ""
 
@@ -128,7 +131,9 @@ def sandboxed_templates() -> Iterator[None]:
 
     plain = utils.env
     utils.env = ImmutableSandboxedEnvironment(
-        loader=plain.loader, undefined=plain.undefined, keep_trailing_newline=plain.keep_trailing_newline
+        loader=plain.loader,
+        undefined=plain.undefined,
+        keep_trailing_newline=plain.keep_trailing_newline,
     )
     utils.env.filters.update(plain.filters)
     try:

@@ -90,8 +90,13 @@ def watched(timeout_s: float = 600.0) -> Iterator[Watched | None]:
         rank.close(code, f"left the run by sys.exit({error.code!r})", prints=True)
         raise
     except BaseException as error:
-        error.add_note(f"{rank.place or 'Before the first step'}: raised on rank {os.environ['RANK']}.")
-        rank.close(130 if isinstance(error, KeyboardInterrupt) else 1, f"raised {type(error).__name__}: {error}")
+        error.add_note(
+            f"{rank.place or 'Before the first step'}: raised on rank {os.environ['RANK']}."
+        )
+        rank.close(
+            130 if isinstance(error, KeyboardInterrupt) else 1,
+            f"raised {type(error).__name__}: {error}",
+        )
         raise
     else:
         rank.close()
@@ -108,7 +113,9 @@ def failed_before(error: NarrowgaugeError) -> bool:
     if not _is_rank():
         return False
     world = int(os.environ["WORLD_SIZE"])
-    mine = json.dumps({"rank": int(os.environ["RANK"]), "code": error.exit_code, "words": str(error)})
+    mine = json.dumps(
+        {"rank": int(os.environ["RANK"]), "code": error.exit_code, "words": str(error)}
+    )
     try:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = StoreClient(*address, f"{prefix_of(world)}/{KEYS}", STORE_S)
@@ -156,7 +163,9 @@ class Watched:
             self._sentinel = _start(its.fileno(), file.fileno())
         # The thread sends its first report after LOOK_S: the sentinel needs timeout_s before.
         self._say()
-        self._thread = threading.Thread(target=self._report, name="narrowgauge-liveness", daemon=True)
+        self._thread = threading.Thread(
+            target=self._report, name="narrowgauge-liveness", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -214,7 +223,12 @@ class Watched:
         self._waits_since_s = (self._waits_since_s or now_s) if waits else 0.0
         waits_s = now_s - self._waits_since_s if waits else 0.0
         self._send(
-            {"timeout_s": self.timeout_s, "is_alone": self.is_alone, "waits_s": waits_s, "where": "\n".join(stack)}
+            {
+                "timeout_s": self.timeout_s,
+                "is_alone": self.is_alone,
+                "waits_s": waits_s,
+                "where": "\n".join(stack),
+            }
         )
 
     def _stack(self) -> tuple[list[str], bool]:
@@ -271,5 +285,9 @@ def _start(talk: int, page: int) -> subprocess.Popen[bytes]:
     # fork would inherit locks, CUDA's descriptors and the rank's memory.
     command = [sys.executable, "-I", "-S", "-c", program, str(talk), str(page), json.dumps(setting)]
     return subprocess.Popen(
-        command, pass_fds=(talk, page), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        command,
+        pass_fds=(talk, page),
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
     )

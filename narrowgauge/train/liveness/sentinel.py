@@ -79,15 +79,21 @@ class Sentinel:
 
     def __init__(self, setting: Setting, talk: socket.socket, page: Page) -> None:
         self.setting, self.talk, self.page = setting, talk, page
-        self.name = f"rank {setting.rank} of {setting.world} ({socket.gethostname()}, pid {setting.pid})"
+        self.name = (
+            f"rank {setting.rank} of {setting.world} ({socket.gethostname()}, pid {setting.pid})"
+        )
         self.timeout_s = 600.0
         self.store: StoreClient | None = None
         self.rank_says: dict[str, Any] = {}
         self.goodbye: dict[str, Any] | None = None
         self.ending_since_s: float | None = None
         self.kill_s = KILL_S
-        self.launcher, self.launcher_gone = processes.launcher_of(setting.pid) if setting.is_elastic else (0, "")
-        self._descriptors = {pid: processes.pidfd(pid) for pid in (setting.pid, self.launcher) if pid > 1}
+        self.launcher, self.launcher_gone = (
+            processes.launcher_of(setting.pid) if setting.is_elastic else (0, "")
+        )
+        self._descriptors = {
+            pid: processes.pidfd(pid) for pid in (setting.pid, self.launcher) if pid > 1
+        }
         self._count = 0
         self._since: dict[str, float] = {}
         self._noted: set[tuple[str, str]] = set()
@@ -219,9 +225,14 @@ class Sentinel:
         """
         stopped = processes.state(self.setting.pid) == "T"
         if self._for_s("stopped", stopped) > NOTE_S:
-            self._note("stopped", f"is stopped by a signal (SIGSTOP). Continue it: kill -CONT {self.setting.pid}")
+            self._note(
+                "stopped",
+                f"is stopped by a signal (SIGSTOP). Continue it: kill -CONT {self.setting.pid}",
+            )
         if self._for_s("stopped", stopped) > self.timeout_s:
-            self._fails(f"{self._place()}{self.name} was stopped for {self.timeout_s:g} s (timeout_s). {AGAIN}")
+            self._fails(
+                f"{self._place()}{self.name} was stopped for {self.timeout_s:g} s (timeout_s). {AGAIN}"
+            )
             return
         ticks, _ = self.page.read()
         # A thread of the rank cannot report while a C library holds the GIL, so silence counts as
@@ -234,7 +245,11 @@ class Sentinel:
             waiting = self._for_s("waited for", False)
         if not waiting:
             return
-        inside = f" (a C library has held the interpreter for {silent_s:.0f} s)" if silent_s > WAIT_S else ""
+        inside = (
+            f" (a C library has held the interpreter for {silent_s:.0f} s)"
+            if silent_s > WAIT_S
+            else ""
+        )
         stack = f"Its stack{inside}, innermost call last:\n{self.rank_says.get('where') or '  not known'}"
         if self.rank_says.get("is_alone"):
             self._note("alone", f"works alone, and the others wait for it. {stack}")
@@ -250,7 +265,9 @@ class Sentinel:
         """True if the rank has reported no progress for WAIT_S."""
         key = f"tick {ticks}"
         if key not in self._since:
-            self._since = {name: since for name, since in self._since.items() if not name.startswith("tick ")}
+            self._since = {
+                name: since for name, since in self._since.items() if not name.startswith("tick ")
+            }
             self._since[key] = time.monotonic()
         return time.monotonic() - self._since[key] > WAIT_S
 
@@ -260,7 +277,9 @@ class Sentinel:
         Called only while this rank makes no progress, which saves requests to the store.
         """
         world = self.setting.world
-        for other in {(self.setting.rank - 1) % world, (self.setting.rank + 1) % world, 0} - {self.setting.rank}:
+        for other in {(self.setting.rank - 1) % world, (self.setting.rank + 1) % world, 0} - {
+            self.setting.rank
+        }:
             beat = self._store("get", f"beat-{other}")
             if beat and json.loads(beat).get("waits_s", 0.0) > WAIT_S:
                 return True
@@ -290,10 +309,13 @@ class Sentinel:
             return  # only its sentinel is gone or stopped
         if silent_s > SILENT_S:
             self._note(
-                "silent", f"reports: no sign of life of {name} for {silent_s:.0f} s. Its machine or network may be gone"
+                "silent",
+                f"reports: no sign of life of {name} for {silent_s:.0f} s. Its machine or network may be gone",
             )
         if silent_s > LOST_S:
-            self._fails(f"{where}{name} has given no sign of life for {LOST_S:g} s: its machine is gone. {AGAIN}")
+            self._fails(
+                f"{where}{name} has given no sign of life for {LOST_S:g} s: its machine is gone. {AGAIN}"
+            )
 
     # --- the store
 
@@ -327,7 +349,11 @@ class Sentinel:
         if not expected or refused_s < GONE_S:
             return
         host = f"{self.setting.host}:{self.setting.port}"
-        whose = "torchrun's agent on that machine" if self.setting.uses_agent_store else "rank 0, which served it,"
+        whose = (
+            "torchrun's agent on that machine"
+            if self.setting.uses_agent_store
+            else "rank 0, which served it,"
+        )
         if self.setting.local == 0:
             _say(f"{self._place()}{self.name} lost the store at {host}: {whose} has ended. {AGAIN}")
         self._end(PeerError.exit_code)
@@ -338,9 +364,13 @@ class Sentinel:
         Without a store, the first rank of each machine prints, as does a rank that reported its own
         failure.
         """
-        mine = json.dumps({"rank": self.setting.rank, "code": code, "words": words, "by_sentinel": True})
+        mine = json.dumps(
+            {"rank": self.setting.rank, "code": code, "words": words, "by_sentinel": True}
+        )
         now = self._store("compare_set", "failed", "", mine)
-        if prints and (now == mine or (now is None and (self.setting.local == 0 or self.goodbye is not None))):
+        if prints and (
+            now == mine or (now is None and (self.setting.local == 0 or self.goodbye is not None))
+        ):
             _say(words)
         self._end(PeerError.exit_code)
 
@@ -373,7 +403,10 @@ def _say(words: str) -> None:
 
 def _boot() -> str:
     """Boot id of this machine, which distinguishes machines with equal host names."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file,
+    ):
         return file.read().strip()
     return ""
 

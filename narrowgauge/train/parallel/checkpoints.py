@@ -24,7 +24,9 @@ from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.stage_state import WholeNumbers
 
 
-def save(folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], keep: int, ranks: Ranks) -> Path:
+def save(
+    folder: Path, step: int, tensors: Tensors, facts: dict[str, Any], keep: int, ranks: Ranks
+) -> Path:
     """Writes checkpoint `step`, then removes all but the `keep` newest. Returns its path."""
     if ranks.world == 1:
         path = store.save(folder, step, tensors, facts)

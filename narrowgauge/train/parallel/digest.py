@@ -53,7 +53,9 @@ def digest(x: Tensor) -> Tensor:
     return total & MASK
 
 
-def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+def refuse_drift(
+    tensors: dict[str, Tensor], place: str, device: torch.device, mesh: DeviceMesh | None = None
+) -> None:
     """Raises DriftError on all ranks if a replicated tensor differs between ranks.
 
     tensors  {name: tensor}; plain ones must be equal on all ranks, DTensors where not sharded
@@ -64,8 +66,14 @@ def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, m
     """
     groups = _groups(tensors, mesh)
     compared = {name for _, names in groups for name in names}
-    digests = {name: digest(local(each)).to(device) for name, each in tensors.items() if name in compared}
-    different = {name for group, names in groups for name in _different({each: digests[each] for each in names}, group)}
+    digests = {
+        name: digest(local(each)).to(device) for name, each in tensors.items() if name in compared
+    }
+    different = {
+        name
+        for group, names in groups
+        for name in _different({each: digests[each] for each in names}, group)
+    }
     any_differs = torch.tensor(bool(different), dtype=torch.int32, device=device)
     # A difference in one group must stop the ranks of all groups, or they would wait forever.
     if mesh is not None:
@@ -83,7 +91,9 @@ def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, m
     _, name = min((where, name) for each in told for name, (where, *_) in each.items())
     held: dict[Any, tuple[int, list[int]]] = {}
     ranks = (0, 0)
-    for rank, (_, part, numbers) in ((rank, each[name]) for rank, each in enumerate(told) if name in each):
+    for rank, (_, part, numbers) in (
+        (rank, each[name]) for rank, each in enumerate(told) if name in each
+    ):
         # Only ranks with the same part of a sharded tensor are comparable.
         other, expected = held.setdefault(part, (rank, numbers))
         if numbers != expected:
@@ -98,13 +108,19 @@ def refuse_drift(tensors: dict[str, Tensor], place: str, device: torch.device, m
     )
 
 
-def _groups(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> list[tuple[dist.ProcessGroup | None, list[str]]]:
+def _groups(
+    tensors: dict[str, Tensor], mesh: DeviceMesh | None
+) -> list[tuple[dist.ProcessGroup | None, list[str]]]:
     """(process group, names of tensors replicated in it) for each mesh axis; None: all ranks."""
     if mesh is None:
         return [(None, list(tensors))]
     found: list[tuple[dist.ProcessGroup | None, list[str]]] = []
     for axis in mesh.mesh_dim_names or ():
-        names = [name for name, each in tensors.items() if not isinstance(each, DTensor) or axis not in _cut_axes(each)]
+        names = [
+            name
+            for name, each in tensors.items()
+            if not isinstance(each, DTensor) or axis not in _cut_axes(each)
+        ]
         if names and mesh[axis].size() > 1:
             found.append((mesh.get_group(axis), names))
     return found
@@ -113,7 +129,11 @@ def _groups(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> list[tuple[d
 def _cut_axes(x: DTensor) -> list[str]:
     """Names of the mesh axes that shard a tensor."""
     names = x.device_mesh.mesh_dim_names or ()
-    return [name for name, placement in zip(names, x.placements, strict=True) if hasattr(placement, "dim")]
+    return [
+        name
+        for name, placement in zip(names, x.placements, strict=True)
+        if hasattr(placement, "dim")
+    ]
 
 
 def _part(x: Tensor) -> tuple[int, ...]:

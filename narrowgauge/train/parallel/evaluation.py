@@ -51,7 +51,9 @@ def readings(
             own[first + number] = read(batch, logits)
     # One copy to the host for all losses; .item() for each batch would wait for the GPU each time.
     values = torch.stack(losses).tolist() if losses else []
-    return ranks.joined({place: (loss, own[place]) for place, loss in zip(own, values, strict=True)})
+    return ranks.joined(
+        {place: (loss, own[place]) for place, loss in zip(own, values, strict=True)}
+    )
 
 
 def _turns(batches: Iterator[Batch], count: int) -> Iterator[tuple[int, list[Batch]]]:

@@ -94,7 +94,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, config: TrainConfig, model: Any, objective: Objective, group: dist.ProcessGroup, turns: int
+        self,
+        config: TrainConfig,
+        model: Any,
+        objective: Objective,
+        group: dist.ProcessGroup,
+        turns: int,
     ) -> None:
         """Removes the modules of other ranks' stages from the model.
 
@@ -115,7 +120,8 @@ class Pipeline:
         self.width: int = model.get_input_embeddings().weight.shape[1]
         numbers = [number for number in range(self.count) if self.owner(number) == self.rank]
         self.modules = {
-            number: StageModule(view(model, cut.absent([number])), partial(self._compute, number)) for number in numbers
+            number: StageModule(view(model, cut.absent([number])), partial(self._compute, number))
+            for number in numbers
         }
         remove(model, cut.absent(numbers))
         # Without the last stage, drop the reference to the head, which would keep its weight alive.
@@ -148,9 +154,15 @@ class Pipeline:
         """Stages for torch's schedules and for `distribute`. positions: rows P of a message."""
         found = []
         for number, module in self.modules.items():
-            reads = self._message(number, positions) if number else torch.empty(1, dtype=torch.int64, device="meta")
+            reads = (
+                self._message(number, positions)
+                if number
+                else torch.empty(1, dtype=torch.int64, device="meta")
+            )
             is_last = number == self.count - 1
-            gives = torch.empty((), device="meta") if is_last else self._message(number + 1, positions)
+            gives = (
+                torch.empty((), device="meta") if is_last else self._message(number + 1, positions)
+            )
             told: dict[str, Any] = {
                 # Meta tensors with requires_grad set: torch then skips its shape inference, which
                 # would run stages on uninitialized memory and feed amax histories.
@@ -202,7 +214,12 @@ class Pipeline:
             try:
                 # scale_grads=False: losses are divided by the step's targets already, not to be
                 # averaged again.
-                found = self.kind(given, self.turns, loss_fn=lambda loss, _: loss / self._targets, scale_grads=False)
+                found = self.kind(
+                    given,
+                    self.turns,
+                    loss_fn=lambda loss, _: loss / self._targets,
+                    scale_grads=False,
+                )
             except ValueError as error:
                 raise ConfigError(
                     f"schedule = {self.config.schedule!r}: {error} Change micro_batches, or take another schedule.",
@@ -228,7 +245,9 @@ class Pipeline:
             if number == self.count - 1:
                 return self._end(model, received, batch)
             inputs = inputs_of(batch, self.device, self.objective.options)
-            below = model.base_model if number == 0 else partial(_behind, model.base_model, received)
+            below = (
+                model.base_model if number == 0 else partial(_behind, model.base_model, received)
+            )
             hidden = below(**inputs).last_hidden_state
         assert hidden.dtype == self.dtype, (
             f"a stage sends {hidden.dtype}, and before the first step {self.dtype} was found"
@@ -304,7 +323,9 @@ class Pipeline:
         dist.all_gather_object(told, own, group=self.group)
         found = {name: value for each in told for name, value in each.items()}
         names = {key: key if isinstance(key, str) else key[0] for key in found}
-        return {key: found[key] for key in sorted(found, key=lambda key: self.order.get(names[key], 0))}
+        return {
+            key: found[key] for key in sorted(found, key=lambda key: self.order.get(names[key], 0))
+        }
 
     def words(self) -> str:
         """Description for the console."""
@@ -326,7 +347,8 @@ class Pipeline:
 
     def _refuse_without_parameters(self) -> None:
         own = {
-            str(number): any(x.requires_grad for x in module.parameters()) for number, module in self.modules.items()
+            str(number): any(x.requires_grad for x in module.parameters())
+            for number, module in self.modules.items()
         }
         if idle := [number for number, trains in self.of_all(own).items() if not trains]:
             raise ConfigError(
@@ -358,7 +380,9 @@ def _positions(batch: Batch) -> int:
     return batch["input_ids"].numel()
 
 
-def _behind(forward: Callable[..., Any], received: Tensor, *, input_ids: Tensor, **inputs: Any) -> Any:
+def _behind(
+    forward: Callable[..., Any], received: Tensor, *, input_ids: Tensor, **inputs: Any
+) -> Any:
     """Calls a model with the previous stage's activations in the place of its embeddings."""
     hidden = received[: input_ids.numel()].view(*input_ids.shape, -1)
     return forward(inputs_embeds=hidden, **inputs)

@@ -73,7 +73,12 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int = 0, world: int = 1, local: int = 0, store: Any = None, timeout_s: float = 600.0
+        self,
+        rank: int = 0,
+        world: int = 1,
+        local: int = 0,
+        store: Any = None,
+        timeout_s: float = 600.0,
     ) -> None:
         """Use `join` for a run under torchrun. store: key-value store shared by the ranks."""
         self.rank, self.world, self.local, self.timeout_s = rank, world, local, timeout_s
@@ -185,7 +190,9 @@ class Ranks:
             return own
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, (place, own))
-        found = [(where, rank, words) for rank, (where, words) in enumerate(told) if words != nothing]
+        found = [
+            (where, rank, words) for rank, (where, words) in enumerate(told) if words != nothing
+        ]
         return "{2}, on rank {1}".format(*min(found)) if found else nothing
 
     def joined(self, own: Mapping[int, T]) -> list[T]:
@@ -214,11 +221,15 @@ class Ranks:
         for rank, each in enumerate(told[1:], 1):
             for key in own.keys() | each.keys():
                 if each.get(key) != told[0].get(key):
-                    differences.append(f"{key} is {told[0].get(key)!r} on rank 0 and {each.get(key)!r} on rank {rank}")
+                    differences.append(
+                        f"{key} is {told[0].get(key)!r} on rank 0 and {each.get(key)!r} on rank {rank}"
+                    )
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             shown = "; ".join(sorted(differences)[:3])
-            raise error(f"ranks differ in {what}: {shown}{more}. Start all of them with the same {what}.")
+            raise error(
+                f"ranks differ in {what}: {shown}{more}. Start all of them with the same {what}."
+            )
 
     # --- the end
 
@@ -248,7 +259,9 @@ class Ranks:
             if isinstance(error, NarrowgaugeError):
                 error.told = True
                 error.args = (
-                    (f"rank {self.rank}: {error}",) if self.rank and not NAMED.match(str(error)) else error.args
+                    (f"rank {self.rank}: {error}",)
+                    if self.rank and not NAMED.match(str(error))
+                    else error.args
                 )
             raise
 
@@ -351,14 +364,21 @@ class Ranks:
         # ended.
         hung = re.search("imed out|timeout", str(error)) is not None
         if missing:
-            who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+            who = (
+                f"rank {missing[0]}"
+                if len(missing) == 1
+                else f"ranks {', '.join(map(str, missing))}"
+            )
             did = (
                 f"did not answer within {self.timeout_s:g} s (timeout_s){self._where(missing[0])}"
                 if hung
                 else "ended without a word: killed, or its machine is gone"
             )
         else:
-            who, did = f"one of {plural(self.world, 'rank')}", f"lost its connection though all live ({first_line})"
+            who, did = (
+                f"one of {plural(self.world, 'rank')}",
+                f"lost its connection though all live ({first_line})",
+            )
         words = f"{self.place}: {who} of {self.world} {did}. {AGAIN}"
         if not self._fails(PeerError.exit_code, words):
             return EndedElsewhere(PeerError.exit_code)
@@ -390,7 +410,8 @@ def _own_device(device: str, local: int) -> int:
     """Index of this rank's GPU; ConfigError if ranks would share one, or there are too few."""
     if ":" in device:
         raise ConfigError(
-            f"device = {device!r}: each rank takes a GPU of its own. Use --device cuda, or auto.", code="ranks.device"
+            f"device = {device!r}: each rank takes a GPU of its own. Use --device cuda, or auto.",
+            code="ranks.device",
         )
     if local >= torch.cuda.device_count():
         raise ConfigError(
@@ -416,7 +437,9 @@ def _met(limit: timedelta) -> tuple[Any, int, int]:
     try:
         store, rank, world = next(rendezvous("env://", timeout=limit))
     except (RuntimeError, ValueError, OSError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+        place = (
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+        )
         raise PeerError(
             f"rank {rank} of {world} did not meet the others at {place} within {limit.total_seconds():g} s (timeout_s): "
             f"{str(error).strip().splitlines()[0][:200]} Start all ranks, with the same address.",

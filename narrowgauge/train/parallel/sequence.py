@@ -58,7 +58,9 @@ class Stack:
 
     def read_gathered(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """As `read`, but gathers the tokens in 16 bits and passes a whole DTensor."""
-        return _with_first(given, named, lambda x: self._cut_tensor(x).redistribute(placements=(Replicate(),)))
+        return _with_first(
+            given, named, lambda x: self._cut_tensor(x).redistribute(placements=(Replicate(),))
+        )
 
     def read(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Forward pre-hook of modules that need all tokens: the first input becomes a DTensor.
@@ -86,7 +88,9 @@ class Stack:
         # may be uneven.
         shape = torch.Size((rows, self.tokens, width))
         stride = (self.tokens * width, width, 1)
-        return DTensor.from_local(x, self.mesh, (Shard(TOKENS),), run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            x, self.mesh, (Shard(TOKENS),), run_check=False, shape=shape, stride=stride
+        )
 
 
 class OwnTokens:
@@ -136,7 +140,9 @@ class _SummedOverRanks(torch.autograd.Function):
         return total, None
 
 
-def _with_first(given: tuple[Any, ...], named: dict[str, Any], change: Callable[[Tensor], Any]) -> Any:
+def _with_first(
+    given: tuple[Any, ...], named: dict[str, Any], change: Callable[[Tensor], Any]
+) -> Any:
     """Applies `change` to a module's first input, passed by position or by keyword."""
     if given:
         return (change(given[0]), *given[1:]), named
@@ -186,7 +192,9 @@ def _readers(block: str, names: Iterable[str], plan: Mapping[str, str]) -> list[
     return list(found)
 
 
-def _norms(prefix: str, block: nn.Module, readers: list[str], plan: Mapping[str, str]) -> list[nn.Module]:
+def _norms(
+    prefix: str, block: nn.Module, readers: list[str], plan: Mapping[str, str]
+) -> list[nn.Module]:
     """Modules with own parameters that compute with a rank's tokens, outside of `readers`."""
     inside = tuple(f"{each}." for each in readers)
     found = []

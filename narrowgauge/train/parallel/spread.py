@@ -83,7 +83,9 @@ class Parallel:
         self.mesh = None if mesh is None else _without_stages(mesh)
         # Before sharding, while every rank still has the whole model to compare.
         if self.layout.world > self.layout.dp:
-            digest.refuse_drift(model.state_dict(), "before the first step", next(model.parameters()).device)
+            digest.refuse_drift(
+                model.state_dict(), "before the first step", next(model.parameters()).device
+            )
         products: tensor.Shared | None = None
         if self.mesh is not None and self.layout.tp > 1:
             # tp first: fully_shard then shards the DTensors that tp leaves.
@@ -105,7 +107,11 @@ class Parallel:
         if not config.cuda_graph:
             messages: dict[str, Any] = {}
             if self.layout.data > 1:
-                messages = {"gradients": config.gradients, "weights": config.weights, "reduce": "sum"}
+                messages = {
+                    "gradients": config.gradients,
+                    "weights": config.weights,
+                    "reduce": "sum",
+                }
             if self.pipeline is not None:
                 messages["activations"] = config.activations
                 distribute(self.pipeline.stages(), seed=config.seed, **messages)
@@ -120,7 +126,11 @@ class Parallel:
                 # would drop the same elements.
                 each.counts_micro_batches = not each.layers
         if products is not None:
-            parts = [model] if self.pipeline is None else [each.model for each in self.pipeline.modules.values()]
+            parts = (
+                [model]
+                if self.pipeline is None
+                else [each.model for each in self.pipeline.modules.values()]
+            )
             for part, state in zip(parts, self.agreements, strict=True):
                 tensor.per_rank_dropout(part, products, state)
 
@@ -140,12 +150,19 @@ class Parallel:
         if self.pipeline is None:
             parts.append((self.whole, find_blocks(model, verb="parallel").values()))
         else:
-            parts += [(module, self.pipeline.blocks(number)) for number, module in self.pipeline.modules.items()]
+            parts += [
+                (module, self.pipeline.blocks(number))
+                for number, module in self.pipeline.modules.items()
+            ]
         for around, blocks in parts:
             for module in (*blocks, around):
                 for each in (_wide_parts(module), module):
                     if each:
-                        fully_shard(each, mesh=readers, reshard_after_forward=None if self.pipeline is None else False)
+                        fully_shard(
+                            each,
+                            mesh=readers,
+                            reshard_after_forward=None if self.pipeline is None else False,
+                        )
 
     def __call__(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Calls `compute(*given, **named)` inside a forward pass of the model."""
@@ -199,7 +216,11 @@ class Parallel:
             own_tokens = ", and the tokens between products (sp)" if sizes.sp else ""
             parts.append(f"each matrix product shared by {sizes.tp} (tp){own_tokens}")
         if sizes.data > 1:
-            part = "a shard of the model each (fsdp)" if sizes.fsdp > 1 else "a copy of the model each (dp)"
+            part = (
+                "a shard of the model each (fsdp)"
+                if sizes.fsdp > 1
+                else "a copy of the model each (dp)"
+            )
             if sizes.fsdp > 1 and sizes.dp > 1:
                 part = f"{sizes.dp} copies of the model, each in {sizes.fsdp} shards (dp, fsdp)"
             parts.append(f"of {sizes.data} such groups {part}" if parts else part)
@@ -351,7 +372,9 @@ def _mesh(sizes: Layout, device: str) -> DeviceMesh | None:
     if sizes.fsdp * sizes.tp * sizes.pp == 1:
         return None
     axes = {"pp": sizes.pp, "dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
-    kept = {name: size for name, size in axes.items() if size > 1 or (name == "fsdp" and sizes.dp > 1)}
+    kept = {
+        name: size for name, size in axes.items() if size > 1 or (name == "fsdp" and sizes.dp > 1)
+    }
     return init_device_mesh(device, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
@@ -363,7 +386,11 @@ def _without_stages(mesh: DeviceMesh) -> DeviceMesh | None:
 
 def _refuse_types(model: nn.Module) -> None:
     """Raises ConfigError if parameters of one FSDP group would have several dtypes."""
-    wide = {id(parameter) for module in kept_modules(model).values() for parameter in module.parameters()}
+    wide = {
+        id(parameter)
+        for module in kept_modules(model).values()
+        for parameter in module.parameters()
+    }
     types = {parameter.dtype for parameter in model.parameters() if id(parameter) not in wide}
     if len(types) > 1:
         learned = any(isinstance(each, LearnedSteps) for each in model.modules())
@@ -378,4 +405,8 @@ def _refuse_types(model: nn.Module) -> None:
 def _wide_parts(module: nn.Module) -> list[nn.Module]:
     """Float32 modules of a 16-bit model, without those that fully_shard has wrapped already."""
     kept = kept_modules(module).values()
-    return [each for each in kept if next(each.parameters(), None) is not None and not isinstance(each, FSDPModule)]
+    return [
+        each
+        for each in kept
+        if next(each.parameters(), None) is not None and not isinstance(each, FSDPModule)
+    ]

@@ -31,7 +31,9 @@ class WholeNumbers:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
-        found = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        found = [
+            names[parameter] for group in optimizer.param_groups for parameter in group["params"]
+        ]
         self.numbers = {name: number for number, name in enumerate(found)}
         self.groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
         self.weights = {name for name in model.state_dict() if is_weight(name)}
@@ -39,9 +41,15 @@ class WholeNumbers:
     def of_rank(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
         """Number in the whole model's optimizer for each parameter of this rank's optimizer."""
         names = {parameter: name for name, parameter in model.named_parameters()}
-        return [self.numbers[names[parameter]] for group in optimizer.param_groups for parameter in group["params"]]
+        return [
+            self.numbers[names[parameter]]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
-    def collect(self, model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
+    def collect(
+        self, model: nn.Module, optimizer: Any, scaler: Any
+    ) -> tuple[Tensors, dict[str, Any]]:
         """As `checkpoint.state.collect`: this rank's tensors, and other state of the whole model.
 
         All ranks must call it together.
@@ -63,7 +71,9 @@ class WholeNumbers:
         numbers = dict(enumerate(self.of_rank(model, optimizer)))
         return {**tensors, "optimizer": _renumbered(tensors["optimizer"], numbers)}
 
-    def own_tensors(self, saved: Tensors, model: nn.Module, optimizer: Any, is_whole: bool = False) -> Tensors:
+    def own_tensors(
+        self, saved: Tensors, model: nn.Module, optimizer: Any, is_whole: bool = False
+    ) -> Tensors:
         """Selects this rank's tensors of a checkpoint, with the numbers of its own optimizer.
 
         is_whole  `saved` covers all stages, so its weights must be exactly the model's
@@ -81,7 +91,9 @@ class WholeNumbers:
         mine = {name: each for name, each in moments.items() if _number(name) in numbers}
         return {**found, "optimizer": _renumbered(mine, numbers)}
 
-    def own_part(self, saved: Tensors, rest: dict[str, Any], model: nn.Module, optimizer: Any) -> tuple[Tensors, Any]:
+    def own_part(
+        self, saved: Tensors, rest: dict[str, Any], model: nn.Module, optimizer: Any
+    ) -> tuple[Tensors, Any]:
         """Selects this rank's tensors and other state, in the form of `checkpoint.state.restore`.
 
         Raises ValueError for the state of another optimizer.
@@ -96,7 +108,9 @@ class WholeNumbers:
             # A rank's group is a part of one group of the whole, so its first parameter identifies
             # that group.
             theirs = of_number[numbers[group["params"][0]]]
-            own_groups.append({**theirs, **{key: group[key] for key in ("params", "param_names") if key in group}})
+            own_groups.append(
+                {**theirs, **{key: group[key] for key in ("params", "param_names") if key in group}}
+            )
         moments, tree = _flat(tensors["optimizer"], own_groups)
         return {**tensors, "optimizer": moments}, {**rest, "optimizer": tree}
 
@@ -113,7 +127,9 @@ def _renumbered(tensors: dict[str, Tensor], numbers: dict[int, int]) -> dict[str
     return found
 
 
-def _flat(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Any]:
+def _flat(
+    tensors: dict[str, Tensor], groups: list[dict[str, Any]]
+) -> tuple[dict[str, Tensor], Any]:
     """Flattens an optimizer's state dict that is built from these named tensors."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -44,7 +44,9 @@ class Absent(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update({name: value for name, value in vars(original).items() if isinstance(value, str | int)})
+        self.__dict__.update(
+            {name: value for name, value in vars(original).items() if isinstance(value, str | int)}
+        )
 
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         return x
@@ -83,11 +85,20 @@ class Cut:
         Raises ConfigError, naming the model, if it cannot be cut.
         """
         kind = type(model).__name__
-        if not hasattr(model, "base_model") or model.base_model is model or model.get_output_embeddings() is None:
-            raise _refusal(kind, "is no causal language model of transformers with a part below its output head")
+        if (
+            not hasattr(model, "base_model")
+            or model.base_model is model
+            or model.get_output_embeddings() is None
+        ):
+            raise _refusal(
+                kind,
+                "is no causal language model of transformers with a part below its output head",
+            )
         blocks = tuple(find_blocks(model, verb="parallel"))
         stack = blocks[0].rpartition(".")[0]
-        if model.config.is_encoder_decoder or any(name.rpartition(".")[0] != stack for name in blocks):
+        if model.config.is_encoder_decoder or any(
+            name.rpartition(".")[0] != stack for name in blocks
+        ):
             raise _refusal(kind, "has more than one stack of blocks")
         if len(blocks) < count:
             raise ConfigError(
@@ -132,7 +143,8 @@ class Cut:
                     continue
                 if name == known:
                     raise _refusal(
-                        type(model).__name__, f"has the parameter {name!r} outside of blocks, embedding and head"
+                        type(model).__name__,
+                        f"has the parameter {name!r} outside of blocks, embedding and head",
                     )
                 raise ConfigError(
                     f"parallel: {known!r} of stage {other} and {name!r} of stage {number} are one tensor (tied weights), which each stage "
@@ -162,12 +174,18 @@ class Cut:
                 torch.manual_seed(0)
                 whole = model(input_ids=ids, **NO_CACHE).logits
                 torch.manual_seed(0)
-                found = view(model, self.absent([0])).base_model(input_ids=ids, **NO_CACHE).last_hidden_state
+                found = (
+                    view(model, self.absent([0]))
+                    .base_model(input_ids=ids, **NO_CACHE)
+                    .last_hidden_state
+                )
                 travels: torch.dtype = found.dtype
                 for number in range(1, self.count - 1):
                     stage = view(model, self.absent([number])).base_model
                     found = stage(inputs_embeds=found, **NO_CACHE).last_hidden_state
-                logits = view(model, self.absent([self.count - 1]))(inputs_embeds=found, **NO_CACHE).logits
+                logits = view(model, self.absent([self.count - 1]))(
+                    inputs_embeds=found, **NO_CACHE
+                ).logits
         except (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError) as error:
             # A RuntimeError, but no sign of an unsuitable model.
             if isinstance(error, torch.OutOfMemoryError):
@@ -205,7 +223,9 @@ def _around(model: nn.Module, stack: str) -> tuple[tuple[str, ...], tuple[str, .
             if name == step:
                 seen = True
             # Embedding dropout on every stage would drop activations again at each stage's input.
-            elif next(child.parameters(), None) is not None or (isinstance(child, nn.Dropout) and not seen):
+            elif next(child.parameters(), None) is not None or (
+                isinstance(child, nn.Dropout) and not seen
+            ):
                 (after if seen else before).append(prefix + name)
     return tuple(before), tuple(after)
 

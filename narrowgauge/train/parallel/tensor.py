@@ -22,7 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from narrowgauge.conversion import suspended
 from narrowgauge.distributed.lost import is_lost
@@ -33,7 +38,13 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
 from narrowgauge.train.parallel import sequence, tensor_plans
-from narrowgauge.train.parallel.tensor_plans import COLUMNS, GATHERED_COLUMNS, PER_HEAD, ROWS, SPLIT_ROWS
+from narrowgauge.train.parallel.tensor_plans import (
+    COLUMNS,
+    GATHERED_COLUMNS,
+    PER_HEAD,
+    ROWS,
+    SPLIT_ROWS,
+)
 
 HEADS_AXIS = 2  # axis of the heads in the input of a per-head norm: [batch, tokens, heads, width]
 # Largest accepted |after - before| / |before| of the logits. Another order of summation causes
@@ -73,7 +84,9 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bo
     stacks, gathering = sequence.styles_of(model, plan, mesh) if cuts_tokens else ([], {})
     styles = _styles(model, plan, cuts_tokens)
     if (head := _own_head(model)) is not None:
-        styles[head] = ColwiseParallel(shared=SharedInputs(model.get_submodule(head)), output_layouts=Replicate())
+        styles[head] = ColwiseParallel(
+            shared=SharedInputs(model.get_submodule(head)), output_layouts=Replicate()
+        )
     if (attribute := tensor_plans.HEADS_IN_CODE.get(model.config.model_type)) is not None:
         for name in {name.rpartition(".")[0] for name in plan}:
             attention = model.get_submodule(name)
@@ -100,7 +113,8 @@ def per_rank_dropout(model: Any, shared: Shared, state: DistributedState | None)
     Does nothing for a model without dropout. A pipeline stage handles the layers that it has.
     """
     if not any(
-        "drop" in key and isinstance(value, float) and value > 0 for key, value in model.config.to_dict().items()
+        "drop" in key and isinstance(value, float) and value > 0
+        for key, value in model.config.to_dict().items()
     ):
         return
     device = next(model.parameters()).device
@@ -111,7 +125,11 @@ def per_rank_dropout(model: Any, shared: Shared, state: DistributedState | None)
     if shared.stacks:
         return
     plan = shared.plan
-    linears = {name: each for name, each in model.named_modules() if name in plan and isinstance(each, nn.Linear)}
+    linears = {
+        name: each
+        for name, each in model.named_modules()
+        if name in plan and isinstance(each, nn.Linear)
+    }
     columns = [each for name, each in linears.items() if plan[name] == COLUMNS]
     rows = [each for name, each in linears.items() if plan[name] == ROWS]
     dropout.install(columns, rows)
@@ -130,7 +148,9 @@ def _styles(model: Any, plan: Mapping[str, str], cuts_tokens: bool) -> dict[str,
         elif style in (ROWS, SPLIT_ROWS):
             given = Replicate() if style == SPLIT_ROWS else None
             if cuts_tokens:
-                found[name] = sequence.RowwiseParallel(input_layouts=given, axis=sequence.TOKENS, activations="16bit")
+                found[name] = sequence.RowwiseParallel(
+                    input_layouts=given, axis=sequence.TOKENS, activations="16bit"
+                )
             else:
                 found[name] = RowwiseParallel(input_layouts=given)
         else:
@@ -143,19 +163,35 @@ def _own_head(model: Any) -> str | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
         return None
-    holders = [each for each in model.modules() if any(own is head.weight for own in each.parameters(recurse=False))]
-    return next(name for name, each in model.named_modules() if each is head) if len(holders) == 1 else None
+    holders = [
+        each
+        for each in model.modules()
+        if any(own is head.weight for own in each.parameters(recurse=False))
+    ]
+    return (
+        next(name for name, each in model.named_modules() if each is head)
+        if len(holders) == 1
+        else None
+    )
 
 
 def _summed(gradient: Tensor) -> Tensor:
     """Gradient hook of a per-head norm's weight: all-reduces the sums of each rank's heads."""
-    return gradient.redistribute(placements=(Replicate(),)) if isinstance(gradient, DTensor) else gradient
+    return (
+        gradient.redistribute(placements=(Replicate(),))
+        if isinstance(gradient, DTensor)
+        else gradient
+    )
 
 
 def _refuse_cut_tiles(model: nn.Module, ways: int) -> None:
     """Raises ConfigError if a shard border would cut a recipe's tile or block of a weight."""
     for name, layer in model.named_modules():
-        if isinstance(layer, QLinear) and layer.recipe is not None and (words := cut_tiles(layer.weight, layer.recipe)):
+        if (
+            isinstance(layer, QLinear)
+            and layer.recipe is not None
+            and (words := cut_tiles(layer.weight, layer.recipe))
+        ):
             raise ConfigError(
                 f"parallel with tp={ways}: {name!r} {list(layer.weight.shape)} follows {layer.recipe.name}, and ranks would cut its "
                 f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipes '{name}=fp8-row'.",

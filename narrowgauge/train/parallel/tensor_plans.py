@@ -56,10 +56,16 @@ _T5 = _plan(
     "decoder.block.*.layer.*",
 )
 _DISTILBERT = _plan(
-    "attention.q_lin attention.k_lin attention.v_lin ffn.lin1", "attention.out_lin ffn.lin2", "transformer.layer.*"
+    "attention.q_lin attention.k_lin attention.v_lin ffn.lin1",
+    "attention.out_lin ffn.lin2",
+    "transformer.layer.*",
 )
 _VIT = {  # module names of transformers 5, then those of older versions
-    **_plan("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2", "layers.*"),
+    **_plan(
+        "attention.q_proj attention.k_proj attention.v_proj mlp.fc1",
+        "attention.o_proj mlp.fc2",
+        "layers.*",
+    ),
     **_plan(
         "attention.attention.query attention.attention.key attention.attention.value intermediate.dense",
         "attention.output.dense output.dense",
@@ -128,8 +134,18 @@ def plan_of(model: Any, ways: int) -> dict[str, str]:
 
 
 def _matching(model: Any, patterns: Mapping[str, str]) -> dict[str, str]:
-    base = next((f"{name}." for name, module in model.named_modules() if name and module is model.base_model), "")
-    compiled = [(re.compile(re.escape(base + key).replace(r"\*", r"\d+")), style) for key, style in patterns.items()]
+    base = next(
+        (
+            f"{name}."
+            for name, module in model.named_modules()
+            if name and module is model.base_model
+        ),
+        "",
+    )
+    compiled = [
+        (re.compile(re.escape(base + key).replace(r"\*", r"\d+")), style)
+        for key, style in patterns.items()
+    ]
     return {
         name: style
         for name, _ in model.named_modules()
@@ -139,7 +155,9 @@ def _matching(model: Any, patterns: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refuse_sizes(name: str, layer: nn.Module, style: str, ways: int) -> None:
-    if not isinstance(layer, nn.Linear | nn.Embedding) or (isinstance(layer, nn.Embedding) and style != COLUMNS):
+    if not isinstance(layer, nn.Linear | nn.Embedding) or (
+        isinstance(layer, nn.Embedding) and style != COLUMNS
+    ):
         raise ConfigError(
             f"parallel with tp={ways}: the plan cuts {name!r}, a {type(layer).__name__}, which is no nn.Linear. Take fsdp instead.",
             code="tensor-parallel.not-linear",

@@ -57,10 +57,17 @@ class Answers:
     def answer(self, table: bool = False) -> dict[str, Any]:
         """JSON answer with the keys that docs/planner.md documents. table: adds rows of `table`."""
         config, shape, room = self.config, self.shape(), self.room
-        found, other = self.counts.of(config), elsewhere(config.layers_recipe, config.embedding_codes)
+        found, other = (
+            self.counts.of(config),
+            elsewhere(config.layers_recipe, config.embedding_codes),
+        )
         answer: dict[str, Any] = {
             "run": f"{config.recipe}{other} ({config.precision}, {config.optimizer} with {config.states} states)",
-            "batch": {"rows": shape.rows, "width": shape.width, "micro_batches": config.micro_batches},
+            "batch": {
+                "rows": shape.rows,
+                "width": shape.width,
+                "micro_batches": config.micro_batches,
+            },
             **room.answer(found),
         }
         sizes = parallel_syntax.named(config.parallel)
@@ -78,13 +85,18 @@ class Answers:
             answer["table"] = list(self.table(found))
         return answer
 
-    def time(self, found: Forecast, shape: Shape, card: Card, sizes: parallel_syntax.Layout) -> dict[str, Any]:
+    def time(
+        self, found: Forecast, shape: Shape, card: Card, sizes: parallel_syntax.Layout
+    ) -> dict[str, Any]:
         """Predicted time of an eager step, with the communication of dp and fsdp."""
         parts = self.config.micro_batches
         # At most MOST_MICRO_BATCHES are traced; their work is scaled to all micro-batches.
         done = repeated(found.work, parts / min(parts, MOST_MICRO_BATCHES))
         # Each rank updates only its shard of the parameters.
-        done = {each: times / sizes.fsdp if each.phase == "step" else times for each, times in done.items()}
+        done = {
+            each: times / sizes.fsdp if each.phase == "step" else times
+            for each, times in done.items()
+        }
         weights = sizes.fsdp * max(each.parts.get(("weights", ""), 0) for each in found.moments)
         blocks = max(1, round(weights / found.block_weights)) if found.block_weights else 1
         number = precisions.get(self.config.precision).weights.itemsize
@@ -127,7 +139,9 @@ class Answers:
                 break
             # Geometric mean: the range spans several orders of magnitude.
             following = isqrt(low * high) if needed is None else _next(known, limit, guess)
-            guess = min(max(following if following < high else isqrt(low * high), low + 1), high - 1)
+            guess = min(
+                max(following if following < high else isqrt(low * high), low + 1), high - 1
+            )
         return {"rows": low, "width": shape.width, "tokens": low * shape.width}
 
     def changes(self) -> list[dict[str, Any]]:
@@ -143,7 +157,11 @@ class Answers:
             for each in CHEAPEST_FIRST
             if self._may_fit([each]) and (after := each.applied(self.config)) is not None
         )
-        fitting = list(islice(((after, each.words) for each, after in single if self._fits(after)), MOST_CHANGES))
+        fitting = list(
+            islice(
+                ((after, each.words) for each, after in single if self._fits(after)), MOST_CHANGES
+            )
+        )
         if not fitting and not self._hopeless():
             together = self._together()
             fitting = [together] if together else []
@@ -163,7 +181,9 @@ class Answers:
         traced, which takes ten times as long.
         """
         try:
-            return not any(self.room.fits(self.counts.of(self._everything(left))) for left in ((SQRT,), ()))
+            return not any(
+                self.room.fits(self.counts.of(self._everything(left))) for left in ((SQRT,), ())
+            )
         except ConfigError:
             return False
 
@@ -188,7 +208,10 @@ class Answers:
         # Lower bound: what remains if the reducible parts were free.
         smaller = {part for each in techniques for part in each.parts}
         moments = self.counts.of(self.config).moments
-        least = max(sum(size for (part, _), size in each.parts.items() if part not in smaller) for each in moments)
+        least = max(
+            sum(size for (part, _), size in each.parts.items() if part not in smaller)
+            for each in moments
+        )
         return least <= self.room.usable
 
     def _together(self) -> tuple[TrainConfig, str] | None:
@@ -226,9 +249,13 @@ class Answers:
             needs += ' What trains is yours to say, so freezing is not tried: freeze = "embed*,layers.0-7" saves states and gradients.'
         # batch_size grows with the ranks, so that the rows of each rank stay the same.
         for ranks in (2, 4, 8, 16, 32, 64):
-            layout = replace(everything, parallel=f"fsdp={ranks}", batch_size=everything.batch_size * ranks)
+            layout = replace(
+                everything, parallel=f"fsdp={ranks}", batch_size=everything.batch_size * ranks
+            )
             if self._fits(layout):
-                change = self._change(layout, f"on each of {ranks} such cards, with all that saves memory")
+                change = self._change(
+                    layout, f"on each of {ranks} such cards, with all that saves memory"
+                )
                 return f"{needs} Take {ranks} such cards or more.", [change]
         return f"{needs} Take a larger card, or a smaller model.", []
 
@@ -245,7 +272,12 @@ class Answers:
             except ConfigError:
                 continue
             settings = ", ".join(lines(config, after))
-            yield {"name": each.name, "settings": settings, "allocated_bytes": size, "words": each.words}
+            yield {
+                "name": each.name,
+                "settings": settings,
+                "allocated_bytes": size,
+                "words": each.words,
+            }
             config = after
 
 

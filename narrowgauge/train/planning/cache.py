@@ -25,8 +25,12 @@ from narrowgauge.train.config.settings import TrainConfig
 KEPT = 500  # entries at most; the oldest are removed first
 TELLING = ("config.json", "tokenizer.json", "tokenizer_config.json")  # files that affect a trace
 # only_own: an entry that another user could write is ignored.
-ENTRY = reading.Kind(most_bytes=16 * reading.MIB, error=StorageError, step="Remove it.", only_own=True)
-TELLS = reading.Kind(most_bytes=reading.GIB, error=StorageError, step="Name another model.", follow_links=True)
+ENTRY = reading.Kind(
+    most_bytes=16 * reading.MIB, error=StorageError, step="Remove it.", only_own=True
+)
+TELLS = reading.Kind(
+    most_bytes=reading.GIB, error=StorageError, step="Name another model.", follow_links=True
+)
 GROUPS = ("model", "task", "precision", "training")  # groups of settings that can affect memory
 
 
@@ -51,12 +55,16 @@ def store(question: Any, answer: Any) -> None:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft.write_text(json.dumps({"answer": answer, "digest": _digest(answer)}), encoding="utf-8")
+        draft.write_text(
+            json.dumps({"answer": answer, "digest": _digest(answer)}), encoding="utf-8"
+        )
         # Regardless of the umask: `load` rejects files that others can write.
         draft.chmod(0o600)
         # Atomic: a concurrent `load` sees the old entry or the new one.
         os.replace(draft, path)
-        for old in sorted(path.parent.glob("*.json"), key=lambda each: -each.stat().st_mtime)[KEPT:]:
+        for old in sorted(path.parent.glob("*.json"), key=lambda each: -each.stat().st_mtime)[
+            KEPT:
+        ]:
             old.unlink(missing_ok=True)
     except OSError:
         draft.unlink(missing_ok=True)
@@ -64,7 +72,11 @@ def store(question: Any, answer: Any) -> None:
 
 def question_of(config: TrainConfig) -> dict[str, Any]:
     """Settings that can affect memory, as JSON, with digests of the model's files."""
-    kept = {each.name: getattr(config, each.name) for each in fields(config) if each.metadata["group"] in GROUPS}
+    kept = {
+        each.name: getattr(config, each.name)
+        for each in fields(config)
+        if each.metadata["group"] in GROUPS
+    }
     kept |= {"vocab_size": config.vocab_size, "tokenizer": config.tokenizer}
     return kept | {
         "layers_recipe": dict(config.layers_recipe),
@@ -90,7 +102,11 @@ def _of_file(path: Path) -> str:
 def folder() -> Path | None:
     """$XDG_CACHE_HOME/narrowgauge/plans; None for a user without a home folder."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge" / "plans"
+        return (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            / "narrowgauge"
+            / "plans"
+        )
     except RuntimeError:
         return None
 
@@ -110,8 +126,15 @@ def _library() -> list[Any]:
     sources = Path(__file__).parents[2]
     files = sorted(path for path in sources.rglob("*.py") if "__pycache__" not in path.parts)
     # Size and mtime instead of contents, so that a lookup reads no source file.
-    states = [(str(path.relative_to(sources)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return [platform.python_version(), *map(_version, ("narrowgauge", "torch", "transformers")), _digest(states)]
+    states = [
+        (str(path.relative_to(sources)), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in files
+    ]
+    return [
+        platform.python_version(),
+        *map(_version, ("narrowgauge", "torch", "transformers")),
+        _digest(states),
+    ]
 
 
 def _version(package: str) -> str:

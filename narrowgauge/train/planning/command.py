@@ -76,7 +76,9 @@ def _refuse_layout(config: TrainConfig) -> None:
         pipeline.refuse(config, config.micro_batches, sizes.pp, sizes.pp * stages_of_rank)
     if sizes.tp > 1:
         task, kind = task_of(config)
-        source = Source(config, task, kind, largest(config, task, config.micro_batches * sizes.data))
+        source = Source(
+            config, task, kind, largest(config, task, config.micro_batches * sizes.data)
+        )
         # plan_of reads module names and sizes only, so a meta model of one layer suffices.
         with without_values(), torch.device("meta"):
             tensor_plans.plan_of(source.model(1), sizes.tp)

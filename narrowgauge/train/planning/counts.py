@@ -52,7 +52,9 @@ class Counts:
         """
         # A guarded run alternates between its recipe and BF16 probes, so it needs the larger peak.
         if config.guard:
-            return guard.larger(self.of(replace(config, guard=""), shape), self.of(guard.in_bf16(config), shape))
+            return guard.larger(
+                self.of(replace(config, guard=""), shape), self.of(guard.in_bf16(config), shape)
+            )
         refuse(config)
         sizes = parallel_syntax.named(config.parallel)
         task, kind = task_of(config)
@@ -86,7 +88,11 @@ class Counts:
         of_stage = -(-layers // sizes.pp)
         if sizes.pp > 1 and layers:
             found = forecast(
-                lambda depth: source.builder(depth or of_stage), self.device, of_stage, differing, self.full
+                lambda depth: source.builder(depth or of_stage),
+                self.device,
+                of_stage,
+                differing,
+                self.full,
             )
         else:
             found = self._of_one(source, layers, differing)
@@ -110,7 +116,9 @@ class Counts:
         question["parallel"] = replace(parallel_syntax.named(source.config.parallel), dp=1, fsdp=1)
         key = repr([question, source.shape])
         if key not in self._processes:
-            self._processes[key] = forecast(source.builder, self.device, layers, differing, self.full)
+            self._processes[key] = forecast(
+                source.builder, self.device, layers, differing, self.full
+            )
         return self._processes[key]
 
 
@@ -187,6 +195,8 @@ def _from_json(entry: Any) -> Forecast | None:
             for each in entry["moments"]
         ]
         work = from_rows(entry["work"])
-        return Forecast(**{**entry, "moments": tuple(moments), "notes": tuple(entry["notes"]), "work": work})
+        return Forecast(
+            **{**entry, "moments": tuple(moments), "notes": tuple(entry["notes"]), "work": work}
+        )
     except (TypeError, KeyError, ValueError):
         return None

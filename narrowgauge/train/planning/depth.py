@@ -14,7 +14,11 @@ from narrowgauge.train.model import ModelClass, own_configuration
 ALIKE = ("none", "selective", "full", "every-1")
 # Attributes of transformers configurations that hold the number of layers: one for a single
 # stack, then pairs for encoder-decoders.
-_DEPTHS = (("num_hidden_layers",), ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
+_DEPTHS = (
+    ("num_hidden_layers",),
+    ("encoder_layers", "decoder_layers"),
+    ("num_layers", "num_decoder_layers"),
+)
 
 
 def layers_of(config: TrainConfig, model_class: ModelClass) -> tuple[int, str]:

@@ -16,12 +16,23 @@ from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfi
 def in_bf16(config: TrainConfig) -> TrainConfig:
     """Configuration of a guard's probe: Linears in the precision's dtype, plain embeddings."""
     save = config.save if config.save in FUSED_SAVES else ""
-    return replace(config, recipe=NO_RECIPE, layers_recipe={}, embedding_codes="", switch="", save=save, guard="")
+    return replace(
+        config,
+        recipe=NO_RECIPE,
+        layers_recipe={},
+        embedding_codes="",
+        switch="",
+        save=save,
+        guard="",
+    )
 
 
 def larger(narrow: Forecast, wide: Forecast) -> Forecast:
     """Larger forecast of recipe (`narrow`) and BF16 probe (`wide`), with a note on the guard."""
-    copied = max(sum(each.parts.get((part, ""), 0) for part in ("weights", "states")) for each in narrow.moments)
+    copied = max(
+        sum(each.parts.get((part, ""), 0) for part in ("weights", "states"))
+        for each in narrow.moments
+    )
     note = (
         f"a step of a check in BF16 needs {gib(wide.allocated)}, one of the recipe {gib(narrow.allocated)}; in a check "
         f"{gib(copied)} of state wait in the host's memory, or on the disk"

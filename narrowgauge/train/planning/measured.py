@@ -48,4 +48,6 @@ def measured(config: TrainConfig) -> dict[str, Any]:
 
 def second_step(found: Forecast) -> int:
     """Peak bytes of the second step, the first with optimizer states."""
-    return max(each.allocated if found.on_gpu else each.alive for each in found.moments if each.step == 2)
+    return max(
+        each.allocated if found.on_gpu else each.alive for each in found.moments if each.step == 2
+    )

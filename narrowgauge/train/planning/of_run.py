@@ -41,15 +41,32 @@ def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str
             rows = math.prod(outer)
         counts, shape = Counts(device_facts(device.type, device.index)), Shape(rows, width)
         found = counts.of(config, shape).as_dict()
-        alone = {"without_guard_bytes": counts.of(replace(config, guard=""), shape).allocated} if config.guard else {}
+        alone = (
+            {"without_guard_bytes": counts.of(replace(config, guard=""), shape).allocated}
+            if config.guard
+            else {}
+        )
     except NarrowgaugeError as error:
         return {"reason": str(error)}
     # Any error of torch, transformers or the model: a run that would train must not end here.
     except Exception as error:
-        return {"reason": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"}
-    keys = ("allocated_bytes", "allocated_error", "reserved_bytes", "reserved_error", "peak", "counted")
+        return {
+            "reason": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"
+        }
+    keys = (
+        "allocated_bytes",
+        "allocated_error",
+        "reserved_bytes",
+        "reserved_error",
+        "peak",
+        "counted",
+    )
     # CONTEXT: the CUDA context takes memory that the allocator never sees.
-    usable = torch.cuda.get_device_properties(device).total_memory - CONTEXT if device.type == "cuda" else 0
+    usable = (
+        torch.cuda.get_device_properties(device).total_memory - CONTEXT
+        if device.type == "cuda"
+        else 0
+    )
     return {**{key: found[key] for key in keys}, "usable_bytes": usable, **alone}
 
 

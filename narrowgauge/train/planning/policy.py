@@ -22,7 +22,9 @@ def settled(config: TrainConfig, device: torch.device) -> tuple[str, str]:
 
     Raises ConfigError, with the smallest traced size, if no policy fits.
     """
-    choice = chosen(config, Counts(device_facts(device.type, device.index)), available_bytes(device))
+    choice = chosen(
+        config, Counts(device_facts(device.type, device.index)), available_bytes(device)
+    )
     return choice.policy, f"checkpointing {choice}"
 
 
@@ -47,7 +49,9 @@ def available_bytes(device: torch.device) -> int:
         free: int = torch.cuda.mem_get_info(device)[0] + unused
         return free
     try:
-        line = next(each for each in MEMORY.read_text().splitlines() if each.startswith("MemAvailable:"))
+        line = next(
+            each for each in MEMORY.read_text().splitlines() if each.startswith("MemAvailable:")
+        )
         found = int(line.split()[1]) * 1024
     except (OSError, StopIteration, ValueError, IndexError) as error:
         raise ConfigError(
@@ -55,7 +59,9 @@ def available_bytes(device: torch.device) -> int:
             code="checkpointing.unknown-memory",
         ) from error
     try:
-        limit, used = ((GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (GROUP / name).read_text().strip() for name in ("memory.max", "memory.current")
+        )
     except OSError:  # no cgroup v2
         return found
     # The tighter of machine and cgroup: a container's limit can be far below the machine's memory.

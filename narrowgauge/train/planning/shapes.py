@@ -65,7 +65,13 @@ class Shape:
 def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
     """(task without data, model class); the task builds models, objectives and batches only."""
     # A pretrained model's own vocabulary size is used.
-    words = 0 if config.model else len(data.load(config.tokenizer)) if config.tokenizer else config.vocab_size
+    words = (
+        0
+        if config.model
+        else len(data.load(config.tokenizer))
+        if config.tokenizer
+        else config.vocab_size
+    )
     tokenizer: Any = Vocabulary(words)
     if config.task == "text":
         return TextTask(config, tokenizer, [], None), CAUSAL_LM  # type: ignore[arg-type]
@@ -113,6 +119,9 @@ def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
     example, collate = task.blank(width), data.Collator(pad_id=0, widths=(width,))
     if config.packing:
         # Two documents in each row, so that the block-diagonal attention mask is built.
-        halves = [{name: part[:size] for name, part in example.items()} for size in (width // 2, width - width // 2)]
+        halves = [
+            {name: part[:size] for name, part in example.items()}
+            for size in (width // 2, width - width // 2)
+        ]
         return collate([halves] * rows)
     return collate([example] * max(1, rows // task.rows_per_example))

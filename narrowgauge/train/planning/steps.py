@@ -52,14 +52,18 @@ class Source:
     def model(self, layers: int) -> Any:
         """Float32 model with `layers` blocks in each stack; 0: its own number."""
         if not self.config.model:
-            return replace(self.task, config=replace(self.config, layers=layers) if layers else self.config).model()
+            return replace(
+                self.task, config=replace(self.config, layers=layers) if layers else self.config
+            ).model()
         config, kind = replace(self.config, from_scratch=True), self.model_class
         if layers:
             changed = with_layers(own_configuration(config, kind), layers)
             kind = replace(kind, options={**kind.options, **changed})
         return pretrained(config, kind)
 
-    def builder(self, layers: int = 0, place: torch.device = HOST, real: bool = False) -> Callable[[], Step]:
+    def builder(
+        self, layers: int = 0, place: torch.device = HOST, real: bool = False
+    ) -> Callable[[], Step]:
         """Returns a function that builds the step.
 
         layers  blocks in each stack; 0: all
@@ -78,10 +82,19 @@ class Source:
         with nullcontext() if real else without_values():
             model = build(config, lambda: _tied(self.model(layers)), place, self.shape.tokens, None)
         # Fake copies are made inside the fake tensor mode.
-        batch = {name: value.to(place) if real else torch.zeros_like(value) for name, value in given.items()}
+        batch = {
+            name: value.to(place) if real else torch.zeros_like(value)
+            for name, value in given.items()
+        }
         batch = task.align(batch, model)
         _, objective = step.ready(
-            config, task, model, precision, place, lambda: batch, on_gpu=place.type == "cuda" or not real
+            config,
+            task,
+            model,
+            precision,
+            place,
+            lambda: batch,
+            on_gpu=place.type == "cuda" or not real,
         )
         parallel = Parallel(config, model, Ranks(), objective, lambda: batch)
         optimizer = build_optimizer(config, model, precision)

@@ -40,7 +40,11 @@ class Technique:
 
     def applied(self, config: TrainConfig) -> TrainConfig | None:
         """Configuration with the technique; None if it is on already or incompatible."""
-        changes = {key: value for key, value in self.changes(config).items() if getattr(config, key, value) != value}
+        changes = {
+            key: value
+            for key, value in self.changes(config).items()
+            if getattr(config, key, value) != value
+        }
         try:
             return replace(config, **changes) if changes else None
         except (ConfigError, TypeError):  # TypeError: `replace` with a setting that does not exist
@@ -59,13 +63,19 @@ def lines(before: TrainConfig, after: TrainConfig) -> list[str]:
 def _halved(config: TrainConfig) -> Mapping[str, Any]:
     """Doubles micro_batches if the rows remain divisible."""
     parts = 2 * config.micro_batches
-    divides = bool(config.token_budget) or config.batch_size % (parts * named(config.parallel).data) == 0
+    divides = (
+        bool(config.token_budget) or config.batch_size % (parts * named(config.parallel).data) == 0
+    )
     return {"micro_batches": parts} if divides else {}
 
 
 def _rows(config: TrainConfig) -> Mapping[str, Any]:
     """One row for each micro-batch."""
-    return {} if config.token_budget else {"micro_batches": max(1, config.batch_size // named(config.parallel).data)}
+    return (
+        {}
+        if config.token_budget
+        else {"micro_batches": max(1, config.batch_size // named(config.parallel).data)}
+    )
 
 
 def _fused(config: TrainConfig) -> Mapping[str, Any]:
@@ -75,7 +85,11 @@ def _fused(config: TrainConfig) -> Mapping[str, Any]:
 def _states(kind: str) -> Changed:
     def changes(config: TrainConfig) -> Mapping[str, Any]:
         # Do not replace states that are small already.
-        return {} if kind == "8bit" and config.states in ("4bit", "fp8", "fp8-lm") else {"states": kind}
+        return (
+            {}
+            if kind == "8bit" and config.states in ("4bit", "fp8", "fp8-lm")
+            else {"states": kind}
+        )
 
     return changes
 
@@ -93,7 +107,12 @@ ROWWISE = (*KEPT, "batch")
 OWN = ("states", "transient")
 FUSE = Technique("fuse", _fused, "fewer passes over memory; the same numbers", 0, -0.05, KEPT)
 HALVE = Technique(
-    "half micro-batches", _halved, "smaller products, a few percent slower; sums in another order", 0, 0.03, ROWWISE
+    "half micro-batches",
+    _halved,
+    "smaller products, a few percent slower; sums in another order",
+    0,
+    0.03,
+    ROWWISE,
 )
 ROWS = Technique(
     "micro-batches of one row",
@@ -116,14 +135,24 @@ SQRT = Technique(
     "most blocks are computed again twice, about half more time; the same bits", 0, 0.45, KEPT,
 )  # fmt: skip
 EIGHT = Technique(
-    "8-bit states", _states("8bit"), "no slower; moments rounded to 8 bits (docs/optimizers.md)", 1, 0.0, OWN
+    "8-bit states",
+    _states("8bit"),
+    "no slower; moments rounded to 8 bits (docs/optimizers.md)",
+    1,
+    0.0,
+    OWN,
 )
 IN_BACKWARD = Technique(
     "step in backward", lambda config: {"step_in_backward": True, "clip_by": "previous" if config.clip else ""},
     "no slower; clipped by the norm of the step before, and no gradient is kept", 1, 0.0, ("gradients", "transient"),
 )  # fmt: skip
 EMBEDDINGS = Technique(
-    "embeddings' states too", _small_embeddings, "no slower; rare words have rounded moments too", 1, 0.0, OWN
+    "embeddings' states too",
+    _small_embeddings,
+    "no slower; rare words have rounded moments too",
+    1,
+    0.0,
+    OWN,
 )
 STOCHASTIC = Technique(
     "stochastic rounding",
@@ -133,7 +162,12 @@ STOCHASTIC = Technique(
     0.0,
 )
 FOUR = Technique(
-    "4-bit states", _states("4bit"), "no slower; moments rounded to 4 bits (docs/optimizers.md)", 2, 0.0, OWN
+    "4-bit states",
+    _states("4bit"),
+    "no slower; moments rounded to 4 bits (docs/optimizers.md)",
+    2,
+    0.0,
+    OWN,
 )
 FP8_SAVES = Technique(
     "FP8 saves",
@@ -160,4 +194,17 @@ CHEAPEST_FIRST = (
 )  # fmt: skip
 # Cumulative order of `narrowgauge plan --table`, from large cards to small ones
 # (docs/limited-memory.md).
-ROAD = (FUSE, FP8_SAVES, EIGHT, EMBEDDINGS, STOCHASTIC, SLICES, IN_BACKWARD, FULL, FOUR, HALVE, ROWS, SQRT)
+ROAD = (
+    FUSE,
+    FP8_SAVES,
+    EIGHT,
+    EMBEDDINGS,
+    STOCHASTIC,
+    SLICES,
+    IN_BACKWARD,
+    FULL,
+    FOUR,
+    HALVE,
+    ROWS,
+    SQRT,
+)

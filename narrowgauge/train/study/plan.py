@@ -139,7 +139,9 @@ class Study:
         """All runs, grouped by seed."""
         # By seed, not by recipe: an interrupted study then has complete pairs to compare.
         return [
-            Job(recipe, seed, self.output / f"{recipe}-seed{seed}") for seed in self.seeds for recipe in self.trained
+            Job(recipe, seed, self.output / f"{recipe}-seed{seed}")
+            for seed in self.seeds
+            for recipe in self.trained
         ]
 
     def settings_of(self, job: Job, threads: int = 0, device: str = "") -> TrainConfig:
@@ -151,7 +153,9 @@ class Study:
         )  # fmt: skip
         # The reference and the control use one recipe everywhere, without per-layer exceptions.
         if job.recipe in (self.recipes[0], POSITIVE_CONTROL):
-            config = replace(config, layers_recipe={}, embedding_codes="", switch="", save="", guard="")
+            config = replace(
+                config, layers_recipe={}, embedding_codes="", switch="", save="", guard=""
+            )
         return resolved(config)
 
 
@@ -163,7 +167,8 @@ def refuse_metric(config: TrainConfig, metric: str) -> None:
     try:
         if metric in ("none", ""):
             raise ConfigError(
-                f"metric = {metric!r}: is no metric. Leave it out for the task's own.", code="study.metric"
+                f"metric = {metric!r}: is no metric. Leave it out for the task's own.",
+                code="study.metric",
             )
         replace(config, best=metric)
     except InvalidSettings as error:
@@ -197,7 +202,8 @@ class StudyFolder:
         path = study.output
         if os.path.lexists(RunFolder(path).run):
             raise ConfigError(
-                f"output = '{path}': holds a run, not a study. Choose another --output.", code="study.holds-run"
+                f"output = '{path}': holds a run, not a study. Choose another --output.",
+                code="study.holds-run",
             )
         if stored is None:
             return

@@ -42,14 +42,17 @@ from narrowgauge.train.study import room
 from narrowgauge.train.study.plan import Job
 
 CONSOLE = "console.txt"  # standard output and error of a run
-SAID = reading.Kind(most_bytes=4 * reading.GIB, step="Remove it, and start the study again.", error=StorageError)
+SAID = reading.Kind(
+    most_bytes=4 * reading.GIB, step="Remove it, and start the study again.", error=StorageError
+)
 TAIL_BYTES = 2**16
 KILLS = 3
 POLL_S = 0.2
 STOP_S = 600.0  # time for all runs to finish a step and save, after a request to stop
 # Exit code -> error class, for failures that every run would repeat.
 OF_ALL = {
-    each.exit_code: each for each in (ConfigError, DataError, CheckpointError, BusyError, StorageError, DriftError)
+    each.exit_code: each
+    for each in (ConfigError, DataError, CheckpointError, BusyError, StorageError, DriftError)
 }
 
 
@@ -166,7 +169,11 @@ class Pool:
         elif code in OF_ALL:
             raise OF_ALL[code](f"{job.name}: {last_line(job)}")
         else:
-            known = {0: "", NumericsError.exit_code: "not finite", OutOfMemoryError.exit_code: "out of memory"}
+            known = {
+                0: "",
+                NumericsError.exit_code: "not finite",
+                OutOfMemoryError.exit_code: "out of memory",
+            }
             self.ended(job, known.get(code, f"exit code {code}: {last_line(job)}"))
 
     def stop(self, number: signal.Signals) -> None:
@@ -180,7 +187,10 @@ class Pool:
                 with suppress(ProcessLookupError):
                     each.process.send_signal(number)
             until_s = time.monotonic() + STOP_S
-            while any(each.process.poll() is None for each in self.running) and time.monotonic() < until_s:
+            while (
+                any(each.process.poll() is None for each in self.running)
+                and time.monotonic() < until_s
+            ):
                 self.show([each.job for each in self.running if each.process.poll() is None])
                 time.sleep(self.poll_s)
         finally:

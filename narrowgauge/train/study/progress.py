@@ -86,7 +86,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar:
             self._bar.stop()
@@ -119,12 +122,17 @@ class Progress:
             return
         self._said_at_s = now_s
         found = {job.name: self._reached(job) for job in self.jobs}
-        done = sum(self.steps if job.name in self.over else min(found[job.name].step, self.steps) for job in self.jobs)
+        done = sum(
+            self.steps if job.name in self.over else min(found[job.name].step, self.steps)
+            for job in self.jobs
+        )
         left = clock(self.left_s(found)) if any(each.elapsed_s for each in found.values()) else "?"
         words = "; ".join(f"{job.name}: step {found[job.name].step}" for job in running) or "-"
         count = f"{len(self.over)} of {len(self.jobs)} runs"
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=done, description=words, count=count, left=left)
+            self._bar.update(
+                self._bar.task_ids[0], completed=done, description=words, count=count, left=left
+            )
         else:
             tell(f"{count} | {words} | {left} left")
 
@@ -149,7 +157,11 @@ class Progress:
             if job.name not in self.over:
                 pace = statistics.fmean(paces.get(job.recipe) or every or [0.0])
                 own = pace * max(0, self.steps - found[job.name].step)
-                own += statistics.fmean(self._beside_s or [0.0]) if job.name not in self._began_at_s else 0.0
+                own += (
+                    statistics.fmean(self._beside_s or [0.0])
+                    if job.name not in self._began_at_s
+                    else 0.0
+                )
                 total, longest = total + own, max(longest, own)
         # At the end the longest run determines the time, however many run at once.
         return max(total / self.most, longest)

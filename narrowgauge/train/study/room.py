@@ -29,7 +29,9 @@ def devices(name: str) -> list[str]:
 def cores(root: Path = CGROUP) -> int:
     """Processors available to this process, by affinity and cgroup quota."""
     # os.cpu_count() ignores affinity, as set by taskset or a batch system.
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota, _, period = _text(root / "cpu.max").partition(" ")
     if quota.isdecimal() and period.strip().isdecimal():
         count = min(count, max(1, int(quota) // int(period)))
@@ -38,7 +40,11 @@ def cores(root: Path = CGROUP) -> int:
 
 def available_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """Memory that processes can still allocate, by machine and cgroup; None if unknown."""
-    found = [int(match[1]) * 1024] if (match := re.search(r"MemAvailable:\s*(\d+) kB", _text(meminfo))) else []
+    found = (
+        [int(match[1]) * 1024]
+        if (match := re.search(r"MemAvailable:\s*(\d+) kB", _text(meminfo)))
+        else []
+    )
     limit, used = _text(root / "memory.max").strip(), _text(root / "memory.current").strip()
     if limit.isdecimal() and used.isdecimal():
         # The kernel frees inactive page cache when the limit is reached, so it counts as available.

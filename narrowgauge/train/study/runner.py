@@ -68,7 +68,9 @@ def run(study: Study) -> Result:
     """
     _refuse_recipes(study)
     if under_torchrun():
-        raise ConfigError("study: starts its own processes. Run it without torchrun.", code="study.torchrun")
+        raise ConfigError(
+            "study: starts its own processes. Run it without torchrun.", code="study.torchrun"
+        )
     folder = StudyFolder(study.output)
     with _claimed(folder), StopRequest() as stop:
         stored = folder.stored()
@@ -79,7 +81,9 @@ def run(study: Study) -> Result:
         identity = dict(task.identity)
         folder.refuse_data(stored, identity)
         before = stored or {}
-        study = replace(study, metric=study.metric or before.get("metric", "") or task.best or "loss")
+        study = replace(
+            study, metric=study.metric or before.get("metric", "") or task.best or "loss"
+        )
         study = replace(study, margin=study.margin or before.get("margin", ""))
         # Control runs that exist stay part of the study.
         study = replace(study, control=study.control or before.get("control", False))
@@ -88,7 +92,9 @@ def run(study: Study) -> Result:
         del task
         devices = room.devices(study.config.device)
         jobs = study.jobs()
-        most = study.parallel or min(len(jobs), len(devices) or max(1, room.cores() // (study.config.threads or 1)))
+        most = study.parallel or min(
+            len(jobs), len(devices) or max(1, room.cores() // (study.config.threads or 1))
+        )
         facts = _facts(study, stored, config.steps, most)
         facts["identity"] = identity
         folder.write(facts, study.config)
@@ -111,7 +117,8 @@ def _refuse_recipes(study: Study) -> None:
         full = name if name == NO_RECIPE else recipes.get(name).name
         if full in known:
             raise ConfigError(
-                f"recipes: {known[full]!r} and {name!r} are the same recipe. Name each once.", code="study.same-recipe"
+                f"recipes: {known[full]!r} and {name!r} are the same recipe. Name each once.",
+                code="study.same-recipe",
             )
         known[full] = name
 
@@ -142,20 +149,31 @@ def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int) -
     }  # fmt: skip
 
 
-def _train(study: Study, facts: dict[str, Any], steps: int, most: int, devices: list[str], stop: StopRequest) -> None:
+def _train(
+    study: Study,
+    facts: dict[str, Any],
+    steps: int,
+    most: int,
+    devices: list[str],
+    stop: StopRequest,
+) -> None:
     """Trains missing runs; adds failures to `facts`."""
     folder, jobs, threads = StudyFolder(study.output), study.jobs(), facts["threads"]
     with Progress(jobs, steps, most) as progress:
         progress.over = {job.name: why for job in jobs if (why := _over(job)) is not None}
         missing = [job for job in jobs if job.name not in progress.over]
-        words = f"{len(progress.over)} of {len(jobs)} runs are done already; " if progress.over else ""
+        words = (
+            f"{len(progress.over)} of {len(jobs)} runs are done already; " if progress.over else ""
+        )
         where = (
             f"{len(devices)} GPU{'s' * (len(devices) > 1)}"
             if devices
             else f"{threads} thread{'s' * (threads > 1)} each"
         )
         if missing:
-            progress.say(f"{words}{len(missing)} to go, {min(most, len(missing))} at a time, {where}.")
+            progress.say(
+                f"{words}{len(missing)} to go, {min(most, len(missing))} at a time, {where}."
+            )
 
         def ask(job: Job, device: str) -> Path:
             storage.make_folder(job.folder)
@@ -174,7 +192,13 @@ def _train(study: Study, facts: dict[str, Any], steps: int, most: int, devices: 
 
         measured = None if devices or study.parallel else progress.peak_bytes
         Pool(
-            most, devices, ask, measured, progress.show, ended, {"OMP_NUM_THREADS": str(threads)} if threads else {}
+            most,
+            devices,
+            ask,
+            measured,
+            progress.show,
+            ended,
+            {"OMP_NUM_THREADS": str(threads)} if threads else {},
         ).run(missing, stop)
 
 
@@ -195,7 +219,13 @@ def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Resul
     verdicts = found.verdicts()
     with MetricsLog(folder.metrics) as log:
         numbers = [each.numbers() for each in verdicts]
-        log.write("study", facts["steps"], metric=found.metric, reference=found.groups[0].name, verdicts=numbers)
+        log.write(
+            "study",
+            facts["steps"],
+            metric=found.metric,
+            reference=found.groups[0].name,
+            verdicts=numbers,
+        )
         log.sync()
     for each in verdicts:
         print(

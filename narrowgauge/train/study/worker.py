@@ -16,7 +16,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from narrowgauge.errors import BusyError, ConfigError, NarrowgaugeError, OutOfMemoryError, missing_package, no_memory
+from narrowgauge.errors import (
+    BusyError,
+    ConfigError,
+    NarrowgaugeError,
+    OutOfMemoryError,
+    missing_package,
+    no_memory,
+)
 from narrowgauge.train.config import toml
 from narrowgauge.train.console import tell
 

@@ -66,7 +66,9 @@ def exact_match(predicted: str, known: Sequence[str]) -> float:
 
 def f1(predicted: str, known: Sequence[str]) -> float:
     """Best word F1 over the reference answers."""
-    return max(_f1_of(normalized(predicted).split(), normalized(each).split()) for each in _right(known))
+    return max(
+        _f1_of(normalized(predicted).split(), normalized(each).split()) for each in _right(known)
+    )
 
 
 def _right(known: Sequence[str]) -> Sequence[str]:

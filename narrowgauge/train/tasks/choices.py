@@ -74,7 +74,12 @@ class ChoicesTask(TableTask):
         # The generic planner counts one row for each example, so padding is counted again over the
         # rows of all choices.
         padding = padding_of(
-            self.train, steps, plan.widths, batching.multiple, batching.tokens_multiple, self.config.micro_batches
+            self.train,
+            steps,
+            plan.widths,
+            batching.multiple,
+            batching.tokens_multiple,
+            self.config.micro_batches,
         )
         return replace(plan, padding=padding)
 
@@ -97,7 +102,11 @@ class ChoicesTask(TableTask):
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), read)
         questions, right = (sum(counts[place] for _, counts in found) for place in (0, 1))
-        return {"loss": total_of(found) / questions, "tokens": questions, "accuracy": right / questions}
+        return {
+            "loss": total_of(found) / questions,
+            "tokens": questions,
+            "accuracy": right / questions,
+        }
 
 
 def _named(config: TrainConfig) -> list[str]:

@@ -16,7 +16,9 @@ PROBLEM = "single_label_classification"  # `problem_type` of a transformers conf
 Classes = tuple[str, ...] | int  # names in id order, or the number of classes if labels are ids
 
 
-def chosen_classes(config: TrainConfig, model_class: ModelClass, rows: Callable[[], Iterable[data.Record]]) -> Classes:
+def chosen_classes(
+    config: TrainConfig, model_class: ModelClass, rows: Callable[[], Iterable[data.Record]]
+) -> Classes:
     """Classes from the configuration, else from the training data.
 
     If a pretrained model has the same set of class names, the classes keep its order.
@@ -29,10 +31,16 @@ def chosen_classes(config: TrainConfig, model_class: ModelClass, rows: Callable[
     if given:
         return tuple(name.strip() for name in given.split(","))
     found = classes_of(rows(), config.data, config.label_column)
-    own = (getattr(own_configuration(config, model_class), "id2label", None) if config.model else None) or {}
+    own = (
+        getattr(own_configuration(config, model_class), "id2label", None) if config.model else None
+    ) or {}
     names = tuple(str(own[place]) for place in sorted(own))
     # With another order, the trained classifier head would map each logit to a wrong class.
-    if isinstance(found, tuple) and all(isinstance(name, str) for name in found) and set(names) == set(found):
+    if (
+        isinstance(found, tuple)
+        and all(isinstance(name, str) for name in found)
+        and set(names) == set(found)
+    ):
         return names
     return found
 
@@ -66,7 +74,9 @@ def classes_of(rows: Iterable[data.Record], source: str, column: str) -> Classes
                 code="classes.too-many",
             )
     if not labels:
-        raise DataError(f"{source}: has no rows. Pass a file with examples.", code="classes.no-rows")
+        raise DataError(
+            f"{source}: has no rows. Pass a file with examples.", code="classes.no-rows"
+        )
     if len(labels) < 2:
         raise DataError(
             f"{source}: column {column!r} has one label, {next(iter(labels))!r}. Pass data with two at least.",
@@ -92,7 +102,10 @@ def names_of(classes: Classes) -> list[str]:
 
 def labelled(kind: ModelClass, names: Sequence[str], **options: Any) -> ModelClass:
     """Returns `kind` with num_labels, id2label and label2id set for these class names."""
-    own = {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
+    own = {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: place for place, name in enumerate(names)},
+    }
     return replace(kind, options={"num_labels": len(names), **own, **options})
 
 
@@ -103,7 +116,8 @@ def class_notes(train: Iterable[int], validation: Iterable[int], names: list[str
     """
     learnt, held_out = Counter(train), Counter(validation)
     shown = ", ".join(
-        f"{name} {learnt[place]} and {held_out[place]}" for place, name in enumerate(names[:SHOWN_CLASSES])
+        f"{name} {learnt[place]} and {held_out[place]}"
+        for place, name in enumerate(names[:SHOWN_CLASSES])
     )
     more = f", and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
     notes = [f"Classes, with examples to train on and held out: {shown}{more}."]

@@ -42,9 +42,14 @@ class ClassificationTask(TableTask):
         classes = chosen_classes(config, CLASSIFIER, rows)
         pad_id = padding_id(config, tokenizer)
         columns = data.Classification(
-            classes=classes, text=config.text_column, pair=config.pair_column or None, label=config.label_column
+            classes=classes,
+            text=config.text_column,
+            pair=config.pair_column or None,
+            label=config.label_column,
         )
-        return columns, labelled(CLASSIFIER, names_of(classes), pad_token_id=pad_id, problem_type=PROBLEM)
+        return columns, labelled(
+            CLASSIFIER, names_of(classes), pad_token_id=pad_id, problem_type=PROBLEM
+        )
 
     @classmethod
     def planned(cls, config: TrainConfig) -> TrainConfig:
@@ -62,7 +67,9 @@ class ClassificationTask(TableTask):
     def prepare(cls, config: TrainConfig) -> Self:
         task = super().prepare(config)
         task.known["classes"] = task.classes
-        learnt, held_out = ((example["labels"] for example in part) for part in (task.train, task.validation))
+        learnt, held_out = (
+            (example["labels"] for example in part) for part in (task.train, task.validation)
+        )
         task.notes += class_notes(learnt, held_out, task.classes)
         return task
 
@@ -72,7 +79,11 @@ class ClassificationTask(TableTask):
         return list(self.model_class.options["id2label"].values())
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective(torch.compile(model) if self.config.compile else model, {}, "of one class for each example")
+        return Objective(
+            torch.compile(model) if self.config.compile else model,
+            {},
+            "of one class for each example",
+        )
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
@@ -80,7 +91,9 @@ class ClassificationTask(TableTask):
         return [text]
 
     def trivial(self) -> dict[str, Any]:
-        return trivial.of_classes([example["labels"] for example in self._evaluated], len(self.classes))
+        return trivial.of_classes(
+            [example["labels"] for example in self._evaluated], len(self.classes)
+        )
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         return class_scores(readings, self.evaluation(model), len(self.classes))

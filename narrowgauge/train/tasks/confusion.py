@@ -57,13 +57,19 @@ class Confusion:
         """
         # Python integers: products and squares of counts do not overflow.
         rows = self.counts.tolist()
-        true, predicted = [sum(row) for row in rows], [sum(column) for column in zip(*rows, strict=True)]
+        true, predicted = (
+            [sum(row) for row in rows],
+            [sum(column) for column in zip(*rows, strict=True)],
+        )
         hits, total = [row[place] for place, row in enumerate(rows)], sum(true)
         right = sum(hits)
         above = right * total - sum(t * p for t, p in zip(true, predicted, strict=True))
         below = (total**2 - sum(p * p for p in predicted)) * (total**2 - sum(t * t for t in true))
         # A class that neither occurs nor is predicted has no F1 and is left out of the mean.
-        f1 = [2 * each / (t + p) if t + p else None for each, t, p in zip(hits, true, predicted, strict=True)]
+        f1 = [
+            2 * each / (t + p) if t + p else None
+            for each, t, p in zip(hits, true, predicted, strict=True)
+        ]
         occurring = [value for value in f1 if value is not None]
         found = {
             "accuracy": right / total if total else 0.0,

@@ -47,9 +47,14 @@ class SampledFeed(Feed):
         # parts can be fewer than self.parts in a short step, so the share is computed from its
         # length.
         mine = list(self.mine(len(parts)))
-        batches = [self._batch(parts[part]) if part < len(parts) else self._spare(parts[0]) for part in mine]
+        batches = [
+            self._batch(parts[part]) if part < len(parts) else self._spare(parts[0])
+            for part in mine
+        ]
         # A packed item is a tuple of example indices, an unpacked one a single index.
-        drawn = [index for item in items for index in (item if isinstance(item, tuple) else (item,))]
+        drawn = [
+            index for item in items for index in (item if isinstance(item, tuple) else (item,))
+        ]
         inputs = int(self.tokens[drawn].sum())
         facts = {
             "epoch": self.sampler.epoch + self.sampler.state_dict()["step"] / len(self.sampler),
@@ -58,7 +63,9 @@ class SampledFeed(Feed):
             # counted twice.
             "inputs": inputs,
             "positions": sum(
-                self.positions(batch) for part, batch in zip(mine, batches, strict=True) if part < len(parts)
+                self.positions(batch)
+                for part, batch in zip(mine, batches, strict=True)
+                if part < len(parts)
             ),
         }
         return StepBatch(batches, inputs, facts, drawn)

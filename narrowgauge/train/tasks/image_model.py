@@ -24,7 +24,9 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.model import ModelClass, own_configuration, pretrained
 from narrowgauge.train.model_files import file_of
 
-IMAGE_CLASSIFIER = ModelClass(transformers.AutoModelForImageClassification, "model that classifies pictures", new=True)
+IMAGE_CLASSIFIER = ModelClass(
+    transformers.AutoModelForImageClassification, "model that classifies pictures", new=True
+)
 PLAIN_SIZE = 224  # pixels; used if neither settings nor model define a size
 PATCH = 16  # pixels; token count of models without patches, such as convolutional networks
 
@@ -58,7 +60,9 @@ def preprocessing_of(config: TrainConfig) -> tuple[data.Preprocessing, list[str]
             found = replace(found, height=asked[0], width=asked[1], resize=asked)
     else:
         height, width = asked or own or (PLAIN_SIZE, PLAIN_SIZE)
-        found = replace(data.Preprocessing.plain(height, channels), width=width, resize=(height, width))
+        found = replace(
+            data.Preprocessing.plain(height, channels), width=width, resize=(height, width)
+        )
         if config.model:
             notes.append(
                 f"{config.model} has no {FILE}: pictures are resized to {height} x {width} pixels, with values from -1 to 1."
@@ -80,7 +84,11 @@ def sizes_from(config: TrainConfig, preprocessing: data.Preprocessing) -> dict[s
         else (preprocessing.height, preprocessing.width)
     )
     if not config.model:
-        return {"image_size": size, "patch_size": config.patch_size, "num_channels": preprocessing.channels}
+        return {
+            "image_size": size,
+            "patch_size": config.patch_size,
+            "num_channels": preprocessing.channels,
+        }
     # With a folder, all other sizes come from its config.json.
     return {"image_size": size} if config.from_scratch and config.image_size else {}
 
@@ -107,7 +115,11 @@ def patches_of(config: TrainConfig, preprocessing: data.Preprocessing) -> int:
     """Number of patches of an image, which a run counts as its tokens."""
     # config.json may hold a pair, a dict or no patch size at all; `_pair` returns None for the last
     # two.
-    own: Any = getattr(own_sizes(config), "patch_size", None) or PATCH if config.model else config.patch_size
+    own: Any = (
+        getattr(own_sizes(config), "patch_size", None) or PATCH
+        if config.model
+        else config.patch_size
+    )
     height, width = _pair(own) or (PATCH, PATCH)
     return max(1, (preprocessing.height // height) * (preprocessing.width // width))
 
@@ -137,7 +149,8 @@ def unread_border(model: nn.Module, preprocessing: data.Preprocessing) -> str:
         # Fraction of the image's pixels outside of all patches.
         share = 1 - (size[0] - rows) * (size[1] - columns) / (size[0] * size[1])
         fits = " or ".join(
-            f"{size[0] - rows + more * patch[0]} x {size[1] - columns + more * patch[1]}" for more in (0, 1)
+            f"{size[0] - rows + more * patch[0]} x {size[1] - columns + more * patch[1]}"
+            for more in (0, 1)
         )
         return (
             f"patches of {patch[0]} x {patch[1]} do not fill pictures of {size[0]} x {size[1]} pixels: the model never sees "

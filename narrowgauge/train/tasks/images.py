@@ -71,7 +71,9 @@ class ImageTask(TrainTask):
         def rows() -> Iterator[data.Record]:
             return (
                 each.row
-                for each in pictures(config.data, config.image_column, config.label_column, header=header(config))
+                for each in pictures(
+                    config.data, config.image_column, config.label_column, header=header(config)
+                )
             )
 
         classes = chosen_classes(config, IMAGE_CLASSIFIER, rows)
@@ -80,7 +82,13 @@ class ImageTask(TrainTask):
         def prepared(source: str) -> data.Images:
             cache = resolved(config).cache
             return data.prepare_images(
-                source, columns, config.image_column, preprocessing, cache=cache, header=header(config), say=tell
+                source,
+                columns,
+                config.image_column,
+                preprocessing,
+                cache=cache,
+                header=header(config),
+                say=tell,
             )
 
         images = held_out = prepared(config.data)
@@ -114,8 +122,13 @@ class ImageTask(TrainTask):
             "classes": names,
             "notes": notes,
         }
-        notes = [*notes, *class_notes(train.labels.tolist(), validation.labels.tolist(), known["classes"])]
-        model_class = labelled(IMAGE_CLASSIFIER, names, problem_type=PROBLEM, **sizes_from(config, preprocessing))
+        notes = [
+            *notes,
+            *class_notes(train.labels.tolist(), validation.labels.tolist(), known["classes"]),
+        ]
+        model_class = labelled(
+            IMAGE_CLASSIFIER, names, problem_type=PROBLEM, **sizes_from(config, preprocessing)
+        )
         return cls(config, preprocessing, notes, model_class, train, validation, known)
 
     @classmethod
@@ -125,10 +138,15 @@ class ImageTask(TrainTask):
         given = config.classes.split(",")
         # `classes` holds a number or a list of names; 0 means that the configuration does not
         # define it.
-        known = int(given[0]) if given[0].strip().isdecimal() else len(given) if config.classes else 0
+        known = (
+            int(given[0]) if given[0].strip().isdecimal() else len(given) if config.classes else 0
+        )
         classes = known or max(2, getattr(own_sizes(config), "num_labels", None) or 2)
         model_class = labelled(
-            IMAGE_CLASSIFIER, names_of(classes), problem_type=PROBLEM, **sizes_from(config, preprocessing)
+            IMAGE_CLASSIFIER,
+            names_of(classes),
+            problem_type=PROBLEM,
+            **sizes_from(config, preprocessing),
         )
         nothing: Any = None
         return cls(config, preprocessing, [], model_class, nothing, nothing, {})
@@ -142,7 +160,10 @@ class ImageTask(TrainTask):
     @cached_property
     def identity(self) -> dict[str, str]:
         sizes = repr(sorted(self.tokenizer.facts().items())).encode()
-        return {"tokenizer": hashlib.sha256(sizes).hexdigest(), "content_hash": self.known["content_hash"]}
+        return {
+            "tokenizer": hashlib.sha256(sizes).hexdigest(),
+            "content_hash": self.known["content_hash"],
+        }
 
     @cached_property
     def _evaluated(self) -> data.Images:
@@ -170,14 +191,24 @@ class ImageTask(TrainTask):
 
     def summary(self) -> str:
         held_out, looked_at = len(self.validation), len(self._evaluated)
-        part = "" if looked_at == held_out else f", of which evaluations see {looked_at:,} (eval_tokens)"
-        return f"{len(self.train):,} pictures of {self.patches} patches, {held_out:,} held out{part}"
+        part = (
+            ""
+            if looked_at == held_out
+            else f", of which evaluations see {looked_at:,} (eval_tokens)"
+        )
+        return (
+            f"{len(self.train):,} pictures of {self.patches} patches, {held_out:,} held out{part}"
+        )
 
     def preview(self) -> list[Any]:
         size, config = self.tokenizer, self.config
         words = f"Pictures of {size.height} x {size.width} pixels in {size.channels} channels"
         changes = [
-            *([f"{config.crop_padding} pixels of black around them, cut at random"] if config.crop_padding else []),
+            *(
+                [f"{config.crop_padding} pixels of black around them, cut at random"]
+                if config.crop_padding
+                else []
+            ),
             *(["turned left to right at random"] if config.flip else []),
         ]
         return [f"{words}; {', '.join(changes) or 'as they are in every epoch'}."]
@@ -186,7 +217,11 @@ class ImageTask(TrainTask):
         return image_model(self.config, self.model_class)
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective(torch.compile(model) if self.config.compile else model, {}, "of one class for each picture")
+        return Objective(
+            torch.compile(model) if self.config.compile else model,
+            {},
+            "of one class for each picture",
+        )
 
     def feed(self, model: Any) -> ImageFeed:
         # Only here, because the sentence needs the built model, which `prepare` does not have.
@@ -206,7 +241,12 @@ class ImageTask(TrainTask):
         made = data.ImageBatches(self.train, config.crop_padding, config.flip, config.seed)
         sampler = data.LengthBatchSampler(tokens, batching)
         return ImageFeed(
-            sampler, config.micro_batches, tokens, made, self.patches, lambda batch: self.align(batch, model)
+            sampler,
+            config.micro_batches,
+            tokens,
+            made,
+            self.patches,
+            lambda batch: self.align(batch, model),
         )
 
     def align(self, batch: Batch, model: Any) -> Batch:

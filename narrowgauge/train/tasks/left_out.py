@@ -55,7 +55,11 @@ class LeavingOut(Feed):
         return self._feed.probe()
 
     def state(self) -> dict[str, Any]:
-        return {**self._feed.state(), KEY: list(self.left_out)} if self.left_out else self._feed.state()
+        return (
+            {**self._feed.state(), KEY: list(self.left_out)}
+            if self.left_out
+            else self._feed.state()
+        )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.left_out = list(state.get(KEY, ()))

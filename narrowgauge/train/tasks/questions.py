@@ -92,7 +92,9 @@ class QuestionsTask(TableTask):
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
         forward = torch.compile(model) if self.config.compile else model
-        return Objective(forward, {}, "of the first and the last token of an answer", scores=_scores)
+        return Objective(
+            forward, {}, "of the first and the last token of an answer", scores=_scores
+        )
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         first, last = example["labels"]
@@ -104,13 +106,16 @@ class QuestionsTask(TableTask):
         part = self._evaluated
         ids = [part.array("input_ids", place) for place in range(len(part))]
         answered = [
-            example["labels"][0] != nowhere_of(own, self.tokenizer) for example, own in zip(part, ids, strict=True)
+            example["labels"][0] != nowhere_of(own, self.tokenizer)
+            for example, own in zip(part, ids, strict=True)
         ]
         # Number of reference answers of each question, taken at its first window.
         known = part.numbers(KNOWN)[part.sizes(TEXT) > 0]
         nothing_is_a_choice = bool(self.known["unanswerable"])
         return trivial.of_spans(
-            answered, list(map(len, ids)), float((known == 0).mean()) if nothing_is_a_choice else 0.0
+            answered,
+            list(map(len, ids)),
+            float((known == 0).mean()) if nothing_is_a_choice else 0.0,
         )
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
@@ -132,7 +137,9 @@ class QuestionsTask(TableTask):
         # One group of consecutive windows for each question.
         for places in np.split(np.arange(len(part)), np.flatnonzero(part.sizes(TEXT) > 0)[1:]):
             known = json.loads(bytes(part.array(TEXT, int(places[0]))))
-            answer = self.answer(known["context"], {int(place): windows[int(place)] for place in places})
+            answer = self.answer(
+                known["context"], {int(place): windows[int(place)] for place in places}
+            )
             exact.append(exact_match(answer, known["answers"]))
             shared.append(f1(answer, known["answers"]))
         return {"exact_match": float(np.mean(exact)), "f1": float(np.mean(shared))}
@@ -148,7 +155,10 @@ class QuestionsTask(TableTask):
                 best, place_of_best = span, place
             # Minimum over windows, as in SQuAD 2.0: a window that lacks the answer scores "no
             # answer" high, and must not outvote the others.
-            nothing = min(nothing, float(scores[:, nowhere_of(part.array("input_ids", place), self.tokenizer)].sum()))
+            nothing = min(
+                nothing,
+                float(scores[:, nowhere_of(part.array("input_ids", place), self.tokenizer)].sum()),
+            )
         if place_of_best < 0 or (self.known["unanswerable"] and nothing > best.score):
             return ""
         offsets = part.array(OFFSETS, place_of_best).reshape(-1, 2)
@@ -165,7 +175,9 @@ def _read(batch: Batch, scores: Tensor | None) -> tuple[int, list[Scores]]:
     assert scores is not None
     rows, sizes = scores.float().cpu().numpy(), batch["attention_mask"].sum(1).tolist()
     # A copy, or each row would keep its whole padded batch alive.
-    return data.valid_targets(batch), [row[:, :size].copy() for row, size in zip(rows, sizes, strict=True)]
+    return data.valid_targets(batch), [
+        row[:, :size].copy() for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def _stride(config: TrainConfig, longest: int | None) -> int:

@@ -23,7 +23,9 @@ from narrowgauge.train.tasks.task import SPLIT_SEED
 
 FEW = 20  # validation examples below which a note warns
 # Position ids of these model types start at pad_token_id + 1; the positions before carry no token.
-OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"})
+OFFSET_POSITIONS = frozenset(
+    {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
+)
 
 
 def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any) -> int | None:
@@ -39,7 +41,11 @@ def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any
         positions -= (sizes.pad_token_id or 0) + 1
     if not config.max_length:
         # Tokenizers without a limit report about 1e30 as model_max_length.
-        known = [number for number in (positions, tokenizer.model_max_length) if number is not None and number < 10**9]
+        known = [
+            number
+            for number in (positions, tokenizer.model_max_length)
+            if number is not None and number < 10**9
+        ]
         return min(known, default=None)
     if positions is not None and config.max_length > positions:
         raise ConfigError(
@@ -60,7 +66,9 @@ def read(
 
     def prepared(source: str) -> data.Examples:
         cache = resolved(config).cache
-        return data.prepare_examples(source, task, tokenizer, cache=cache, limits=limits, header=header(config))
+        return data.prepare_examples(
+            source, task, tokenizer, cache=cache, limits=limits, header=header(config)
+        )
 
     examples = held_out = prepared(config.data)
     notes = list(examples.notes)
@@ -74,7 +82,12 @@ def read(
         split = f"{config.validation_fraction:.4g} of the rows, by their hash"
     notes += few_notes(len(validation))
     # The fingerprint covers columns and limits too: the same table encoded otherwise is other data.
-    content = [examples.summary["content_hash"], held_out.summary["content_hash"], repr(task), asdict(limits)]
+    content = [
+        examples.summary["content_hash"],
+        held_out.summary["content_hash"],
+        repr(task),
+        asdict(limits),
+    ]
     summary = {
         "source": examples.summary["source"],
         "content_hash": hashlib.sha256(repr(content).encode()).hexdigest(),
@@ -94,7 +107,10 @@ def read(
 def keys(examples: data.Examples) -> Iterator[bytes]:
     """Bytes that decide the split of each example; equal for examples of one group."""
     if examples.group is None:
-        return (examples.array("input_ids", place).astype("<i8").tobytes() for place in range(len(examples)))
+        return (
+            examples.array("input_ids", place).astype("<i8").tobytes()
+            for place in range(len(examples))
+        )
     return (int(group).to_bytes(8, "little") for group in examples.group)
 
 
@@ -109,7 +125,9 @@ def split_rows(examples: data.Examples, fraction: float) -> tuple[data.Examples,
     return examples.select(learnt), examples.select(held_out)
 
 
-def split_places(contents: Iterator[bytes], fraction: float, source: str, what: str) -> tuple[Indices, Indices]:
+def split_places(
+    contents: Iterator[bytes], fraction: float, source: str, what: str
+) -> tuple[Indices, Indices]:
     """Indices of (training, validation) examples; hash / 2^64 < fraction selects validation.
 
     If that leaves one side empty, the round(fraction n) smallest hashes, one at least, form the

@@ -30,7 +30,9 @@ from narrowgauge.train.tasks.classification import padding_id
 from narrowgauge.train.tasks.tables import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
-REGRESSOR = ModelClass(AutoModelForSequenceClassification, "model that gives numbers for texts", new=True)
+REGRESSOR = ModelClass(
+    AutoModelForSequenceClassification, "model that gives numbers for texts", new=True
+)
 FAR = 10.0  # standard deviations, or units, beyond which a head initialized near 0 learns slowly
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -46,7 +48,9 @@ class RegressionTask(TableTask):
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         names = tuple(name.strip() for name in config.label_column.split(","))
-        columns = data.Regression(text=config.text_column, pair=config.pair_column or None, labels=names)
+        columns = data.Regression(
+            text=config.text_column, pair=config.pair_column or None, labels=names
+        )
         pad_id = padding_id(config, tokenizer)
         return columns, labelled(REGRESSOR, names, pad_token_id=pad_id, problem_type="regression")
 
@@ -68,7 +72,9 @@ class RegressionTask(TableTask):
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
-        text.append(f"  -> {', '.join(f'{number:g}' for number in example['labels'])}", "bold green")
+        text.append(
+            f"  -> {', '.join(f'{number:g}' for number in example['labels'])}", "bold green"
+        )
         return [text]
 
     def trivial(self) -> dict[str, Any]:
@@ -76,8 +82,14 @@ class RegressionTask(TableTask):
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), answered)
-        answers, targets = (np.concatenate(part) for part in zip(*(pair for _, pair in found), strict=True))
-        return {"loss": total_of(found) / targets.size, "tokens": targets.size, **correlations(answers, targets)}
+        answers, targets = (
+            np.concatenate(part) for part in zip(*(pair for _, pair in found), strict=True)
+        )
+        return {
+            "loss": total_of(found) / targets.size,
+            "tokens": targets.size,
+            **correlations(answers, targets),
+        }
 
 
 def numbers_of(examples: data.Examples) -> Numbers:
@@ -137,7 +149,5 @@ def _scales(names: list[str], numbers: Numbers) -> Iterator[str]:
             f"the mean has a loss of {deviation**2:.4g}."
         )
         if abs(mean) > FAR * max(1.0, deviation) or not 1 / FAR < deviation < FAR:
-            words += (
-                " A new head begins near 0 and with a deviation below 1: numbers scaled to those are learnt sooner."
-            )
+            words += " A new head begins near 0 and with a deviation below 1: numbers scaled to those are learnt sooner."
         yield words

@@ -96,7 +96,9 @@ class TableTask(TrainTask):
         config = self.config
         return data.Batching(
             batch_size=None if config.token_budget else config.batch_size,
-            token_budget=max(1, config.token_budget // self.rows_per_example) if config.token_budget else None,
+            token_budget=max(1, config.token_budget // self.rows_per_example)
+            if config.token_budget
+            else None,
             row_length=config.packing or None,
             seed=config.seed,
             multiple=config.pad_multiple,
@@ -131,7 +133,9 @@ class TableTask(TrainTask):
         return self._planned(self._batching, number, self.config.micro_batches)
 
     def _planned(self, batching: data.Batching, number: int, micro_batches: int) -> data.Plan:
-        return data.plan(self.train.lengths, batching, number, strata=self._strata, micro_batches=micro_batches)
+        return data.plan(
+            self.train.lengths, batching, number, strata=self._strata, micro_batches=micro_batches
+        )
 
     @cached_property
     def _evaluated(self) -> data.Examples:
@@ -160,15 +164,19 @@ class TableTask(TrainTask):
     def tokens_at_once(self) -> int:
         # max() covers a plan without steps; the feed raises the error for that.
         batches = max(1, len(self._plan)) * self.config.micro_batches
-        return max(ALIGNED, round(self._plan.padding.planned.positions / batches / ALIGNED) * ALIGNED)
+        return max(
+            ALIGNED, round(self._plan.padding.planned.positions / batches / ALIGNED) * ALIGNED
+        )
 
     def summary(self) -> str:
         known, looked_at = self.known, len(self._evaluated)
         held_out = known["validation_examples"]
-        part = "" if looked_at == held_out else f", of which evaluations see {looked_at:,} (eval_tokens)"
-        return (
-            f"{known['train_examples']:,} examples with {known['train_tokens']:,} tokens, {held_out:,} held out{part}"
+        part = (
+            ""
+            if looked_at == held_out
+            else f", of which evaluations see {looked_at:,} (eval_tokens)"
         )
+        return f"{known['train_examples']:,} examples with {known['train_tokens']:,} tokens, {held_out:,} held out{part}"
 
     def preview(self) -> list[Any]:
         notes = [*self._plan.notes, *self._less_padding()]
@@ -186,13 +194,17 @@ class TableTask(TrainTask):
         whole = 0 if config.token_budget else config.batch_size
         # Whole micro-batches only: batch_size must stay divisible by their number.
         for more in (times for times in MORE_PARTS if not whole % (times * config.micro_batches)):
-            cut = self._planned(self._batching, 0, more * config.micro_batches).padding.planned.percent
+            cut = self._planned(
+                self._batching, 0, more * config.micro_batches
+            ).padding.planned.percent
             if cut < now - 1:
                 said += f" {more} times as many micro_batches would cut each into parts of like length, {cut:.0f} % padding."
                 break
         by_length = replace(self._batching, order="length")
         sorted_ = self._planned(by_length, 0, config.micro_batches).padding.planned.percent
-        later = "; models that began at random learnt to write later so" if self.name in WRITING else ""
+        later = (
+            "; models that began at random learnt to write later so" if self.name in WRITING else ""
+        )
         return [f"{said} batch_order = 'length' would pad {sorted_:.0f} %{later}."]
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
@@ -209,7 +221,12 @@ class TableTask(TrainTask):
         sampler = data.LengthBatchSampler(train.lengths, self._batching, strata=self._strata)
         collate = self.collator(widths=sampler.widths)
         return TableFeed(
-            sampler, self.config.micro_batches, train.tokens, train, collate, lambda batch: self.align(batch, model)
+            sampler,
+            self.config.micro_batches,
+            train.tokens,
+            train,
+            collate,
+            lambda batch: self.align(batch, model),
         )
 
     def collator(self, **options: Any) -> data.Collator:

@@ -84,16 +84,25 @@ class TaggingTask(TableTask):
             for part in (self.train, self.validation)
         ]
         shown = ", ".join(
-            f"{tag} {counts[0][place]} and {counts[1][place]}" for place, tag in enumerate(self.tags[:SHOWN_CLASSES])
+            f"{tag} {counts[0][place]} and {counts[1][place]}"
+            for place, tag in enumerate(self.tags[:SHOWN_CLASSES])
         )
-        more = f", and {len(self.tags) - SHOWN_CLASSES} more tags" if len(self.tags) > SHOWN_CLASSES else ""
+        more = (
+            f", and {len(self.tags) - SHOWN_CLASSES} more tags"
+            if len(self.tags) > SHOWN_CLASSES
+            else ""
+        )
         notes = [f"Tags, with words to train on and held out: {shown}{more}."]
         if not in_spans(self.tags):
-            notes.append("No tag begins with B- or I-, so there are no spans: accuracy alone is measured.")
+            notes.append(
+                "No tag begins with B- or I-, so there are no spans: accuracy alone is measured."
+            )
         return notes
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective(torch.compile(model) if self.config.compile else model, {}, "of one tag for each word")
+        return Objective(
+            torch.compile(model) if self.config.compile else model, {}, "of one tag for each word"
+        )
 
     def collator(self, **options: Any) -> data.Collator:
         # Tags belong to their own token: labels are not shifted by one as for language models.
@@ -124,7 +133,8 @@ def read(batch: Batch, logits: Tensor | None) -> list[tuple[Tags, Tags]]:
     predicted, known = logits.argmax(-1).cpu(), batch["labels"].cpu()
     counts = known != data.IGNORED
     return [
-        (row[mask].tolist(), labels[mask].tolist()) for row, labels, mask in zip(predicted, known, counts, strict=True)
+        (row[mask].tolist(), labels[mask].tolist())
+        for row, labels, mask in zip(predicted, known, counts, strict=True)
     ]
 
 
@@ -166,7 +176,9 @@ def chosen_tags(config: TrainConfig) -> tuple[str, ...]:
         return tuple(name.strip() for name in config.classes.split(","))
     # Placeholder tags: the reader is needed to find the real ones.
     reader = _columns(config, ("O", "-"))
-    found = tags_of(data.records(config.data, reader.columns, header=header(config)), reader, MOST_CLASSES)
+    found = tags_of(
+        data.records(config.data, reader.columns, header=header(config)), reader, MOST_CLASSES
+    )
     if len(found) < 2:
         raise DataError(
             f"{config.data}: {len(found)} different tags, {list(found)}. Pass data with two at least.",

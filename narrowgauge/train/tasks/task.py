@@ -149,7 +149,10 @@ class TrainTask(ABC):
     @cached_property
     def identity(self) -> dict[str, str]:
         """{name: fingerprint} of data and tokenizer; a resumed run must match its checkpoint."""
-        return {"tokenizer": data.fingerprint(self.tokenizer), "content_hash": self.facts()["data"]["content_hash"]}
+        return {
+            "tokenizer": data.fingerprint(self.tokenizer),
+            "content_hash": self.facts()["data"]["content_hash"],
+        }
 
     @abstractmethod
     def steps(self, epochs: int) -> int:

@@ -53,7 +53,14 @@ class Translation:
     tokenize: str
 
     @classmethod
-    def of(cls, config: TrainConfig, validation: data.Examples, tokenizer: Any, rows: int, longest: int | None) -> Self:
+    def of(
+        cls,
+        config: TrainConfig,
+        validation: data.Examples,
+        tokenizer: Any,
+        rows: int,
+        longest: int | None,
+    ) -> Self:
         """Translates the first `config.translate` rows of the validation data.
 
         A text may have 1.5 times the tokens of the longest target among these rows.
@@ -66,7 +73,9 @@ class Translation:
         most = most if longest is None else min(most, longest)
         # A beam is a row of the batch, so the batch shrinks to keep the memory of a training
         # micro-batch.
-        return cls(examples, tokenizer, max(1, rows // config.beams), config.beams, most, config.bleu_words)
+        return cls(
+            examples, tokenizer, max(1, rows // config.beams), config.beams, most, config.bleu_words
+        )
 
     @cached_property
     def references(self) -> list[str]:
@@ -75,7 +84,10 @@ class Translation:
         Texts decoded from token ids would lose whatever the tokenizer normalizes, and BLEU would
         change.
         """
-        return [self.examples.array("text", place).tobytes().decode() for place in range(len(self.examples))]
+        return [
+            self.examples.array("text", place).tobytes().decode()
+            for place in range(len(self.examples))
+        ]
 
     @cached_property
     def _metrics(self) -> dict[str, Any]:
@@ -116,7 +128,9 @@ class Translation:
             sources = [{"input_ids": self.examples.array("input_ids", place)} for place in places]
             yield collate(sources) | {"labels": torch.tensor(places)}
 
-    def scores(self, model: Any, readings: Readings, pad_id: int, multiple: int) -> dict[str, float]:
+    def scores(
+        self, model: Any, readings: Readings, pad_id: int, multiple: int
+    ) -> dict[str, float]:
         """Generates all translations and returns bleu and chrf, 0 to 100."""
         found = readings(self.batches(pad_id, multiple), self._texts, compute=self._writer(model))
         # Batches are sorted by length, and ranks return them in turn: texts go back to the order of

@@ -37,7 +37,13 @@ def of_tokens(labels: Iterable[Values]) -> dict[str, Any]:
     labels  integer arrays of any shape; labels equal to IGNORED do not count
     """
     loss = entropy(counts_of(labels))
-    return {"predictor": FREQUENCIES, "loss": loss, "perplexity": math.exp(loss), "bleu": 0.0, "chrf": 0.0}
+    return {
+        "predictor": FREQUENCIES,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "bleu": 0.0,
+        "chrf": 0.0,
+    }
 
 
 def of_classes(labels: Sequence[int], classes: int) -> dict[str, Any]:
@@ -46,7 +52,11 @@ def of_classes(labels: Sequence[int], classes: int) -> dict[str, Any]:
     confusion = Confusion(classes)
     # Through Confusion, so that mcc and F1 follow the same conventions as an evaluation's.
     confusion.count(torch.full_like(found, int(torch.bincount(found).argmax())), found)
-    return {"predictor": "class frequencies", "loss": entropy(counts_of([found.numpy()])), **confusion.metrics()}
+    return {
+        "predictor": "class frequencies",
+        "loss": entropy(counts_of([found.numpy()])),
+        **confusion.metrics(),
+    }
 
 
 def of_tags(labels: Iterable[Values]) -> dict[str, Any]:
@@ -64,7 +74,12 @@ def of_tags(labels: Iterable[Values]) -> dict[str, Any]:
 def of_numbers(targets: Values) -> dict[str, Any]:
     """Mean of each target column. targets is [examples, columns]; NaN does not count."""
     squares = (targets - np.nanmean(targets, axis=0)) ** 2
-    return {"predictor": "means", "loss": float(np.nanmean(squares)), "pearson": 0.0, "spearman": 0.0}
+    return {
+        "predictor": "means",
+        "loss": float(np.nanmean(squares)),
+        "pearson": 0.0,
+        "spearman": 0.0,
+    }
 
 
 def of_choices(labels: Sequence[int], choices: Sequence[int]) -> dict[str, Any]:
@@ -81,7 +96,9 @@ def of_choices(labels: Sequence[int], choices: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def of_spans(has_answer: Sequence[bool], lengths: Sequence[int], unanswered: float) -> dict[str, Any]:
+def of_spans(
+    has_answer: Sequence[bool], lengths: Sequence[int], unanswered: float
+) -> dict[str, Any]:
     """Constant prediction of the first and last token of an answer, for each window of a text.
 
     has_answer  bool for each window
@@ -94,7 +111,12 @@ def of_spans(has_answer: Sequence[bool], lengths: Sequence[int], unanswered: flo
     # evenly.
     inside = float(np.log(others).sum()) / len(lengths) if len(lengths) else 0.0
     loss = entropy(np.array([share, 1 - share])) + inside
-    return {"predictor": "“no answer”, or any token,", "loss": loss, "exact_match": unanswered, "f1": unanswered}
+    return {
+        "predictor": "“no answer”, or any token,",
+        "loss": loss,
+        "exact_match": unanswered,
+        "f1": unanswered,
+    }
 
 
 def counts_of(labels: Iterable[Values]) -> Values:

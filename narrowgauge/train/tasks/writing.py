@@ -73,13 +73,20 @@ class TextTask(TrainTask):
             tokenizer, notes = trained.tokenizer, trained.notes
         fraction = config.validation_fraction
         corpus = data.prepare(
-            config.data, tokenizer, cache=cache, validation_fraction=fraction, seed=SPLIT_SEED, column=column
+            config.data,
+            tokenizer,
+            cache=cache,
+            validation_fraction=fraction,
+            seed=SPLIT_SEED,
+            column=column,
         )
         return cls(config, tokenizer, [*notes, *corpus.summary["notes"]], corpus)
 
     def _batches(self) -> data.CausalBatches:
         config = self.config
-        return data.CausalBatches(self.corpus.train, config.sequence_length, config.batch_size, config.seed)
+        return data.CausalBatches(
+            self.corpus.train, config.sequence_length, config.batch_size, config.seed
+        )
 
     def steps(self, epochs: int) -> int:
         return math.ceil(epochs * self._batches().windows / self.config.batch_size)
@@ -106,7 +113,9 @@ class TextTask(TrainTask):
         # A small validation split may be shorter than one window; labels need one more token than
         # inputs.
         length = min(config.sequence_length, len(stream) - 1)
-        return data.CausalBatches(stream, length, config.batch_size, config.seed).evaluation(config.eval_tokens)
+        return data.CausalBatches(stream, length, config.batch_size, config.seed).evaluation(
+            config.eval_tokens
+        )
 
     def trivial(self) -> dict[str, Any]:
         return trivial.of_tokens(batch["labels"].numpy() for batch in self.evaluation(None))
@@ -115,9 +124,15 @@ class TextTask(TrainTask):
         config = self.config
         first_tokens = self.corpus.validation.tokens[:12].tolist()
         # The demo corpus "stdlib" is Python source.
-        default = "def " if config.data == "stdlib" else self.tokenizer.decode(first_tokens, skip_special_tokens=True)
+        default = (
+            "def "
+            if config.data == "stdlib"
+            else self.tokenizer.decode(first_tokens, skip_special_tokens=True)
+        )
         prompt, longest = config.prompt or str(default), config.sequence_length
-        text = sample(model, self.tokenizer, prompt, config.sample_tokens, longest=longest, seed=config.seed)
+        text = sample(
+            model, self.tokenizer, prompt, config.sample_tokens, longest=longest, seed=config.seed
+        )
         return {"prompt": prompt, "text": text}
 
     def facts(self) -> dict[str, Any]:
@@ -139,7 +154,9 @@ class CausalTask(TableTask):
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         if config.messages_column:
             return data.Chat(messages=config.messages_column, train_on=config.train_on), CAUSAL_LM  # type: ignore[arg-type]
-        return data.Completion(prompt=config.prompt_column, completion=config.completion_column), CAUSAL_LM
+        return data.Completion(
+            prompt=config.prompt_column, completion=config.completion_column
+        ), CAUSAL_LM
 
     def align(self, batch: Batch, model: Any) -> Batch:
         return batch | {"labels": shifted_labels(batch["labels"], "causal-lm")}
@@ -181,7 +198,9 @@ class Seq2SeqTask(TableTask):
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         columns = data.Seq2Seq(
-            source=config.source_column, target=config.target_column, keeps_text=config.translate > 0
+            source=config.source_column,
+            target=config.target_column,
+            keeps_text=config.translate > 0,
         )
         return columns, SEQ2SEQ
 
@@ -223,7 +242,9 @@ class Seq2SeqTask(TableTask):
 
     def align(self, batch: Batch, model: Any) -> Batch:
         """Adds decoder_input_ids, the labels shifted right by one position."""
-        return batch | {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])}
+        return batch | {
+            "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        }
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         return [
@@ -234,7 +255,11 @@ class Seq2SeqTask(TableTask):
     def sample(self, model: Any) -> dict[str, str]:
         """Greedy output for the configured prompt, else for the first validation source."""
         prompt = self.config.prompt
-        ids = self.tokenizer(prompt)["input_ids"] if prompt else self.validation[0]["input_ids"].tolist()
+        ids = (
+            self.tokenizer(prompt)["input_ids"]
+            if prompt
+            else self.validation[0]["input_ids"].tolist()
+        )
         written = greedy(model, ids, self.config.sample_tokens)
         shown = prompt or self.tokenizer.decode(ids, skip_special_tokens=True)
         return {"prompt": shown, "text": self.tokenizer.decode(written, skip_special_tokens=True)}
@@ -244,7 +269,9 @@ class Seq2SeqTask(TableTask):
 
 
 @torch.no_grad()
-def sample(model: Any, tokenizer: Any, start: str | list[int], tokens: int, *, longest: int, seed: int) -> str:
+def sample(
+    model: Any, tokenizer: Any, start: str | list[int], tokens: int, *, longest: int, seed: int
+) -> str:
     """Samples up to `tokens` tokens after `start`, and returns their text without `start`.
 
     start    a text, or token ids
@@ -263,7 +290,9 @@ def sample(model: Any, tokenizer: Any, start: str | list[int], tokens: int, *, l
     for _ in range(tokens):
         context = torch.tensor([ids[-longest:]], device=device)
         # Cut to the tokenizer's size: embeddings may be padded with rows that no token has.
-        logits = model(input_ids=context, use_cache=False).logits[0, -1, : len(tokenizer)].float().cpu()
+        logits = (
+            model(input_ids=context, use_cache=False).logits[0, -1, : len(tokenizer)].float().cpu()
+        )
         if not logits.isfinite().all():
             ending = NOT_FINITE
             break
@@ -284,7 +313,9 @@ def greedy(model: Any, source: list[int], tokens: int) -> list[int]:
     mask = torch.ones_like(inputs)
     for _ in range(tokens):
         decoder = torch.tensor([ids], device=inputs.device)
-        output = model(encoder_outputs=states, attention_mask=mask, decoder_input_ids=decoder, use_cache=False)
+        output = model(
+            encoder_outputs=states, attention_mask=mask, decoder_input_ids=decoder, use_cache=False
+        )
         ids.append(int(output.logits[0, -1].argmax()))
         if ids[-1] == model.config.eos_token_id:
             break

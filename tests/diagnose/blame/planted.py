@@ -48,7 +48,9 @@ def train(model: nn.Module, steps: int) -> None:
 
 def recast(layer: ng.QLinear, product: str, side: str, cast: Cast) -> None:
     assert layer.recipe is not None
-    layer.compute_as(layer.recipe.with_gemm(**{product: replace(getattr(layer.recipe, product), **{side: cast})}))
+    layer.compute_as(
+        layer.recipe.with_gemm(**{product: replace(getattr(layer.recipe, product), **{side: cast})})
+    )
 
 
 @contextmanager
@@ -66,7 +68,12 @@ def dropping(layer: ng.QLinear, product: str, columns: int = 16) -> Iterator[Non
             return own.choice.kernel.run(replace(lhs, data=data), *rest)  # type: ignore[no-any-return]
 
         return replace(
-            whole, **{product: replace(own, choice=replace(own.choice, kernel=replace(own.choice.kernel, run=run)))}
+            whole,
+            **{
+                product: replace(
+                    own, choice=replace(own.choice, kernel=replace(own.choice.kernel, run=run))
+                )
+            },
         )
 
     layer.plan = plan  # type: ignore[method-assign]

@@ -33,7 +33,8 @@ def test_a_healthy_model_has_no_suspect(recipe, steps):
 
 @pytest.mark.parametrize("product", GEMMS)
 @pytest.mark.parametrize(
-    ("side", "format"), quick([("lhs", E2M1)], [(side, each) for side in ("lhs", "rhs") for each in (E2M1, INT4)])
+    ("side", "format"),
+    quick([("lhs", E2M1)], [(side, each) for side in ("lhs", "rhs") for each in (E2M1, INT4)]),
 )
 def test_an_operand_of_too_few_bits_is_found_and_named(product, side, format):
     model = converted()
@@ -43,7 +44,9 @@ def test_an_operand_of_too_few_bits_is_found_and_named(product, side, format):
         found = blame(model, compute(model), baseline=baseline, confirm=0)
         [suspect] = found.suspects
         assert suspect is found.findings[0] and suspect.name == f"layers.1.down_proj:{product}"
-        assert suspect.worse is getattr(suspect, side) and suspect.worse.format.startswith(format.name)
+        assert suspect.worse is getattr(suspect, side) and suspect.worse.format.startswith(
+            format.name
+        )
         assert found.setting == f'recipes = ["layers.1.down_proj=bf16:{product}"]'
         assert found.sentences()[-1] == found.setting
         assert f"{suspect.worse.role} as {format.name}" in found.sentences()[1]
@@ -62,7 +65,10 @@ def test_a_window_that_lags_is_found_with_its_reason(factor, words):
         assert {each.name for each in found.suspects} == {
             f"layers.2.up_proj:{each}" for each in ("output", "grad_input")
         }
-        assert words in found.suspects[0].reason and "what its window gives" in found.suspects[0].reason
+        assert (
+            words in found.suspects[0].reason
+            and "what its window gives" in found.suspects[0].reason
+        )
 
 
 def test_a_gradient_that_passes_its_window_a_little_is_no_suspect():
@@ -131,7 +137,10 @@ def test_every_product_of_every_recipe_can_be_had_in_16_bits(recipe):
         line = Blame((each,)).setting or f'recipes = ["{each.layer}=bf16:{each.product}"]'
         name, _, value = line.split('"')[1].partition("=")
         assert (
-            getattr(ng.convert(converted(recipe), {name: parse(value)}).layers[1].down_proj.recipe, each.product).lhs
+            getattr(
+                ng.convert(converted(recipe), {name: parse(value)}).layers[1].down_proj.recipe,
+                each.product,
+            ).lhs
             is None
         )
     assert layer.recipe is before
@@ -152,7 +161,10 @@ def test_frozen_layers_have_the_products_that_they_compute():
     ng.memory.freeze(model, "layers.1.up_proj", codes=True)
     found = blame(model, compute(model))
     for layer in ("layers.0.up_proj", "layers.1.up_proj"):
-        assert {each.product for each in found.findings if each.layer == layer} == {"output", "grad_input"}
+        assert {each.product for each in found.findings if each.layer == layer} == {
+            "output",
+            "grad_input",
+        }
     assert not found.suspects
 
 

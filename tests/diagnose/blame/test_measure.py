@@ -30,21 +30,30 @@ def operands(m=37, n=21, k=64):
 
 @pytest.mark.parametrize("bias", [None, torch.linspace(-3, 3, 21)])
 def test_distances_are_those_of_float64(bias, monkeypatch):
-    monkeypatch.setattr("narrowgauge.diagnose.blame.measure.STRETCH", 5 * 85)  # lhs in stretches of five rows
+    monkeypatch.setattr(
+        "narrowgauge.diagnose.blame.measure.STRETCH", 5 * 85
+    )  # lhs in stretches of five rows
     originals, codes = operands()
     result = mm(*codes, bias=bias, out_dtype=torch.bfloat16)
     product = Product()
     product.add(originals, codes, bias, result, fast=False)
 
-    wide, decoded = ((a.double(), b.double()) for a, b in (originals, (dequantize(codes[0]), dequantize(codes[1]))))
+    wide, decoded = (
+        (a.double(), b.double())
+        for a, b in (originals, (dequantize(codes[0]), dequantize(codes[1])))
+    )
     shift = 0 if bias is None else bias.double()
     exact, coded = wide[0] @ wide[1].T, decoded[0] @ decoded[1].T
     far = (result.double() - exact - shift).norm()
     assert math.isclose(product.error, far / exact.norm(), rel_tol=1e-9)
-    assert math.isclose(product.kernel, (result.double() - coded - shift).norm() / coded.norm(), rel_tol=1e-9)
+    assert math.isclose(
+        product.kernel, (result.double() - coded - shift).norm() / coded.norm(), rel_tol=1e-9
+    )
     columns = [each.square().sum(dim=0) for each in wide]
     assert math.isclose(product.noise, far / (columns[0] * columns[1]).sum().sqrt(), rel_tol=1e-9)
-    assert math.isclose(product.lhs.off, (decoded[0] - wide[0]).norm() / wide[0].norm(), rel_tol=1e-9)
+    assert math.isclose(
+        product.lhs.off, (decoded[0] - wide[0]).norm() / wide[0].norm(), rel_tol=1e-9
+    )
     assert product.shape == (37, 21, 64) and product.calls == 1
     assert STRETCH > 5 * 85
 
@@ -67,7 +76,9 @@ def test_sums_of_micro_batches_and_ranks_add_up():
         own = quantize(originals[0], Cast(format=E4M3.format, tile=(1, -1)))
         assert own.data.shape == originals[0].shape
         part = quantize(originals[0][rows], E4M3, amax=originals[0].abs().amax().reshape(1, 1))
-        product.add((originals[0][rows], originals[1]), (part, codes[1]), None, result[rows], fast=False)
+        product.add(
+            (originals[0][rows], originals[1]), (part, codes[1]), None, result[rows], fast=False
+        )
     first.take(second)
     assert math.isclose(first.error, whole.error, rel_tol=1e-9) and math.isclose(
         first.kernel, whole.kernel, rel_tol=1e-9
@@ -109,7 +120,9 @@ def test_checkpointing_and_micro_batches_leave_the_numbers_as_they_are():
         compute(model)()
         compute(model)()
 
-    assert {each.name: each.error for each in observed(model, twice).findings} == pytest.approx(whole, rel=1e-12)
+    assert {each.name: each.error for each in observed(model, twice).findings} == pytest.approx(
+        whole, rel=1e-12
+    )
     ng.memory.checkpoint(model, "full")
     again = {each.name: each.error for each in observed(model, compute(model)).findings}
     assert again == pytest.approx(whole, rel=1e-12)

@@ -26,7 +26,9 @@ RECAST = [name for name in NARROW if ng.recipes.get(name).backward == "recast"]
 
 
 def readings(found: Blame):
-    return [(each.name, one) for each in found.findings for one in (each.lhs, each.rhs) if one.is_narrow]
+    return [
+        (each.name, one) for each in found.findings for one in (each.lhs, each.rhs) if one.is_narrow
+    ]
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -37,7 +39,11 @@ def test_codes_of_a_sound_model_are_a_fresh_cast_to_the_bit(name):
     seen = readings(blame(model, compute(model), confirm=0))
     assert seen
     for where, each in seen:
-        numbers = each.distance, each.scale_off if each.is_by_amax else 0.0, each.slope - each.own_slope
+        numbers = (
+            each.distance,
+            each.scale_off if each.is_by_amax else 0.0,
+            each.slope - each.own_slope,
+        )
         assert numbers == (0.0, 0.0, 0.0), (where, each)
 
 
@@ -54,7 +60,12 @@ def test_a_factor_before_a_cast_is_found_at_rank_one(seed):
         found = blame(model, compute(model), confirm=0)
     first = found.findings[0]
     case = recipe, name, product, role, factor
-    assert first.is_suspect and first.layer == name and first.product in right and first.worse.role == role, case
+    assert (
+        first.is_suspect
+        and first.layer == name
+        and first.product in right
+        and first.worse.role == role
+    ), case
     others = [each for each in found.suspects if each.layer != name or each.product not in right]
     assert all(role == "x" and each.worse.role == "x" for each in others), case
     assert "not a cast" in first.reason and first.name in found.sentences()[1]

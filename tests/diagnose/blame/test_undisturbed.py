@@ -23,7 +23,9 @@ def ended(recipe, looks):
     torch.manual_seed(0)
     random.seed(0)
     model = torch.nn.Sequential(converted(recipe), torch.nn.Dropout(0.1))
-    recast(model[0].layers[0].up_proj, "output", "lhs", Cast(format=INT4)) if recipe == "fp8-delayed" else None
+    recast(
+        model[0].layers[0].up_proj, "output", "lhs", Cast(format=INT4)
+    ) if recipe == "fp8-delayed" else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def backward(ids):

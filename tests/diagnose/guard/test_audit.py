@@ -29,7 +29,11 @@ class Loop:
         self.model, self.advances, self.before = Model(), advances, before
         plant(self.model, recipe)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.guard = ng.Guard(guard, self.model, self.optimizer, self.step, tell=lambda event: None) if guard else None
+        self.guard = (
+            ng.Guard(guard, self.model, self.optimizer, self.step, tell=lambda event: None)
+            if guard
+            else None
+        )
         self.batches = torch.randint(48, (9, 2, 4, 12), generator=torch.Generator().manual_seed(1))
 
     def step(self, batch):
@@ -60,12 +64,20 @@ def kinds(event):
     return {kind for kind, _ in event["unlike"].values()}
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "mxfp4", "int8", "int4-row-sr"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "mxfp4", "int8", "int4-row-sr"]
+)
 def test_a_sound_recipe_is_as_it_says_and_keeps_its_bits(recipe):
     loop = Loop(recipe).run()
-    assert not loop.event["unlike"] and loop.event["unseen"] == "" and loop.event["verdict"] == UNKNOWN
-    assert loop.event["compared"] == 3 * len([each for each in loop.model.modules() if isinstance(each, ng.QLinear)])
-    assert all(each.observer is None for each in loop.model.modules() if isinstance(each, ng.QLinear))
+    assert (
+        not loop.event["unlike"] and loop.event["unseen"] == "" and loop.event["verdict"] == UNKNOWN
+    )
+    assert loop.event["compared"] == 3 * len(
+        [each for each in loop.model.modules() if isinstance(each, ng.QLinear)]
+    )
+    assert all(
+        each.observer is None for each in loop.model.modules() if isinstance(each, ng.QLinear)
+    )
     assert_same(loop.model.state_dict(), Loop(recipe, guard="").run().model.state_dict())
 
 
@@ -77,7 +89,12 @@ def test_every_recipe_is_as_it_says_and_keeps_its_bits(recipe):
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [("stale-codes", STALE), ("stuck-noise", STUCK), ("lost-tokens", KERNEL), ("short-amax", UNCAST)],
+    [
+        ("stale-codes", STALE),
+        ("stuck-noise", STUCK),
+        ("lost-tokens", KERNEL),
+        ("short-amax", UNCAST),
+    ],
 )
 def test_a_fault_that_a_stretch_may_not_show_is_an_alarm_at_the_first_check(fault, kind):
     assert fault in BROKEN
@@ -100,7 +117,10 @@ def given_for_good(loop):
 def test_codes_that_were_handed_over_once_are_stale_one_step_later():
     loop = Loop("fp8-current", before=given_for_good).run()
     assert kinds(loop.event) == {STALE}
-    assert set(loop.event["unlike"]) == {"layers.1.down_proj:output", "layers.1.down_proj:grad_input"}
+    assert set(loop.event["unlike"]) == {
+        "layers.1.down_proj:output",
+        "layers.1.down_proj:grad_input",
+    }
     assert "narrowgauge.advance(model)" in loop.event["sentence"]
 
 
@@ -121,7 +141,9 @@ def test_a_layer_that_cannot_be_seen_is_named_and_not_passed():
     loop = Loop("fp8-current")
     layer = loop.model.layers[0].up_proj
     layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)
-    with pytest.warns(UserWarning, match=r"'layers.0.up_proj' is multiplied without calling the layer"):
+    with pytest.warns(
+        UserWarning, match=r"'layers.0.up_proj' is multiplied without calling the layer"
+    ):
         event = loop.run().event
     assert "layers.0.up_proj the first" in event["unseen"] and not event["unlike"]
 
@@ -146,7 +168,9 @@ def test_numbers_that_are_not_finite_are_no_alarm():
 
 
 def test_what_was_seen_lies_in_a_checkpoint():
-    found = Audited(unlike={"a:output": (STALE, "w")}, compared=["a:output"], unseen=["b"], carried=["c"])
+    found = Audited(
+        unlike={"a:output": (STALE, "w")}, compared=["a:output"], unseen=["b"], carried=["c"]
+    )
     again = Audited(**json.loads(json.dumps(asdict(found))))
     again.take(Audited(compared=["b:output"]))
     assert again.unseen == [] and again.carried == ["c"] and again.event()["compared"] == 2

@@ -35,7 +35,17 @@ CASES = [
 VOCABULARY, STEPS = 32, 3
 
 
-def trained(recipe, observed, *, fused, checkpointing, micro_batches, weight_codes, autocast, dtype=torch.float32):
+def trained(
+    recipe,
+    observed,
+    *,
+    fused,
+    checkpointing,
+    micro_batches,
+    weight_codes,
+    autocast,
+    dtype=torch.float32,
+):
     """Losses, parameters and amax windows of a small Llama after STEPS steps, and what the audit found."""
     torch.manual_seed(0)
     sizes = LlamaConfig(
@@ -48,7 +58,9 @@ def trained(recipe, observed, *, fused, checkpointing, micro_batches, weight_cod
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     ng.convert(model, recipe, weight_codes=weight_codes, **FUSED[fused])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = torch.randint(VOCABULARY, (STEPS, micro_batches, 2, 16), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        VOCABULARY, (STEPS, micro_batches, 2, 16), generator=torch.Generator().manual_seed(1)
+    )
     audit, losses = Audit(model, 0), []
     if observed == "a function":
         for layer in (each for each in model.modules() if isinstance(each, ng.QLinear)):
@@ -75,15 +87,30 @@ def check(recipe, **case):
     assert not found.unlike and found.compared, (recipe, case, found)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-block", "int8", "nvfp4", "int4-hq-bs"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8-current", "fp8-delayed", "fp8-block", "int8", "nvfp4", "int4-hq-bs"]
+)
 def test_an_observed_step_has_the_bits_of_one_that_is_not(recipe):
     """With save="fp8" norms have kernels on every device; an observed reader once sent them back to torch's."""
-    check(recipe, fused="fp8", checkpointing=False, micro_batches=2, weight_codes="auto", autocast=True)
+    check(
+        recipe,
+        fused="fp8",
+        checkpointing=False,
+        micro_batches=2,
+        weight_codes="auto",
+        autocast=True,
+    )
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int8", "nvfp4"])
 def test_a_function_that_observes_changes_no_bit(recipe):
-    case = {"fused": "fp8", "checkpointing": False, "micro_batches": 1, "weight_codes": "auto", "autocast": False}
+    case = {
+        "fused": "fp8",
+        "checkpointing": False,
+        "micro_batches": 1,
+        "weight_codes": "auto",
+        "autocast": False,
+    }
     assert_same(trained(recipe, "a function", **case)[0], trained(recipe, "", **case)[0])
 
 

@@ -21,7 +21,10 @@ LOSS = 2.0  # its margin is 0.005
 def judged(differences, loss=LOSS, control=0.0001):
     """The verdict after each check; every fourth check has a control."""
     evidence = Evidence()
-    return [evidence.add(d, loss=loss, control=None if i % 4 else control) for i, d in enumerate(differences)]
+    return [
+        evidence.add(d, loss=loss, control=None if i % 4 else control)
+        for i, d in enumerate(differences)
+    ]
 
 
 def first(verdicts, name):
@@ -77,7 +80,10 @@ def test_a_gap_that_begins_late_is_found_three_checks_later():
     assert first(verdicts, WITHIN) < 15
     assert first(verdicts, WORSE) in (17, 18)
     last = verdicts[-1]
-    assert (last.since, last.mean) == (16, pytest.approx(0.03)) and "over the last 3 checks" in last.sentence
+    assert (last.since, last.mean) == (
+        16,
+        pytest.approx(0.03),
+    ) and "over the last 3 checks" in last.sentence
 
 
 def test_a_gap_that_was_mended_is_forgotten():
@@ -90,7 +96,9 @@ def test_the_margin_is_a_share_of_the_loss_and_at_least_its_nats():
     assert judged([0.0], loss=4.0)[0].margin == 0.01
     assert judged([0.0], loss=0.5)[0].margin == 0.003
     assert Evidence(margin=0.01, least_margin=0.001).margin_at(0.2) == 0.002
-    assert first(judged([0.006] * 8, loss=1.0), WORSE) and not first(judged([0.006] * 8, loss=4.0), WORSE)
+    assert first(judged([0.006] * 8, loss=1.0), WORSE) and not first(
+        judged([0.006] * 8, loss=4.0), WORSE
+    )
 
 
 def test_a_loss_that_is_not_finite_is_worse_at_once():
@@ -117,7 +125,11 @@ def test_a_reference_whose_loss_doubles_diverges_and_its_check_does_not_count():
     verdict = evidence.add(0.8, loss=4.0)
     assert verdict.name == REFERENCE and verdict.usual == 1.9
     assert "diverges (loss 4.0000, it was 1.9000 before)" in verdict.sentence
-    assert (verdict.e_worse, verdict.e_within, verdict.mean) == (before.e_worse, before.e_within, before.mean)
+    assert (verdict.e_worse, verdict.e_within, verdict.mean) == (
+        before.e_worse,
+        before.e_within,
+        before.mean,
+    )
     assert evidence.add(0.0, loss=1.8).name == before.name
     for _ in range(8):
         verdict = evidence.add(0.0, loss=4.0)
@@ -148,7 +160,9 @@ def test_noise_of_controls_hides_a_gap():
 def test_jumps_of_many_margins_are_a_departure_and_not_noise():
     """A kernel that drops columns, as measured: training grows used to it, so the sign turns between the second and third check."""
     assert first(judged([0.0304, 0.0026, -0.0370, -0.1542]), WORSE) == 4
-    assert first(judged([0.0304, 0.0026, -0.0370, -0.1542], control=0.03), WORSE) is None, "controls jump as well"
+    assert first(judged([0.0304, 0.0026, -0.0370, -0.1542], control=0.03), WORSE) is None, (
+        "controls jump as well"
+    )
 
 
 def test_the_state_goes_through_json_and_gives_the_same_verdicts():
@@ -183,7 +197,8 @@ def test_a_bet_does_not_win_on_average_where_its_hypothesis_holds():
     for center in (0.0, -0.5, -3.0):
         weights = [math.exp(-((x - center) ** 2) / 2) / math.sqrt(2 * math.pi) / 50 for x in grid]
         means = [
-            sum(w * f for w, f in zip(weights, each, strict=True)) for each in zip(*map(factors, grid), strict=True)
+            sum(w * f for w, f in zip(weights, each, strict=True))
+            for each in zip(*map(factors, grid), strict=True)
         ]
         assert all(mean <= 1 + 1e-6 for mean in means)
 
@@ -235,4 +250,7 @@ def test_the_margin_in_nats_is_no_large_part_of_a_loss_that_has_none():
     assert asked is not None and asked.evidence().margin_at(0.003) == 0.003
     evidence = asked.evidence()
     sentences = [evidence.add(0.0, loss=0.01).sentence for _ in range(6)]
-    assert "30% of the loss" in sentences[-1] and "What was lost before the checks is not seen." in sentences[-1]
+    assert (
+        "30% of the loss" in sentences[-1]
+        and "What was lost before the checks is not seen." in sentences[-1]
+    )

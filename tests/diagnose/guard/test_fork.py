@@ -41,7 +41,9 @@ class Training:
         ng.convert(self.model, recipe).to(dtype)
         make = optimizer if callable(optimizer) else OPTIMIZERS[optimizer]
         self.optimizer = make(self.model)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2) if scaled else None
+        self.scaler = (
+            torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2) if scaled else None
+        )
 
     def train(self, steps):
         losses = []
@@ -69,7 +71,13 @@ class Training:
         states = torch.utils._pytree.tree_map(
             lambda x: x.clone() if isinstance(x, torch.Tensor) else x, self.optimizer.state_dict()
         )
-        return held, states, self.scaler.state_dict() if self.scaler else None, torch.get_rng_state(), random.getstate()
+        return (
+            held,
+            states,
+            self.scaler.state_dict() if self.scaler else None,
+            torch.get_rng_state(),
+            random.getstate(),
+        )
 
 
 def is_taken_back(training, where="host", before=3):
@@ -119,7 +127,11 @@ def test_every_optimizer_is_taken_back(optimizer, before):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "master"),
-    [(torch.float16, "fp16-scaled"), (torch.bfloat16, "bf16-remainder"), (torch.bfloat16, "stochastic")],
+    [
+        (torch.float16, "fp16-scaled"),
+        (torch.bfloat16, "bf16-remainder"),
+        (torch.bfloat16, "stochastic"),
+    ],
 )
 def test_masters_are_taken_back(dtype, master):
     make = lambda model: ng.optim.AdamW(model, states="8bit", master=master)  # noqa: E731
@@ -164,7 +176,10 @@ def test_addresses_stay():
     training = Training(optimizer="8bit")
     training.train(2)
     training.model.seen = training.model.seen.clone()
-    tensors = [*training.model.parameters(), *(x for each in training.optimizer.state.values() for x in each.values())]
+    tensors = [
+        *training.model.parameters(),
+        *(x for each in training.optimizer.state.values() for x in each.values()),
+    ]
     addresses = [each.data_ptr() for each in tensors]
     taken = Fork.take(training.model, training.optimizer)
     training.train(2)
@@ -194,7 +209,9 @@ def test_bytes_are_told_before_the_first_step(optimizer):
     told = fork_bytes(training.model, training.optimizer)
     training.train(1)
     assert (
-        Fork.take(training.model, training.optimizer).nbytes == told == fork_bytes(training.model, training.optimizer)
+        Fork.take(training.model, training.optimizer).nbytes
+        == told
+        == fork_bytes(training.model, training.optimizer)
     )
 
 
@@ -209,13 +226,19 @@ def test_schedulers_and_averages_are_taken_back():
     scheduler.step()
     average.update_parameters(training.model)
     taken.restore()
-    assert (scheduler.last_epoch, scheduler.get_last_lr(), training.optimizer.param_groups[0]["lr"]) == (
+    assert (
+        scheduler.last_epoch,
+        scheduler.get_last_lr(),
+        training.optimizer.param_groups[0]["lr"],
+    ) == (
         0,
         rate,
         rate[0],
     )
     assert int(average.n_averaged) == 0
-    assert_same([each.detach() for each in average.parameters()], [each.detach() for each in before[1]])
+    assert_same(
+        [each.detach() for each in average.parameters()], [each.detach() for each in before[1]]
+    )
 
 
 def test_groups_that_were_added_since_go_again():
@@ -263,7 +286,9 @@ def test_no_room_is_an_error_before_anything_is_copied(monkeypatch, tmp_path):
     monkeypatch.setattr(bytes_apart, "host_room", lambda: 1000)
     with raises(OutOfMemoryError, "memory.host-copy"):
         Fork.take(training.model, training.optimizer)
-    monkeypatch.setattr(bytes_apart.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(
+        bytes_apart.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
+    )
     with raises(StorageError, "storage.full", "0 MiB"):
         Fork.take(training.model, training.optimizer, where=tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -12,7 +12,9 @@ from tests.small_model import Model
 
 
 @pytest.mark.parametrize(("recipe", "acts"), [("int4-lsq-luq", False), ("fp8-current", True)])
-def test_a_lower_loss_takes_no_narrow_run_to_bf16_where_weights_grow_into_steps(recipe, acts, device_is):
+def test_a_lower_loss_takes_no_narrow_run_to_bf16_where_weights_grow_into_steps(
+    recipe, acts, device_is
+):
     device_is(Device("cpu", bf16_gemm=False, int8_gemm=False))
     torch.manual_seed(0)
     model = ng.convert(Model(), recipe)

@@ -30,26 +30,43 @@ def plain(device_is):
 class Loop:
     """A loop as users write them: dropout, a scheduler, an average of the weights, micro-batches."""
 
-    def __init__(self, recipe="fp8-delayed", guard="every=4,steps=3", steps=14, sick=None, states=True, **options):
+    def __init__(
+        self,
+        recipe="fp8-delayed",
+        guard="every=4,steps=3",
+        steps=14,
+        sick=None,
+        states=True,
+        **options,
+    ):
         torch.manual_seed(0)
         self.model = ng.convert(Model(), recipe)
         self.drop = nn.Dropout(0.1)
         self.optimizer = ng.optim.AdamW(self.model, lr=3e-3, states="8bit")
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=1000)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
-        self.batches = torch.randint(48, (steps, 2, 4, 12), generator=torch.Generator().manual_seed(1))
+        self.batches = torch.randint(
+            48, (steps, 2, 4, 12), generator=torch.Generator().manual_seed(1)
+        )
         self.sick, self.done, self.losses, self.narrow = sick, 0, [], []
         self.guard = None
         if guard:
             self.guard = ng.Guard(
-                guard, self.model, self.optimizer, self.step, also=[self.scheduler, self.average], **options
+                guard,
+                self.model,
+                self.optimizer,
+                self.step,
+                also=[self.scheduler, self.average],
+                **options,
             )
 
     def step(self, batch):
         total = 0.0
         for micro_batch in batch["ids"]:
             logits = self.model(micro_batch)
-            loss = F.cross_entropy(self.drop(logits).flatten(0, 1), micro_batch.flatten()) / len(batch["ids"])
+            loss = F.cross_entropy(self.drop(logits).flatten(0, 1), micro_batch.flatten()) / len(
+                batch["ids"]
+            )
             loss.backward()
             total += loss.detach()
         if not self.model.layers[0].up_proj.is_suspended:
@@ -81,7 +98,9 @@ class Loop:
     def load(self, state):
         held, generator, self.done = copy.deepcopy(state)
         parts = [
-            each for each in (self.model, self.optimizer, self.scheduler, self.average, self.guard) if each is not None
+            each
+            for each in (self.model, self.optimizer, self.scheduler, self.average, self.guard)
+            if each is not None
         ]
         for part, own in reversed(list(zip(parts, held, strict=True))):
             part.load_state_dict(own)
@@ -100,8 +119,13 @@ def test_a_loop_without_an_alarm_has_the_bits_of_the_unguarded_one(plain):
     assert begins == [4, 8] and guarded.guard.is_checking  # the third was cut by the end
     first, second = guarded.guard.events
     assert first["control"] is not None and second["control"] is None
-    assert all(abs(event["difference"]) < 0.1 and event["difference"] != 0 for event in guarded.guard.events)
-    assert 0 < abs(first["control"]) < 0.01, "weights that differ in the last bit, and the same masks of dropout"
+    assert all(
+        abs(event["difference"]) < 0.1 and event["difference"] != 0
+        for event in guarded.guard.events
+    )
+    assert 0 < abs(first["control"]) < 0.01, (
+        "weights that differ in the last bit, and the same masks of dropout"
+    )
 
 
 @pytest.mark.slow
@@ -122,7 +146,10 @@ def test_of_equal_arithmetic_the_difference_is_zero(plain):
 
 def test_what_follows_an_alarm(plain):
     """A loss that is not finite on narrow numbers is an alarm at once, and BF16 goes on from the state of before."""
-    with pytest.warns(UserWarning, match="steps 5 to 7: The loss in narrow numbers is not finite, and that of BF16"):
+    with pytest.warns(
+        UserWarning,
+        match="steps 5 to 7: The loss in narrow numbers is not finite, and that of BF16",
+    ):
         loop = Loop(guard="every=4,steps=3,then=stay", sick=lambda loop: nonfinite(loop, 5)).run()
     wide = Loop(guard="", recipe="fp8-delayed", steps=14)
     wide.run(4)
@@ -130,7 +157,12 @@ def test_what_follows_an_alarm(plain):
         wide.run(8)
     wide.run()
     event = loop.guard.events[0]
-    assert (event["verdict"], event["direction"], event["then"], event["lost"]) == ("worse", "not finite", "stay", 0)
+    assert (event["verdict"], event["direction"], event["then"], event["lost"]) == (
+        "worse",
+        "not finite",
+        "stay",
+        0,
+    )
     assert_same(loop.bits()[0], wide.bits()[0])
     assert sorted(set(loop.narrow)) == [*range(7), *range(8, 14)], "from 7 to 8 it was in BF16"
 
@@ -150,12 +182,17 @@ def nonfinite(loop, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["bf16", "fp8-current"])
 def test_a_wider_recipe_stays_for_good(plain, then):
-    recipe, guard = "int4-hq-bs" if then != "bf16" else "fp8-delayed", f"every=4,steps=3,then={then}"
+    recipe, guard = (
+        "int4-hq-bs" if then != "bf16" else "fp8-delayed",
+        f"every=4,steps=3,then={then}",
+    )
     with pytest.warns(UserWarning, match="is not finite"):
         loop = Loop(recipe, guard, sick=lambda loop: nonfinite(loop, 5)).run()
-    assert {layer.recipe.name for layer in loop.model.modules() if isinstance(layer, ng.QLinear) and layer.recipe} == {
-        then
-    }
+    assert {
+        layer.recipe.name
+        for layer in loop.model.modules()
+        if isinstance(layer, ng.QLinear) and layer.recipe
+    } == {then}
     assert len(loop.guard.events) == (1 if then == "bf16" else 2)
     assert all(map(math.isfinite, loop.losses[-4:]))
     held = loop.state()
@@ -326,7 +363,15 @@ def test_counts_of_steps_that_are_none_are_refused(name, value):
 
 
 @pytest.mark.parametrize(
-    "change", [{"taken": -3}, {"next": "8"}, {"evidence": {}}, {"evidence": {"checks": [{"loss": 1.0}]}}, None], ids=str
+    "change",
+    [
+        {"taken": -3},
+        {"next": "8"},
+        {"evidence": {}},
+        {"evidence": {"checks": [{"loss": 1.0}]}},
+        None,
+    ],
+    ids=str,
 )
 def test_a_state_that_no_guard_gave_is_refused(change):
     loop = Loop()
@@ -340,7 +385,9 @@ def test_no_room_is_refused_before_the_first_step(monkeypatch, tmp_path):
     monkeypatch.setattr(bytes_apart, "host_room", lambda: 1000)
     with raises(OutOfMemoryError, "memory.host-copy"):
         Loop()
-    monkeypatch.setattr(bytes_apart.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(
+        bytes_apart.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
+    )
     with pytest.raises(StorageError):
         Loop(where=tmp_path)
 
@@ -381,7 +428,9 @@ def test_kills_leave_the_bits_of_the_unguarded_run_and_no_copies(tmp_path):
         assert done.returncode in (0, -9), done.stderr
         assert list((tmp_path / "copies").glob("*")) == []
     assert done.returncode == 0
-    assert_same(torch.load(tmp_path / "bits.pt", weights_only=False), Loop(guard="").run().bits()[:3])
+    assert_same(
+        torch.load(tmp_path / "bits.pt", weights_only=False), Loop(guard="").run().bits()[:3]
+    )
 
 
 def test_other_settings_are_refused_at_resumption():
@@ -398,4 +447,6 @@ def test_no_check_begins_that_the_run_would_cut(plain):
 
 def test_words_say_what_it_costs():
     guard = Loop().guard
-    assert "every 4 steps, 3 in BF16" in guard.words() and "KiB in the host's memory" in guard.words()
+    assert (
+        "every 4 steps, 3 in BF16" in guard.words() and "KiB in the host's memory" in guard.words()
+    )

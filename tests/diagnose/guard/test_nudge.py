@@ -16,7 +16,9 @@ def test_every_so_many_weights_move_by_one_unit_in_the_last_place(dtype, every):
     nudge(model)
     for name, parameter in model.named_parameters():
         expected = before[name].clone()
-        expected[..., ::every] = torch.nextafter(expected[..., ::every], torch.tensor(torch.inf, dtype=dtype))
+        expected[..., ::every] = torch.nextafter(
+            expected[..., ::every], torch.tensor(torch.inf, dtype=dtype)
+        )
         assert torch.equal(parameter, expected) and not torch.equal(parameter, before[name])
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name])

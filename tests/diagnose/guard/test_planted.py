@@ -23,8 +23,12 @@ EVERY, STEPS = 40, 200  # warm-up, and four checks
 def text() -> torch.Tensor:
     """Bytes that can be learnt: words drawn at random."""
     words = (b"the ", b"quick ", b"brown ", b"fox ", b"jumps ", b"over ", b"a ", b"lazy ", b"dog. ")
-    drawn = torch.randint(len(words), (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    return torch.frombuffer(bytearray(b"".join(words[each] for each in drawn)), dtype=torch.uint8).long()
+    drawn = torch.randint(
+        len(words), (20_000,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    return torch.frombuffer(
+        bytearray(b"".join(words[each] for each in drawn)), dtype=torch.uint8
+    ).long()
 
 
 def checks(recipe: str, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -52,7 +56,9 @@ def test_a_planted_fault_is_an_alarm_by_the_third_check(fault):
     found = [event for event in checks(fault)[:3] if event["verdict"] == WORSE]
     assert found
     if fault == "dead-layer":
-        assert found[0]["seen_on"] == "gradient" and "model.layers.1.mlp.down_proj" in found[0]["sick"]
+        assert (
+            found[0]["seen_on"] == "gradient" and "model.layers.1.mlp.down_proj" in found[0]["sick"]
+        )
 
 
 def test_a_sound_recipe_is_never_alarmed_and_nears_its_certificate():

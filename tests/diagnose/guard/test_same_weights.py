@@ -42,7 +42,8 @@ def test_the_slope_is_what_the_gradient_was_multiplied_by():
     narrow, wide = gradients(b=0.0, c=-2.0, d=7.0)
     found = slopes(narrow, wide)
     assert found == {
-        name: pytest.approx(factor) for name, factor in zip(NAMES, (1.0, 0.0, -2.0, 7.0, 1.0), strict=True)
+        name: pytest.approx(factor)
+        for name, factor in zip(NAMES, (1.0, 0.0, -2.0, 7.0, 1.0), strict=True)
     }
     assert list(outside(found)) == ["b", "c", "d"]
 
@@ -75,13 +76,16 @@ def test_what_has_no_slope_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 64), (192, 64), (64, 192), (512, 512), (96, 4096), (3, 5000), (1, 1), (0, 8), (300_000,)]
+    "shape",
+    [(64, 64), (192, 64), (64, 192), (512, 512), (96, 4096), (3, 5000), (1, 1), (0, 8), (300_000,)],
 )
 def test_a_sample_meets_every_column(shape):
     """Exact: no more than SAMPLE elements, spread over the rows, and where there are enough of them over all columns."""
     places = torch.arange(math.prod(shape)).view(shape)
     found = _sample(places.double()).long()
-    assert len(found) == min(len(found), SAMPLE) and len(found) >= min(math.prod(shape), SAMPLE // 2)
+    assert len(found) == min(len(found), SAMPLE) and len(found) >= min(
+        math.prod(shape), SAMPLE // 2
+    )
     columns = min(shape[-1], len(found)) if shape[0] != 0 else 0
     assert len((found % max(shape[-1], 1)).unique()) >= (columns if shape[-1] <= SAMPLE else 0)
     assert not len(found) or found[-1] >= 0.99 * (math.prod(shape) - 1) - 1
@@ -101,7 +105,9 @@ class Small:
         self.guard = ng.Guard("every=2,steps=2", self.model, self.optimizer, self.step, **options)
         if sick:
             layer = self.model.layers[1].down_proj
-            layer.register_forward_hook(lambda layer, _, output: output if layer.is_suspended else sick(output))
+            layer.register_forward_hook(
+                lambda layer, _, output: output if layer.is_suspended else sick(output)
+            )
 
     def step(self, ids):
         loss = F.cross_entropy(self.model(ids).flatten(0, 1), ids.flatten())
@@ -119,11 +125,18 @@ class Small:
 
 def test_a_dead_layer_is_an_alarm_at_the_second_check(cpu):
     with pytest.warns(
-        UserWarning, match="The gradient of .* is not that of BF16 .* at two checks in a row: .*layers.1"
+        UserWarning,
+        match="The gradient of .* is not that of BF16 .* at two checks in a row: .*layers.1",
     ):
         events = Small(lambda output: output * 0).run(6)
-    assert [(each["verdict"], each["seen_on"]) for each in events] == [(UNKNOWN, ""), (WORSE, "gradient")]
-    assert "layers.1.down_proj" in events[0]["outside"] and events[0]["outside"]["layers.1.down_proj"] == 0
+    assert [(each["verdict"], each["seen_on"]) for each in events] == [
+        (UNKNOWN, ""),
+        (WORSE, "gradient"),
+    ]
+    assert (
+        "layers.1.down_proj" in events[0]["outside"]
+        and events[0]["outside"]["layers.1.down_proj"] == 0
+    )
     assert "layers.1.down_proj" in events[1]["sick"]
 
 
@@ -141,10 +154,14 @@ def test_a_sound_loop_has_slopes_near_one_and_no_hooks_left(cpu):
     loop = Small()
     events = loop.run(6)
     assert all(
-        each["weights"] == len([m for m in loop.model.modules() if isinstance(m, ng.QLinear) and m.recipe])
+        each["weights"]
+        == len([m for m in loop.model.modules() if isinstance(m, ng.QLinear) and m.recipe])
         for each in events
     )
-    assert all(LOW < low <= high < HIGH and (low, high) != (1, 1) for low, high in (each["slopes"] for each in events))
+    assert all(
+        LOW < low <= high < HIGH and (low, high) != (1, 1)
+        for low, high in (each["slopes"] for each in events)
+    )
     assert all(each["outside"] == {} and each["same"] != 0 for each in events)
     hooks = loop.optimizer._optimizer_step_pre_hooks
     assert not hooks
@@ -200,7 +217,9 @@ def test_a_gap_on_the_same_weights_is_an_alarm_that_says_so():
     found = verdicts[1]
     assert (found.seen_on, found.direction) == ("same weights", "lower")
     assert (
-        found.sentence.startswith("On the same weights and batch the loss is lower than that of BF16")
+        found.sentence.startswith(
+            "On the same weights and batch the loss is lower than that of BF16"
+        )
         and "0.1000 nats" in found.sentence
     )
     assert found.e_worse == (found.e_worse_stretch + found.e_worse_same) / 2
@@ -208,7 +227,9 @@ def test_a_gap_on_the_same_weights_is_an_alarm_that_says_so():
 
 def test_steps_that_follow_say_how_far_one_batch_scatters():
     """The same two numbers decide where batches agree, and nothing where they scatter as far. Less than three steps say nothing."""
-    assert noise([5.0, 2.03, 2.01, 1.9, 1.9], [2.0, 2.0, 2.0, 1.9, 1.9]) == pytest.approx([0.02 / math.sqrt(2), 0.0])
+    assert noise([5.0, 2.03, 2.01, 1.9, 1.9], [2.0, 2.0, 2.0, 1.9, 1.9]) == pytest.approx(
+        [0.02 / math.sqrt(2), 0.0]
+    )
     assert noise([2.0, 1.9], [2.0, 1.9]) == [] == noise([2.0], [])
     assert len(noise([2.0] * 50, [1.0] * 50)) == PAIRS
     for scatter, name in ((0.001, WORSE), (0.03, UNKNOWN)):
@@ -223,21 +244,38 @@ def test_within_needs_both_numbers_inside():
     assert first(judged([0.0002] * 8, [0.005] * 8), WITHIN) is None
     assert first(judged([0.0002] * 8, [0.0003] * 8, [{"a": 0.0}] * 8), WITHIN) is None
     alternating = [{"a": 0.0}, {}] * 4
-    assert [each.name for each in judged([0.0] * 8, [0.0] * 8, alternating)][-2:] == [UNKNOWN, WITHIN]
+    assert [each.name for each in judged([0.0] * 8, [0.0] * 8, alternating)][-2:] == [
+        UNKNOWN,
+        WITHIN,
+    ]
 
 
 def test_a_weight_is_sick_at_two_checks_in_a_row():
-    verdicts = judged([0.0] * 5, [0.0] * 5, [{"a": 0.0}, {"b": 9.0}, {"b": 9.0, "a": 0.1}, {"c": 0.0, "b": 8.0}, {}])
+    verdicts = judged(
+        [0.0] * 5,
+        [0.0] * 5,
+        [{"a": 0.0}, {"b": 9.0}, {"b": 9.0, "a": 0.1}, {"c": 0.0, "b": 8.0}, {}],
+    )
     assert [each.sick for each in verdicts] == [(), (), ("b",), ("b",), ()]
-    assert [each.direction for each in verdicts[2:4]] == ["gradient", "gradient"] and verdicts[4].name != WORSE
+    assert [each.direction for each in verdicts[2:4]] == ["gradient", "gradient"] and verdicts[
+        4
+    ].name != WORSE
     many = {f"layers.{i}": 0.0 for i in range(5)}
     said = judged([0.0] * 2, [0.0] * 2, [many, many])[-1].sentence
-    assert said.endswith("at two checks in a row: layers.0, layers.1, layers.2 and 2 more.") and "5 weights" in said
+    assert (
+        said.endswith("at two checks in a row: layers.0, layers.1, layers.2 and 2 more.")
+        and "5 weights" in said
+    )
 
 
 def test_numbers_of_the_first_step_go_through_json():
     evidence = Evidence()
-    for same, sick in ((0.001, {"a": 0.0}), (math.nan, None), (-0.1, {"a": 0.0}), (None, {"a": 0.0, "b": 7.5})):
+    for same, sick in (
+        (0.001, {"a": 0.0}),
+        (math.nan, None),
+        (-0.1, {"a": 0.0}),
+        (None, {"a": 0.0, "b": 7.5}),
+    ):
         evidence.add(0.001, loss=LOSS, same=same, outside=sick)
     resumed = Evidence()
     resumed.load_state_dict(runs.decode(runs.encode(evidence.state_dict())))
@@ -249,4 +287,8 @@ def test_checks_of_older_states_are_judged_by_the_stretch_alone():
     old.load_state_dict({"checks": [{"difference": 0.02, "loss": LOSS, "control": None}] * 3})
     for _ in range(3):
         new.add(0.02, loss=LOSS)
-    assert old.verdict() == new.verdict() and old.verdict().e_worse_same is None and old.verdict().name == WORSE
+    assert (
+        old.verdict() == new.verdict()
+        and old.verdict().e_worse_same is None
+        and old.verdict().name == WORSE
+    )

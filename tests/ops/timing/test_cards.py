@@ -14,12 +14,22 @@ def test_figures_belong_together(name):
     """A card has less than its name says and more than nine tenths of it; narrower types multiply no slower."""
     found, named = (
         CARDS[name],
-        {"a100-40": 40, "l4": 24, "l40s": 48, "mi300x": 192, "b200": 186, "h200": 141, "rtx-5090": 32},
+        {
+            "a100-40": 40,
+            "l4": 24,
+            "l40s": 48,
+            "mi300x": 192,
+            "b200": 186,
+            "h200": 141,
+            "rtx-5090": 32,
+        },
     )
     gb = named.get(name, 24 if "90" in name else 80)
     assert 0.9 * gb * GiB < found.memory <= gb * GiB and found.usable == found.memory - CONTEXT
     assert (found.device is None) == (name == "mi300x") == (not found.peak)
-    rates = [found.peak[kind] for kind in ("fp32", "tf32", "bf16", "fp8", "fp4") if kind in found.peak]
+    rates = [
+        found.peak[kind] for kind in ("fp32", "tf32", "bf16", "fp8", "fp4") if kind in found.peak
+    ]
     assert rates == sorted(rates)
     if found.device is not None:
         assert ("fp8" in found.peak) == (found.device.capability >= (8, 9))

@@ -23,7 +23,9 @@ def test_a_product_takes_its_flops_and_the_writing_of_its_result():
     rate = H200.peak["fp8"] * H200.reached * RATES.narrow / RATES.split
     written = 2 * m * n / (RATES.copied * H200.bandwidth)
     assert waves(m, n, 132) == 8 * 132 / 1023
-    assert seconds(each, H200) == pytest.approx(2 * m * n * k / rate * 1056 / 1023 + written + RATES.launch)
+    assert seconds(each, H200) == pytest.approx(
+        2 * m * n * k / rate * 1056 / 1023 + written + RATES.launch
+    )
 
 
 def test_a_cast_is_bound_by_its_bytes_or_by_its_instructions():
@@ -32,12 +34,16 @@ def test_a_cast_is_bound_by_its_bytes_or_by_its_instructions():
     moved = 4 * elements / (RATES.copied * H200.bandwidth) + RATES.launch
     assert seconds(cast, H200) == pytest.approx(moved)
     slow = replace(RATES, instructions=661)
-    issued = elements / 16 * 661 / 32 / (RATES.issued * 4 * H200.processors * H200.clock) + RATES.launch
+    issued = (
+        elements / 16 * 661 / 32 / (RATES.issued * 4 * H200.processors * H200.clock) + RATES.launch
+    )
     assert seconds(cast, H200, slow) == pytest.approx(issued) and issued > 1.3 * moved
 
 
 @pytest.mark.parametrize(
-    "each", [each for each in published._te() if each.on is published.NVL], ids=lambda each: each.case
+    "each",
+    [each for each in published._te() if each.on is published.NVL],
+    ids=lambda each: each.case,
 )
 def test_products_and_casts_of_transformer_engine(each):
     """Each of its 15 columns and phases on an H200 NVL, at the rates of the package and the share that the card reached."""
@@ -48,7 +54,8 @@ def test_shapes_of_deepgemm():
     """Waves and the result's writing tell its shapes apart within a tenth, from 590 to 1,358 TFLOP/s: a flat rate is off by 2.3."""
     h800 = card("h100")
     times = [
-        (2 * 4096 * n * k / tera / 1e12, published.product(4096, n, k, "fp8")) for n, k, tera in published.deepgemm()
+        (2 * 4096 * n * k / tera / 1e12, published.product(4096, n, k, "fp8"))
+        for n, k, tera in published.deepgemm()
     ]
     found = [seconds(each, h800) / measured for measured, each in times]
     middle = sorted(found)[len(found) // 2]

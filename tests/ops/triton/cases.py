@@ -24,7 +24,9 @@ Case = tuple[str, Callable[[], object]]
 
 def chosen(module: Any, part: str) -> Iterator[Case]:
     quick = module.is_quick
-    takes = {"quick": quick, "rest": lambda name: not quick(name)}.get(part, lambda name: name.startswith(part))
+    takes = {"quick": quick, "rest": lambda name: not quick(name)}.get(
+        part, lambda name: name.startswith(part)
+    )
     return (each for each in module.cases() if takes(each[0]))
 
 
@@ -42,11 +44,15 @@ def tell(module: Any, part: str) -> None:
 
 def check(found: dict[str, str], modules: list[Any], part: str) -> None:
     """All were run, none differs, each is of a kind, and each kind has a case: one without is a test that cannot fail."""
-    assert list(found) == [f"{module.__name__}: {name}" for module in modules for name, _ in chosen(module, part)]
+    assert list(found) == [
+        f"{module.__name__}: {name}" for module in modules for name, _ in chosen(module, part)
+    ]
     for module in modules:
         names = [name for name, _ in module.cases()]
         assert not [name for name in names if not name.startswith(module.KINDS)], module
-        assert not [kind for kind in module.KINDS if not any(name.startswith(kind) for name in names)], module
+        assert not [
+            kind for kind in module.KINDS if not any(name.startswith(kind) for name in names)
+        ], module
     different = [f"{name}: {words}" for name, words in found.items() if words]
     assert found and not different, "\n".join(different)
 

@@ -31,7 +31,15 @@ from narrowgauge.recipe import Cast, Window
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
 from tests.ops.triton.cases import Case
-from tests.ops.triton.stepped import INTERPRETED, Guards, choose_interpreted, failure, gradients, narrow, prove
+from tests.ops.triton.stepped import (
+    INTERPRETED,
+    Guards,
+    choose_interpreted,
+    failure,
+    gradients,
+    narrow,
+    prove,
+)
 
 DELAYED, CURRENT = Cast(format=E4M3, calibrate=Window()), Cast(format=E4M3)
 POW = Cast(format=E5M2, calibrate=Window(length=3, margin=1), scale=POW2)
@@ -54,7 +62,11 @@ class Casting:
     """Stands in for `optim.precast_weights.WeightCasts`: one weight, its cast in guarded memory."""
 
     def __init__(self, weight: torch.Tensor, cast: Cast, guards: Guards) -> None:
-        window = AmaxHistory(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
+        window = (
+            AmaxHistory(cast.calibrate, weight.device)
+            if isinstance(cast.calibrate, Window)
+            else None
+        )
         self.stepped = PrecastWeight.of(weight, cast, window)
         if self.stepped.codes is not None:
             for name in ("plain", "turned"):
@@ -90,7 +102,9 @@ def compare(
     for interpreted in (True, False):
         parameter, guards = weight(SHAPES[shape], dtype), Guards()
         build = Lion if states == "fp32" else AdamW
-        optimizer: Any = build([parameter], states=states, master=master, lr=1e-2, weight_decay=20.0, backend="torch")
+        optimizer: Any = build(
+            [parameter], states=states, master=master, lr=1e-2, weight_decay=20.0, backend="torch"
+        )
         casting = Casting(parameter.detach(), cast, guards)
         if interpreted:
             optimizer._kernel = lambda param_step: INTERPRETED
@@ -120,7 +134,9 @@ def examine(cast: Cast, dtype: torch.dtype) -> None:
     """What a GPU is asked for before it takes up what a step left."""
     spec = Spec.of(torch.zeros(2, 2, dtype=dtype), cast)
     check = of_casts.CHECKS["quantize_precast"]
-    verdict = examined("quantize_precast", triton.precast, check, check.kind(spec), torch.device("cpu"))
+    verdict = examined(
+        "quantize_precast", triton.precast, check, check.kind(spec), torch.device("cpu")
+    )
     assert verdict.reason is None, verdict.reason
 
 
@@ -149,14 +165,20 @@ def find_the_broken_kernel() -> None:
         assert reason.startswith(words), reason
 
 
-def train(recipe: str, micro_batches: int, casts: bool, dtype: torch.dtype) -> tuple[list[Any], Any]:
+def train(
+    recipe: str, micro_batches: int, casts: bool, dtype: torch.dtype
+) -> tuple[list[Any], Any]:
     """Losses, and what is there after three steps; and the optimizer's WeightCasts."""
     torch.manual_seed(1)
     layers = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 16)).to(dtype)
     model = ng.convert(layers, recipe)
     master = None if dtype == torch.float32 else "stochastic"
     optimizer: Any = AdamW(
-        model.parameters(), states="8bit", master=master, lr=3e-2, backend="auto" if casts else "torch"
+        model.parameters(),
+        states="8bit",
+        master=master,
+        lr=3e-2,
+        backend="auto" if casts else "torch",
     )
     linked = None
     if casts:
@@ -181,14 +203,21 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
     launched = []
     whole = triton_launch.launch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+        patch.setattr(
+            "narrowgauge.nn.plan.plan",
+            lambda gemm, device: replace(plan(gemm, device), expand=None),
+        )
         expected, _ = train(recipe, micro_batches, False, dtype)
         # The kernel that takes up what was left, and no other: all else has the same bits, and takes long to interpret.
         patch.setattr(
-            precast_weight.KERNELS, "kernels", [replace(precast_weight.KERNELS.kernels[0], refuse=lambda spec: None)]
+            precast_weight.KERNELS,
+            "kernels",
+            [replace(precast_weight.KERNELS.kernels[0], refuse=lambda spec: None)],
         )
         patch.setattr(
-            triton_launch, "launch", lambda kernel, *a, **o: launched.append(kernel) or whole(kernel, *a, **o)
+            triton_launch,
+            "launch",
+            lambda kernel, *a, **o: launched.append(kernel) or whole(kernel, *a, **o),
         )
         got, casts = train(recipe, micro_batches, True, dtype)
     assert_same(got, expected)
@@ -198,7 +227,15 @@ def compare_training(recipe: str, micro_batches: int, dtype: torch.dtype) -> Non
     assert launched == [kernel] * 4, launched
 
 
-KINDS = ("step ", "left out ", "poison ", "take ", "check ", "broken", "training ")  # what a case begins with
+KINDS = (
+    "step ",
+    "left out ",
+    "poison ",
+    "take ",
+    "check ",
+    "broken",
+    "training ",
+)  # what a case begins with
 SLOW = (
     "check delayed", "left out e4m3 tensor fp32 delayed", "left out e5m2", "take int8", "broken",
     "step 8bit stochastic bfloat16", "step 4bit None", "poison e4m3 tensor fp32 delayed", "take e4m3 tensor fp32 delayed",
@@ -221,7 +258,11 @@ def cases() -> Iterator[Case]:
     for cast in (DELAYED, POW, CURRENT):
         call = ("8bit", "stochastic", torch.bfloat16, cast, "wide", None, True)
         yield f"left out {cast}", lambda call=call: compare(*call)
-    for cast, dtype in ((DELAYED, torch.bfloat16), (CURRENT, torch.float32), (INTEGER, torch.float32)):
+    for cast, dtype in (
+        (DELAYED, torch.bfloat16),
+        (CURRENT, torch.float32),
+        (INTEGER, torch.float32),
+    ):
         yield f"take {cast}", lambda cast=cast, dtype=dtype: examine(cast, dtype)
     yield "check delayed", lambda: prove(replace(SMALL, cast=DELAYED))
     yield "broken", find_the_broken_kernel

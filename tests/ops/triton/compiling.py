@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="triton is not installed: its kernels are neither compiled nor run here")
+triton = pytest.importorskip(
+    "triton", reason="triton is not installed: its kernels are neither compiled nor run here"
+)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
@@ -75,7 +77,11 @@ class Compiled:
     def programs(self) -> int:
         """How many fit onto a multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, "Compute Capabilities")."""
         registers = -(-self.usage["REG"] // 8) * 8 * 32 * self.usage["WARPS"]
-        return min(65536 // registers, 64 // self.usage["WARPS"], 228 * 1024 // (self.usage["SHARED"] + 1024))
+        return min(
+            65536 // registers,
+            64 // self.usage["WARPS"],
+            228 * 1024 // (self.usage["SHARED"] + 1024),
+        )
 
 
 @contextmanager
@@ -83,9 +89,16 @@ def caught(modules: list[Any], sm: int, found: list[Compiled]) -> Iterator[None]
     """Within it, `launch` in these modules compiles for `sm` and adds to `found` instead of running."""
 
     def compile_instead(
-        kernel: Any, programs: int, *arguments: Any, warps: int, reached: Any = None, **constants: Any
+        kernel: Any,
+        programs: int,
+        *arguments: Any,
+        warps: int,
+        reached: Any = None,
+        **constants: Any,
     ) -> None:
-        made = kernel.warmup(*arguments, grid=(programs,), num_warps=warps, enable_fp_fusion=False, **constants)
+        made = kernel.warmup(
+            *arguments, grid=(programs,), num_warps=warps, enable_fp_fusion=False, **constants
+        )
         found.append(
             Compiled(
                 kernel.__name__,
@@ -98,7 +111,9 @@ def caught(modules: list[Any], sm: int, found: list[Compiled]) -> Iterator[None]
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(AbsentGpu(sm))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "cpu_facts", lambda: Device("cuda", TARGETS[sm]))  # the tensors are on the CPU
+        patch.setattr(
+            registry, "cpu_facts", lambda: Device("cuda", TARGETS[sm])
+        )  # the tensors are on the CPU
         for module in modules:
             patch.setattr(module, "launch", compile_instead)
         try:
@@ -125,9 +140,15 @@ def _usage(cubin: bytes) -> dict[str, int]:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         text = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", path], capture_output=True, encoding="utf-8", check=True
+            [TOOLS / "cuobjdump", "-res-usage", path],
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
         ).stdout
-        found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+        found = {
+            name: int(number)
+            for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)
+        }
         path.write_text(json.dumps(found), encoding="utf-8")
         path.replace(kept)
     return found

@@ -10,7 +10,9 @@ from narrowgauge.ops import triton
 from narrowgauge.ops.cpp.build import cache_folder
 
 
-@pytest.fixture(scope="package", autouse=True)  # no longer: tests elsewhere ask whether Triton is here
+@pytest.fixture(
+    scope="package", autouse=True
+)  # no longer: tests elsewhere ask whether Triton is here
 def own_cache() -> Iterator[None]:
     """A folder of the user's own. Triton's keys name source, options, GPU and version, so what is found there is what would be made."""
     with pytest.MonkeyPatch.context() as patch:

@@ -49,7 +49,14 @@ from narrowgauge.ops.triton.noise import uniform
 from narrowgauge.ops.triton.replay import Replay, Replays
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, Hadamard, Window
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
+from narrowgauge.scaling import (
+    E4M3_TWO_LEVEL,
+    E4M3_TWO_LEVEL_CEIL,
+    E8M0_CEIL,
+    E8M0_FLOOR,
+    FP32,
+    POW2,
+)
 from tests.compare import assert_same
 from tests.ops.registries import registries
 from tests.ops.triton.cases import Case
@@ -69,7 +76,13 @@ TILED = (
     Cast(format=E2M1, tile=(16, 16)),
     Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
     Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL),
-    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16),
+    Cast(
+        format=E2M1,
+        tile=(1, 16),
+        scale=E4M3_TWO_LEVEL_CEIL,
+        rounding="stochastic",
+        headroom=17 / 16,
+    ),
 )
 # Recipe, a kernel that must run in its layers, and whether the numbers are the reference's to the bit.
 LAYERS = (
@@ -82,7 +95,9 @@ LAYERS = (
 SPECIAL = (0.0, -0.0, 1e-40, -1e-30, 448.0, 1.0)
 
 
-def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, width: float = 8.0) -> Tensor:
+def matrix(
+    rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, width: float = 8.0
+) -> Tensor:
     """Magnitudes over some dozens of octaves, so that every rounding of a format happens, with special values in front."""
     x = torch.randn(rows, columns) * torch.exp2(width * torch.randn(rows, columns))
     x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
@@ -93,7 +108,9 @@ def words(key: Key | None) -> Tensor | None:
     return None if key is None else key.on_device(torch.device("cpu"))
 
 
-def compare(x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tensor | None = None) -> None:
+def compare(
+    x: Tensor, cast: Cast, expand: torch.dtype | None = None, amax: Tensor | None = None
+) -> None:
     """One orientation."""
     key = KEY if cast.rounding == "stochastic" else None
     got = triton_launch.cast_pair(x, cast, amax=amax, noise=(key, None), expand=expand)[0]
@@ -201,7 +218,9 @@ def find_programs_that_do_not_wait() -> None:
     """Control: each casts by the maxima that it finds when it comes."""
     x = torch.linspace(0.1, 3.0, 144 * 272).reshape(144, 272)
     for cast in (Cast(format=E4M3), Cast(format=E4M3, tile=(1, WHOLE))):
-        got = cast_in_turns(lambda cast=cast: triton_launch.cast_pair(x, cast, cols=True), 4, waits=False)
+        got = cast_in_turns(
+            lambda cast=cast: triton_launch.cast_pair(x, cast, cols=True), 4, waits=False
+        )
         assert not torch.equal(got[1].data, quantize(x.T, cast, backend="reference").data)
 
 
@@ -232,7 +251,9 @@ def checked_by_interpreter() -> Iterator[tuple[str, Kernel[Any], Any]]:
                 examples = [replace(spec, device=hopper) for spec in kernel.check().examples()]
                 if registry.op == "rotary":  # whose products of bfloat16 are wrong here
                     examples = [spec for spec in examples if torch.bfloat16 not in spec.dtypes]
-                yield from ((registry.op, kernel, spec) for spec in examples if kernel.refuse(spec) is None)
+                yield from (
+                    (registry.op, kernel, spec) for spec in examples if kernel.refuse(spec) is None
+                )
 
 
 def check(op: str, kernel: Kernel[Any], spec: Any) -> None:
@@ -259,14 +280,19 @@ def find_a_broken_kernel() -> None:
         check = of_casts.CHECKS["quantize"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton_launch, "constants", lambda *given, C=C: C)
-            result = selfcheck.examine("quantize", triton.run, check, check.kind(spec), torch.device("cpu"))
+            result = selfcheck.examine(
+                "quantize", triton.run, check, check.kind(spec), torch.device("cpu")
+            )
         assert result.reason is not None and "is wrong on cpu" in result.reason, result
 
 
 def train_layers(recipe: str) -> dict[str, object]:
     """Two steps of two layers with the weights cast once; a matrix in each orientation."""
     torch.manual_seed(1)
-    model = ng.convert(torch.nn.Sequential(torch.nn.Linear(80, 48), torch.nn.GELU(), torch.nn.Linear(48, 32)), recipe)
+    model = ng.convert(
+        torch.nn.Sequential(torch.nn.Linear(80, 48), torch.nn.GELU(), torch.nn.Linear(48, 32)),
+        recipe,
+    )
     ng.advance(model)
     found = []
     for _ in range(2):
@@ -287,13 +313,18 @@ def compare_layers(recipe: str, kernel: object, exact: bool) -> None:
     found, launches = [], []
     whole = triton_launch.launch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("narrowgauge.nn.plan.plan", lambda gemm, device: replace(plan(gemm, device), expand=None))
+        patch.setattr(
+            "narrowgauge.nn.plan.plan",
+            lambda gemm, device: replace(plan(gemm, device), expand=None),
+        )
         found.append(train_layers(recipe))
         for module in (triton, encoding):
             patch.setattr(module, "refuse_tensors", lambda *given: None)
         for module in (triton_launch, encoding):
             patch.setattr(
-                module, "launch", lambda kernel, *call, **o: launches.append(kernel) or whole(kernel, *call, **o)
+                module,
+                "launch",
+                lambda kernel, *call, **o: launches.append(kernel) or whole(kernel, *call, **o),
             )
         found.append(train_layers(recipe))
     assert kernel in launches, "it was another that ran"
@@ -301,7 +332,9 @@ def compare_layers(recipe: str, kernel: object, exact: bool) -> None:
         assert_same(found[1], found[0])
     else:
         for mine, theirs in zip(found[1]["outputs"], found[0]["outputs"], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max())
+            )
 
 
 def compare_rotated(order: int, dtype: torch.dtype) -> None:
@@ -313,7 +346,9 @@ def compare_rotated(order: int, dtype: torch.dtype) -> None:
         hadamard, scale = Hadamard(block=order, signs="random"), torch.tensor([[0.7]])
         signs = draw_signs(hadamard, shape[1], x.device)
         got = encoding.in_triton(x, hadamard, signs, scale, INT4, True, True)
-        expected = rotate_and_encode(x, hadamard, signs, scale, INT4, packed=True, bits=True, backend="reference")
+        expected = rotate_and_encode(
+            x, hadamard, signs, scale, INT4, packed=True, bits=True, backend="reference"
+        )
         for name, mine, theirs in zip(("codes", "packed", "bits"), got, expected, strict=True):
             assert_same(mine, theirs, at=name)
 
@@ -344,15 +379,22 @@ def compare_replays(cast: Cast, cols: bool, dtype: torch.dtype) -> None:
     lives = [torch.tensor([3.0, 0.0, 0.0]) if is_delayed else None for _ in range(2)]
     for shape in ((40, 70), (33, 64), (40, 70), (40, 70), (33, 64), (40, 70), (33, 64), (33, 64)):
         x = matrix(*shape, dtype)
-        found = [made if isinstance(made, tuple) else (made,) for made in (replays(x, lives[0]), call(x, lives[1]))]
+        found = [
+            made if isinstance(made, tuple) else (made,)
+            for made in (replays(x, lives[0]), call(x, lives[1]))
+        ]
         assert [type(each) for each in found[0]] == [type(each) for each in found[1]]
         for mine, theirs, at in zip(*found, ("rows", "cols", "amax"), strict=False):
             if theirs is not None:
-                both = [vars(each) if isinstance(each, QTensor) else each for each in (mine, theirs)]
+                both = [
+                    vars(each) if isinstance(each, QTensor) else each for each in (mine, theirs)
+                ]
                 assert_same(*both, at=at)
         if is_delayed:
             assert_same(lives[0], lives[1])
-    assert [type(each) for each in replays._found.values()] == [Replay, Replay], "it was never replayed"
+    assert [type(each) for each in replays._found.values()] == [Replay, Replay], (
+        "it was never replayed"
+    )
 
 
 # By what a case begins with.
@@ -373,7 +415,12 @@ QUICK_CHECKS = (
     "check of norm_act: Kind(name='swiglu'",
     "check of norm_act_backward: Kind(name='layer-norm'",
 )
-REPLAYED = ("e4m3 tensor fp32 False", "delayed (max of 1024) True", "1x128 pow2 True", "int4 row fp32 True")
+REPLAYED = (
+    "e4m3 tensor fp32 False",
+    "delayed (max of 1024) True",
+    "1x128 pow2 True",
+    "int4 row fp32 True",
+)
 SEVERAL_PROGRAMS = (
     "both e4m3 tensor fp32",
     "both e5m2 row fp32 stochastic",
@@ -397,20 +444,37 @@ def cases() -> Iterator[Case]:
     for format in ELEMENTS:
         for rule in (FP32, POW2, E8M0_FLOOR):
             for rounding in ("nearest", "stochastic"):
-                cast = Cast(format=format, scale=rule, rounding=rounding, headroom=4 / 3 if rule is FP32 else 1.0)
+                cast = Cast(
+                    format=format,
+                    scale=rule,
+                    rounding=rounding,
+                    headroom=4 / 3 if rule is FP32 else 1.0,
+                )
                 yield f"{cast}", lambda cast=cast: compare(matrix(33, 62), cast)
     for cast in TILED:
         for shape in ((37, 53), (130, 260)):
-            yield f"both {cast} {shape}", lambda cast=cast, shape=shape: compare_both(matrix(*shape), cast)
+            yield (
+                f"both {cast} {shape}",
+                lambda cast=cast, shape=shape: compare_both(matrix(*shape), cast),
+            )
         yield f"turned {cast}", lambda cast=cast: compare(matrix(60, 37).T, cast)
         yield f"float16 {cast}", lambda cast=cast: compare(matrix(20, 34, torch.float16, 2.0), cast)
-        yield f"values {cast}", lambda cast=cast: compare(matrix(20, 35, torch.float32), cast, torch.bfloat16)
+        yield (
+            f"values {cast}",
+            lambda cast=cast: compare(matrix(20, 35, torch.float32), cast, torch.bfloat16),
+        )
     for order in (16, 32, 64):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            yield f"rotated {order} {dtype}", lambda order=order, dtype=dtype: compare_rotated(order, dtype)
+            yield (
+                f"rotated {order} {dtype}",
+                lambda order=order, dtype=dtype: compare_rotated(order, dtype),
+            )
     yield (
         "amax of a tensor",
-        lambda: [compare_amax(x) for x in (matrix(70, 130), matrix(70, 130).T, matrix(3, 5) * float("nan"))],
+        lambda: [
+            compare_amax(x)
+            for x in (matrix(70, 130), matrix(70, 130).T, matrix(3, 5) * float("nan"))
+        ],
     )
     for cast in (
         Cast(format=E4M3),
@@ -431,17 +495,36 @@ def cases() -> Iterator[Case]:
         kind = " ".join(map(str, spec.casts if op == "mm" else kernel.check().kind(spec)))
         yield f"check of {op}: {kind}", lambda call=(op, kernel, spec): check(*call)
     yield "broken kernels", find_a_broken_kernel
-    for cast in (Cast(format=E4M3), Cast(format=E4M3, calibrate=Window()), *TILED[1:2], *TILED[3:6], TILED[8]):
+    for cast in (
+        Cast(format=E4M3),
+        Cast(format=E4M3, calibrate=Window()),
+        *TILED[1:2],
+        *TILED[3:6],
+        TILED[8],
+    ):
         for cols in (False, True):
-            yield f"replayed {cast} {cols}", lambda cast=cast, cols=cols: compare_replays(cast, cols, torch.bfloat16)
+            yield (
+                f"replayed {cast} {cols}",
+                lambda cast=cast, cols=cols: compare_replays(cast, cols, torch.bfloat16),
+            )
     for recipe, kernel, exact in LAYERS:
         yield f"layers {recipe}", lambda call=(recipe, kernel, exact): compare_layers(*call)
     yield from _at_the_edges()
 
 
 def _at_the_edges() -> Iterator[Case]:
-    for cast in (Cast(format=E4M3), Cast(format=INT8), Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL), TILED[-3]):
-        for name, value in (("nan", float("nan")), ("infinity", float("inf")), ("huge", 3e38), ("tiny", 1e-44)):
+    for cast in (
+        Cast(format=E4M3),
+        Cast(format=INT8),
+        Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL),
+        TILED[-3],
+    ):
+        for name, value in (
+            ("nan", float("nan")),
+            ("infinity", float("inf")),
+            ("huge", 3e38),
+            ("tiny", 1e-44),
+        ):
 
             def spoiled(cast: Cast = cast, value: float = value) -> None:
                 x = matrix(20, 40, torch.float32)
@@ -452,7 +535,10 @@ def _at_the_edges() -> Iterator[Case]:
             yield f"{name} {cast}", spoiled
     amax = torch.tensor([[0.75]])
     for cast in (Cast(format=E5M2), Cast(format=E4M3, tile=(1, WHOLE)), Cast(format=INT4)):
-        yield f"given amax {cast}", lambda cast=cast: compare(matrix(9, 50), cast, amax=_as_scales(amax, cast))
+        yield (
+            f"given amax {cast}",
+            lambda cast=cast: compare(matrix(9, 50), cast, amax=_as_scales(amax, cast)),
+        )
         yield f"one column {cast}", lambda cast=cast: compare(matrix(50, 1), cast)
         yield f"long rows {cast}", lambda cast=cast: compare(matrix(2, 8193, width=1.0), cast)
     for in_use in (0.0, 3.0):
@@ -461,7 +547,9 @@ def _at_the_edges() -> Iterator[Case]:
                 name = f"delayed, in use {in_use}, {value} within, records {records}"
                 yield (
                     name,
-                    lambda in_use=in_use, value=value, records=records: compare_delayed(in_use, value, records),
+                    lambda in_use=in_use, value=value, records=records: compare_delayed(
+                        in_use, value, records
+                    ),
                 )
 
 

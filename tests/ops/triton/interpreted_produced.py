@@ -24,7 +24,10 @@ from tests.compare import assert_same
 from tests.ops.triton.cases import Case
 
 TENSOR, ROW = Cast(format=E4M3), Cast(format=INT8, tile=(1, WHOLE))
-VECTOR, MX = Cast(format=E4M3, tile=(1, 128), scale=POW2), Cast(format=E5M2, tile=(1, 32), scale=E8M0_CEIL)
+VECTOR, MX = (
+    Cast(format=E4M3, tile=(1, 128), scale=POW2),
+    Cast(format=E5M2, tile=(1, 32), scale=E8M0_CEIL),
+)
 LIVE = (0.0, 3.0)
 UNIT = {torch.float32: 2.0**-23, torch.float16: 2.0**-10}
 
@@ -34,10 +37,15 @@ def kind_of(name: str) -> Kind:
 
 
 def tensors_of(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
-    x = torch.randn(rows, columns) * torch.exp2(torch.randn(rows, 1)) + (0.5 if kind.name == "layer-norm" else 0.0)
+    x = torch.randn(rows, columns) * torch.exp2(torch.randn(rows, 1)) + (
+        0.5 if kind.name == "layer-norm" else 0.0
+    )
     x.view(-1)[:4] = torch.tensor([0.0, -0.0, 8.0, -8.0])
     if kind.is_norm:
-        return [x.to(dtype), *(1 + 0.2 * torch.randn(2, columns)).to(dtype)[: 1 + (kind.name == "layer-norm")]]
+        return [
+            x.to(dtype),
+            *(1 + 0.2 * torch.randn(2, columns)).to(dtype)[: 1 + (kind.name == "layer-norm")],
+        ]
     return [x.to(dtype)] + [torch.randn(rows, columns).to(dtype)] * kind.is_gated
 
 
@@ -71,13 +79,19 @@ def check_casts(made: CastResult, order: CastRequest, spoiled: bool = False) -> 
         if got is None:
             assert name == "turned" and not order.transposed
             continue
-        assert_same(got.scale.contiguous(), wanted.scale.contiguous(), any_nan=True, at=f"{name}: scale")
+        assert_same(
+            got.scale.contiguous(), wanted.scale.contiguous(), any_nan=True, at=f"{name}: scale"
+        )
         if not spoiled:
             assert_same(got.data, wanted.data, at=name)
 
 
 def compare_forward(
-    kind: Kind, order: CastRequest, shape: tuple[int, int], dtype: torch.dtype, spoiled: float | None = None
+    kind: Kind,
+    order: CastRequest,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    spoiled: float | None = None,
 ) -> None:
     tensors = tensors_of(kind, *shape, dtype)
     if spoiled is not None:
@@ -87,29 +101,44 @@ def compare_forward(
     if spoiled is None:
         wide = [each.to(torch.float64) for each in tensors]
         near(made.value, value(kind, tensors), "y", 2.0)
-        for name, got, expected in zip("ab", statistics, definition.statistics(kind, wide), strict=True):
+        for name, got, expected in zip(
+            "ab", statistics, definition.statistics(kind, wide), strict=True
+        ):
             assert (got is None) == (expected is None)
             if got is None or expected is None:
                 continue
-            assert ((got - expected).abs() <= 2.0**-20 * expected.abs() + 1e-6).all(), f"statistic {name}"
+            assert ((got - expected).abs() <= 2.0**-20 * expected.abs() + 1e-6).all(), (
+                f"statistic {name}"
+            )
 
 
-def kept_in_codes(kind: Kind, tensors: list[Tensor], cast: Cast = NARROW["fp8"]) -> list[Tensor | Kept]:
+def kept_in_codes(
+    kind: Kind, tensors: list[Tensor], cast: Cast = NARROW["fp8"]
+) -> list[Tensor | Kept]:
     """Of a norm the codes of y.T, of an activation those of its inputs. One weight is 0, which y tells nothing about."""
     if not kind.is_norm:
         return [Kept(quantize(each, cast, backend="reference"), each.dtype) for each in tensors]
     tensors[1][5] = -1.0 if kind.name == "gemma-norm" else 0.0
-    return [Kept(quantize(value(kind, tensors).T, TENSOR, backend="reference"), tensors[0].dtype, True), *tensors[1:]]
+    return [
+        Kept(quantize(value(kind, tensors).T, TENSOR, backend="reference"), tensors[0].dtype, True),
+        *tensors[1:],
+    ]
 
 
 def compare_values_of_codes(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    kept = kept_in_codes(kind, tensors_of(kind, *shape, dtype), NARROW["int8" if dtype == torch.float16 else "fp8"])
+    kept = kept_in_codes(
+        kind, tensors_of(kind, *shape, dtype), NARROW["int8" if dtype == torch.float16 else "fp8"]
+    )
     kernel, reference = FORWARD.kernels
     near(kernel.run(kind, kept, None)[0].value, reference.run(kind, kept, None)[0].value, "y", 2.0)
 
 
 def compare_gradients(
-    kind: Kind, orders: list[CastRequest | None], shape: tuple[int, int], dtype: torch.dtype, of_codes: bool = False
+    kind: Kind,
+    orders: list[CastRequest | None],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    of_codes: bool = False,
 ) -> None:
     """Beside the definition's; the sums of a weight's gradient over rows among them."""
     tensors: list[Tensor | Kept] = [*tensors_of(kind, *shape, dtype)]
@@ -119,7 +148,9 @@ def compare_gradients(
         tensors = kept_in_codes(kind, tensors)
     kernel, reference = BACKWARD.kernels
     made, of_parameters = kernel.run(kind, tensors, statistics, gy, orders)
-    expected, expected_parameters = reference.run(kind, tensors, statistics, gy, [None] * len(orders))
+    expected, expected_parameters = reference.run(
+        kind, tensors, statistics, gy, [None] * len(orders)
+    )
     for number, (got, wanted, order) in enumerate(zip(made, expected, orders, strict=True)):
         near(got.value, wanted.value, f"gradient {number}", 1.0, sums=32.0)
         if order is not None:
@@ -128,7 +159,9 @@ def compare_gradients(
         near(got_sum, wanted_sum, "gradient of a weight", 1.0, sums=64.0)
 
 
-KINDS = tuple(f"{of}{kind} " for of in ("", "gradient of ") for kind in spec.KINDS)  # what a case begins with
+KINDS = tuple(
+    f"{of}{kind} " for of in ("", "gradient of ") for kind in spec.KINDS
+)  # what a case begins with
 QUICK = ("rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh")
 WIDE = ("plain (", "mx (", "first step (")
 FEW = ("gelu", "gelu-tanh")  # whose casts are those of swiglu
@@ -148,7 +181,9 @@ def is_quick(name: str) -> bool:
 
 
 def cases() -> Iterator[Case]:
-    triton_launch.PARTS = 16  # each of them is a program to interpret; less than there are pieces, so they are shared
+    triton_launch.PARTS = (
+        16  # each of them is a program to interpret; less than there are pieces, so they are shared
+    )
     orders = {
         "delayed": (TENSOR, True, 3.0), "delayed, first step": (TENSOR, True, 0.0), "delayed, plain": (TENSOR, False, 3.0),
         "current": (TENSOR, True, None), "current, plain": (TENSOR, False, None), "row": (ROW, False, None),
@@ -161,7 +196,9 @@ def cases() -> Iterator[Case]:
                 order = order_of(cast, turned, in_use)
                 yield (
                     f"{name} {title} {shape}",
-                    lambda kind=kind, order=order, shape=shape, dtype=dtype: compare_forward(kind, order, shape, dtype),
+                    lambda kind=kind, order=order, shape=shape, dtype=dtype: compare_forward(
+                        kind, order, shape, dtype
+                    ),
                 )
         for strange in (float("nan"), float("inf")):
             for title in ("delayed", "vector", "row"):
@@ -187,13 +224,17 @@ def _gradients(kind: Kind) -> Iterator[Case]:
         for shape, dtype in (((37, 131), torch.float32), ((150, 260), torch.float16)):
             yield (
                 f"gradient of {kind.name} {title} {shape}",
-                lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(kind, _fresh(orders), shape, dtype),
+                lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(
+                    kind, _fresh(orders), shape, dtype
+                ),
             )
     for shape, dtype in (((37, 131), torch.float32), ((70, 260), torch.float16)):
         orders = list(choices.values())[0 if kind.is_norm else 1]
         yield (
             f"gradient of {kind.name} of codes {shape}",
-            lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(kind, _fresh(orders), shape, dtype, True),
+            lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(
+                kind, _fresh(orders), shape, dtype, True
+            ),
         )
         if not kind.is_norm:
             yield (
@@ -204,6 +245,9 @@ def _gradients(kind: Kind) -> Iterator[Case]:
 
 def _fresh(orders: list[CastRequest | None]) -> list[CastRequest | None]:
     return [
-        each and CastRequest(each.cast, None if each.live is None else each.live.clone(), True, each.transposed)
+        each
+        and CastRequest(
+            each.cast, None if each.live is None else each.live.clone(), True, each.transposed
+        )
         for each in orders
     ]

@@ -54,7 +54,9 @@ def cases() -> Iterator[Case]:
 def compare_product(m: int, n: int, k: int, tiles: tuple[int, ...], biased: bool) -> None:
     """Several kinds of tile on both sides, ragged in all three axes, few rows, bias, more groups of rows than one."""
     operands = lhs, rhs = torch.randn(m, k), torch.randn(n, k)
-    scales = [torch.ldexp(ones, torch.randint(-5, 6, ones.shape)) for ones in ones_of((m, n), k, tiles)]
+    scales = [
+        torch.ldexp(ones, torch.randint(-5, 6, ones.shape)) for ones in ones_of((m, n), k, tiles)
+    ]
     bias = torch.randn(n) if biased else None
     got = launch(lhs, scales[0], rhs, scales[1], bias, list(tiles), torch.float32).double()
     full = [
@@ -70,7 +72,10 @@ def compare_product(m: int, n: int, k: int, tiles: tuple[int, ...], biased: bool
 
 def ones_of(rows: tuple[int, int], k: int, tiles: tuple[int, ...]) -> list[Tensor]:
     """A scale for each tile of both operands."""
-    return [torch.ones(-(-size // a), -(-k // b)) for size, (a, b) in zip(rows, (tiles[:2], tiles[2:]), strict=True)]
+    return [
+        torch.ones(-(-size // a), -(-k // b))
+        for size, (a, b) in zip(rows, (tiles[:2], tiles[2:]), strict=True)
+    ]
 
 
 def check_operator(m: int, n: int, k: int, tiles: tuple[int, ...], biased: bool) -> None:
@@ -79,7 +84,15 @@ def check_operator(m: int, n: int, k: int, tiles: tuple[int, ...], biased: bool)
     operator.impl("block_mm", launch, "CPU", allow_override=True)
     scales = [torch.rand_like(ones) for ones in ones_of((m, n), k, tiles)]
     bias = torch.randn(n) if biased else None
-    given = (torch.randn(m, k), scales[0], torch.randn(n, k), scales[1], bias, list(tiles), torch.bfloat16)
+    given = (
+        torch.randn(m, k),
+        scales[0],
+        torch.randn(n, k),
+        scales[1],
+        bias,
+        list(tiles),
+        torch.bfloat16,
+    )
     torch.library.opcheck(torch.ops.narrowgauge.block_mm.default, given)
 
 
@@ -88,5 +101,7 @@ def rotate_few_heads() -> None:
     kind = ((torch.float16,) * 4, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rotary, "ELEMENTS", 32)  # two heads at a time, of five and two
-        result = selfcheck.examine("rotary", rotary.in_triton, rotary.CHECK, kind, torch.device("cpu"))
+        result = selfcheck.examine(
+            "rotary", rotary.in_triton, rotary.CHECK, kind, torch.device("cpu")
+        )
     assert result.reason is None, result.reason

@@ -22,7 +22,17 @@ from torch import nn
 from narrowgauge.cuda_graphs import GraphedStep
 from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.ops.selfcheck import examine
-from narrowgauge.optim import SGD, AdamW, Lion, base, left_out, moments, param_groups, rules, selfcheck
+from narrowgauge.optim import (
+    SGD,
+    AdamW,
+    Lion,
+    base,
+    left_out,
+    moments,
+    param_groups,
+    rules,
+    selfcheck,
+)
 from narrowgauge.optim.backends import CHECK
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
@@ -76,7 +86,10 @@ class Guards:
         return buffer[self.MARGIN : self.MARGIN + size].view(x.dtype).view(x.shape).copy_(x)
 
     def new_state(self, *call: Any) -> dict[str, torch.Tensor]:
-        return {name: x if x.is_meta or name == "step" else self.home(x) for name, x in new_state(*call).items()}
+        return {
+            name: x if x.is_meta or name == "step" else self.home(x)
+            for name, x in new_state(*call).items()
+        }
 
     def check(self) -> None:
         for buffer in self.buffers:
@@ -94,7 +107,11 @@ def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = 
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters:
         shape = parameter.shape
-        g = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator)) * 1e-3
+        g = (
+            torch.randn(shape, generator=generator)
+            * torch.exp(3 * torch.randn(shape, generator=generator))
+            * 1e-3
+        )
         if g.ndim == 2 and len(g):
             g[2], g[:, 7], g[1, :5] = 0.0, 0.0, 1e-39
             g[:, 40:80] = 1e-3  # held, see `rules.bound`
@@ -107,7 +124,12 @@ def gradients(parameters: list[nn.Parameter], step: int, poison: float | None = 
 
 @narrow
 def compare(
-    rule: str, states: str, master: str | None, dtype: torch.dtype, poison: float | None = None, steps: int = 2
+    rule: str,
+    states: str,
+    master: str | None,
+    dtype: torch.dtype,
+    poison: float | None = None,
+    steps: int = 2,
 ) -> None:
     found = []
     for interpreted in (True, False):
@@ -132,7 +154,11 @@ def compare_groups() -> None:
     """Groups of other rates and states, a tensor that comes later, and one of another layout: several launches, the same numbers."""
     found = []
     for interpreted in (True, False):
-        parameters = [*weights(torch.float32), nn.Parameter(torch.randn(512, 12).T), nn.Parameter(torch.zeros(0, 5))]
+        parameters = [
+            *weights(torch.float32),
+            nn.Parameter(torch.randn(512, 12).T),
+            nn.Parameter(torch.zeros(0, 5)),
+        ]
         groups = [
             {"params": parameters[:1], "lr": 1e-3},
             {"params": parameters[1:], "states": "4bit", "weight_decay": 0.0},
@@ -185,7 +211,9 @@ def compare_replayed() -> None:
 
 
 @narrow
-def compare_left_out(rule: str, states: str, master: str | None, dtype: torch.dtype, halts: bool = False) -> None:
+def compare_left_out(
+    rule: str, states: str, master: str | None, dtype: torch.dtype, halts: bool = False
+) -> None:
     """Steps that a flag on the device leaves out, beside those of an optimizer that is never called for them.
 
     The interpreter's host may look, as on a CPU it would: it is told that it may not. A parameter comes later, one stays away for a step.
@@ -211,14 +239,19 @@ def compare_left_out(rule: str, states: str, master: str | None, dtype: torch.dt
                 optimizer.param_groups[0]["lr"] *= 0.9
                 if interpreted:
                     name = "halted" if halts else "found_inf"
-                    setattr(optimizer, name, torch.tensor(max(flags[: step + 1]) if halts else flag))
+                    setattr(
+                        optimizer, name, torch.tensor(max(flags[: step + 1]) if halts else flag)
+                    )
                     optimizer.step()
                 elif not (any(flags[: step + 1]) if halts else flag):
                     optimizer.step()
         guards.check()
         state = optimizer.state_dict()["state"]
         if halts:  # of a run that has ended nobody counts on
-            state = {place: {name: x for name, x in each.items() if name != "step"} for place, each in state.items()}
+            state = {
+                place: {name: x for name, x in each.items() if name != "step"}
+                for place, each in state.items()
+            }
         found.append(([p.detach() for p in parameters], state))
     assert_same(*found)
 
@@ -232,7 +265,10 @@ class Undone:
         call()
 
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
-        written = [self.step._loss, *(p.grad for p in self.step.model.parameters() if p.grad is not None)]
+        written = [
+            self.step._loss,
+            *(p.grad for p in self.step.model.parameters() if p.grad is not None),
+        ]
         before = [x.clone() for x in written]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "run", lambda *call: None)
@@ -258,14 +294,18 @@ def compare_graphed() -> None:
             return loss
 
         recorder = Undone()
-        step = recorder.step = GraphedStep(model, optimizer, backward, clip=1.0, warmup=warmup, recorder=recorder)
+        step = recorder.step = GraphedStep(
+            model, optimizer, backward, clip=1.0, warmup=warmup, recorder=recorder
+        )
         for number in range(4):
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
             generator = torch.Generator().manual_seed(number)
             step.accumulate({"x": torch.randn(4, 77, generator=generator).bfloat16()})
             found.append([step.readings().clone()])
             step.update()
-        assert step.graphs.captured == ({"forward and backward": 1, "clipping": 1, "update": 1} if warmup == 1 else {})
+        assert step.graphs.captured == (
+            {"forward and backward": 1, "clipping": 1, "update": 1} if warmup == 1 else {}
+        )
         found.append([p.detach() for p in model.parameters()] + list(state_tensors(optimizer)))
     for eager, replayed in zip(found[5:], found[:5], strict=True):
         assert_same(replayed, eager)
@@ -332,7 +372,12 @@ SLOW = (
     "graphed",
     *(f"left out {rule}" for rule in ("lion", "sgd")),
     "left out adamw fp32",
-    *(f"adamw {first}/{second} " for first in FIRST for second in SECOND if (first, second) != ("fp16", "e4m3")),
+    *(
+        f"adamw {first}/{second} "
+        for first in FIRST
+        for second in SECOND
+        if (first, second) != ("fp16", "e4m3")
+    ),
     "lion fp16",
     "adamw 8bit fp32 float16",
     "adamw 8bit fp16-scaled float16",
@@ -352,10 +397,19 @@ def cases() -> Iterator[Case]:
         name = f"{rule} {states} {master} {str(dtype).removeprefix('torch.')}"
         yield name, lambda call=(rule, states, master, dtype): compare(*call)
     for states, master, value in POISONS:
-        yield f"poison {value} {states}", lambda call=("adamw", states, master, torch.bfloat16, value): compare(*call)
+        yield (
+            f"poison {value} {states}",
+            lambda call=("adamw", states, master, torch.bfloat16, value): compare(*call),
+        )
     for rule, states, master, dtype in LEFT_OUT:
-        yield f"left out {rule} {states} {master}", lambda call=(rule, states, master, dtype): compare_left_out(*call)
-    yield "halted", lambda: compare_left_out("adamw", "8bit", "stochastic", torch.bfloat16, halts=True)
+        yield (
+            f"left out {rule} {states} {master}",
+            lambda call=(rule, states, master, dtype): compare_left_out(*call),
+        )
+    yield (
+        "halted",
+        lambda: compare_left_out("adamw", "8bit", "stochastic", torch.bfloat16, halts=True),
+    )
     yield "groups", compare_groups
     yield "replayed", compare_replayed
     yield "graphed", compare_graphed

@@ -26,11 +26,17 @@ CASTS = {
     "vector": Cast(format=E4M3, tile=(1, 128), scale=POW2),
     "square": Cast(format=E4M3, tile=(128, 128), scale=POW2),
     "mx": Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL),
-    "mx-e2m1": Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
+    "mx-e2m1": Cast(
+        format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3
+    ),
     "nv": Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
     "nv-square": Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL),
     "nv-stochastic": Cast(
-        format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16
+        format=E2M1,
+        tile=(1, 16),
+        scale=E4M3_TWO_LEVEL_CEIL,
+        rounding="stochastic",
+        headroom=17 / 16,
     ),
     "int4": Cast(format=INT4, rounding="stochastic"),
     "int8-row": Cast(format=INT8, tile=(1, WHOLE)),
@@ -52,7 +58,9 @@ MATRIX = [
 ]
 
 
-def kernels(cast: str, way: str, sm: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -> list[Compiled]:
+def kernels(
+    cast: str, way: str, sm: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16
+) -> list[Compiled]:
     """What quantizing a matrix would launch. The numbers do not matter, so most of its memory is never touched."""
     how, x = CASTS[cast], torch.empty(512, columns, dtype=dtype)
     key = Key((1, 2)) if how.rounding == "stochastic" else None
@@ -68,9 +76,16 @@ def kernels(cast: str, way: str, sm: int, columns: int = 4096, dtype: torch.dtyp
 def check_all_run_at_once(found: Compiled) -> None:
     """As many programs as `triton_launch` starts fit on every multiprocessor: 64K registers, 1,536 threads, 100 KB (8.6 and 8.9)."""
     programs = casting.THREADS // (32 * found.usage["WARPS"])
-    assert programs * -(-found.usage["REG"] // 8) * 8 * 32 * found.usage["WARPS"] <= 65536, found.usage
-    assert programs * 32 * found.usage["WARPS"] <= 1536 and programs * (found.usage["SHARED"] + 1024) <= 100 * 1024
-    assert found.cooperative, "the driver would start it where not all of its programs run, which then wait for ever"
+    assert programs * -(-found.usage["REG"] // 8) * 8 * 32 * found.usage["WARPS"] <= 65536, (
+        found.usage
+    )
+    assert (
+        programs * 32 * found.usage["WARPS"] <= 1536
+        and programs * (found.usage["SHARED"] + 1024) <= 100 * 1024
+    )
+    assert found.cooperative, (
+        "the driver would start it where not all of its programs run, which then wait for ever"
+    )
 
 
 def warps_at_once(found: Compiled) -> int:
@@ -88,23 +103,35 @@ def check(cast: str, way: str, sm: int) -> None:
         assert not any(".NaN" in name for name in each.instructions()), (
             "see narrowgauge/ops/triton: maxima are integers"
         )
-        near = {name for name in each.instructions() if name.startswith("div.full") or "approx" in name}
+        near = {
+            name for name in each.instructions() if name.startswith("div.full") or "approx" in name
+        }
         assert near <= {"rcp.approx.ftz.f32"}, (
             "the first step of an exact reciprocal, see narrowgauge/ops/triton/scales.py"
         )
         if each.name == "amax_and_cast":
             check_all_run_at_once(each)
-        if each.name in IN_PAIRS and (has_conversions(TARGETS[sm]) or CASTS[cast].rounding == "nearest"):
+        if each.name in IN_PAIRS and (
+            has_conversions(TARGETS[sm]) or CASTS[cast].rounding == "nearest"
+        ):
             converts = has_conversions(TARGETS[sm]) and CASTS[cast].rounding == "nearest"
             # Five programs of eight warps are 40, nine of four 36 (52 registers, Triton 3.7); others are bound by what they compute.
             wanted = 36 if CASTS[cast].is_per_tensor and converts else 16
-            assert warps_at_once(each) >= wanted, f"the registers of a multiprocessor hold fewer warps: {each.usage}"
+            assert warps_at_once(each) >= wanted, (
+                f"the registers of a multiprocessor hold fewer warps: {each.usage}"
+            )
     for each in casting:
         conversions = {name for name in each.instructions() if "satfinite" in name}
         element = {E4M3: "e4m3", E5M2: "e5m2"}.get(CASTS[cast].format)
-        wanted = {f"cvt.rn.satfinite.{element}x2.f32"} if element and has_conversions(TARGETS[sm]) else set()
+        wanted = (
+            {f"cvt.rn.satfinite.{element}x2.f32"}
+            if element and has_conversions(TARGETS[sm])
+            else set()
+        )
         assert conversions == wanted, each.name
-        assert any(name.startswith("ld.global.v4") for name in each.instructions()), "16 bytes per load"
+        assert any(name.startswith("ld.global.v4") for name in each.instructions()), (
+            "16 bytes per load"
+        )
 
 
 @pytest.mark.parametrize(("cast", "way", "sm"), QUICK)
@@ -130,13 +157,16 @@ def test_packed_codes_leave_in_runs():
 @pytest.mark.parametrize("cast", ["tensor", "row", "vector", "mx"])
 @pytest.mark.parametrize("columns", [4096, 16384, 4097])
 def test_other_inputs_compile_without_spills(cast, columns, dtype):
-    allowed = 32 if BEFORE_39 and (cast, columns, dtype) == ("vector", 4097, torch.float32) else 0  # bytes of a thread
+    allowed = (
+        32 if BEFORE_39 and (cast, columns, dtype) == ("vector", 4097, torch.float32) else 0
+    )  # bytes of a thread
     for each in kernels(cast, "one", 90, columns, dtype):
         assert each.spills <= allowed, f"{each.name}: {each.usage}"
 
 
 @pytest.mark.parametrize(
-    ("order", "dtype", "sm"), quick([(32, torch.bfloat16, 90)], [(32, torch.bfloat16, 90), (64, torch.float32, 80)])
+    ("order", "dtype", "sm"),
+    quick([(32, torch.bfloat16, 90)], [(32, torch.bfloat16, 90), (64, torch.float32, 80)]),
 )
 def test_the_rotation_uses_tensor_cores(order, dtype, sm):
     """Of 16-bit numbers, in float32; float32 as three of them. No spills."""
@@ -144,7 +174,9 @@ def test_the_rotation_uses_tensor_cores(order, dtype, sm):
     found = compiled(
         [encoding],
         sm,
-        lambda: encoding.in_triton(x, hadamard, torch.ones(4096), torch.ones(1, 1), INT4, True, True),
+        lambda: encoding.in_triton(
+            x, hadamard, torch.ones(4096), torch.ones(1, 1), INT4, True, True
+        ),
     )["rotate_and_encode"]
     assert found.spills == 0, found.usage
     assert any("mma" in name and "f32.bf16.bf16" in name for name in found.instructions())
@@ -154,9 +186,13 @@ def test_the_rotation_uses_tensor_cores(order, dtype, sm):
 def test_a_given_amax_and_decoded_values_compile(cast, scales):
     """What a window or a caller brings, and what a GEMM without narrow units reads."""
     x, amax = torch.empty(512, 4096, dtype=torch.bfloat16), torch.ones(scales, 1)
-    found = compiled([casting], 90, lambda: casting.cast_pair(x, CASTS[cast], amax=amax, expand=torch.bfloat16))
+    found = compiled(
+        [casting], 90, lambda: casting.cast_pair(x, CASTS[cast], amax=amax, expand=torch.bfloat16)
+    )
     assert found and all(each.spills == 0 for each in found.values())
-    assert any("neg.f32" in each.instructions() for each in found.values()), "0 - x, of Triton before 3.9, loses -0"
+    assert any("neg.f32" in each.instructions() for each in found.values()), (
+        "0 - x, of Triton before 3.9, loses -0"
+    )
 
 
 def test_the_check_notices_a_spill_and_a_maximum_that_propagates_nan():

@@ -20,7 +20,10 @@ from tests.ops.triton.test_compiled_step import KERNEL, MASTERS, check
 from tests.selection import quick
 
 DELAYED, CURRENT = Cast(format=E4M3, calibrate=Window()), Cast(format=E4M3)
-QUICK = [("8bit", "stochastic", torch.bfloat16, 90, DELAYED), ("8bit", "stochastic", torch.bfloat16, 90, CURRENT)]
+QUICK = [
+    ("8bit", "stochastic", torch.bfloat16, 90, DELAYED),
+    ("8bit", "stochastic", torch.bfloat16, 90, CURRENT),
+]
 # On each GPU every state with one of the masters for either cast, in turn, so that all pairs occur on one or another.
 MATRIX = [
     (states, *MASTERS[(row + column + 2 * turn) % len(MASTERS)], sm, cast)
@@ -40,7 +43,11 @@ class Left:
     """Stands in for `optim.precast_weights.WeightCasts`."""
 
     def __init__(self, weight: torch.Tensor, cast: Cast) -> None:
-        window = AmaxHistory(cast.calibrate, weight.device) if isinstance(cast.calibrate, Window) else None
+        window = (
+            AmaxHistory(cast.calibrate, weight.device)
+            if isinstance(cast.calibrate, Window)
+            else None
+        )
         self.stepped = PrecastWeight.of(weight.detach(), cast, window)
 
     def of(self, parameter: torch.Tensor) -> PrecastWeight:
@@ -64,7 +71,9 @@ def check_both(states, master, dtype, sm, cast) -> None:
     conversions = {name for name in instructions if "satfinite" in name}
     in_hardware = cast is DELAYED and constants_of(cast, TARGETS[sm]).hardware
     assert conversions == ({"cvt.rn.satfinite.e4m3x2.f32"} if in_hardware else set())
-    assert any(name.startswith("atom.") or name.startswith("red.") for name in instructions), "the largest magnitude"
+    assert any(name.startswith("atom.") or name.startswith("red.") for name in instructions), (
+        "the largest magnitude"
+    )
     if cast is CURRENT:  # nothing is contracted; a cast divides by multiplications that are fused
         check(found["step"])
     # The codes of w.T leave in runs, not byte by byte; the expansions of fp8 are a byte for each tile.
@@ -83,7 +92,9 @@ def test_more_forms_compile_without_spills(states, master, dtype, sm, cast):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "states"), [((67, 512), "8bit"), ((64, 511), "8bit"), ((67, 511), "4bit")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "states"), [((67, 512), "8bit"), ((64, 511), "8bit"), ((67, 511), "4bit")], ids=str
+)
 def test_odd_sizes_compile_without_spills(shape, states):
     found = kernels(states, "stochastic", torch.bfloat16, 90, DELAYED, shape)
     assert found["step"].spills == 0, found["step"].usage
@@ -116,7 +127,13 @@ def test_other_formats_compile_without_spills(format):
 def test_what_takes_it_up_compiles_without_spills(sm):
     x = torch.zeros(512, 1024, dtype=torch.bfloat16)
     left = Left(x, DELAYED).stepped
-    found = compiled([casting], sm, lambda: casting.precast(x, left, torch.zeros(3), True))["settle_both"]
+    found = compiled([casting], sm, lambda: casting.precast(x, left, torch.zeros(3), True))[
+        "settle_both"
+    ]
     assert found.spills == 0, found.usage
-    assert not any(".NaN" in name for name in found.instructions()), "see narrowgauge/ops/triton: maxima are integers"
-    assert any(name.startswith("ld.global.v4") for name in found.instructions()), "16 bytes per load"
+    assert not any(".NaN" in name for name in found.instructions()), (
+        "see narrowgauge/ops/triton: maxima are integers"
+    )
+    assert any(name.startswith("ld.global.v4") for name in found.instructions()), (
+        "16 bytes per load"
+    )

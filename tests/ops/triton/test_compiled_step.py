@@ -46,7 +46,13 @@ MATRIX = [each for each in dict.fromkeys(MATRIX) if each not in QUICK]
 
 
 def kernel(
-    states: str, master: str | None, dtype: torch.dtype, sm: int, columns: int = 512, build=AdamW, found_inf=None
+    states: str,
+    master: str | None,
+    dtype: torch.dtype,
+    sm: int,
+    columns: int = 512,
+    build=AdamW,
+    found_inf=None,
 ) -> Compiled:
     parameter = nn.Parameter(torch.zeros(16, columns, dtype=dtype))
     optimizer = build([parameter], states=states, master=master, backend="torch")
@@ -57,7 +63,9 @@ def kernel(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("states", "master", "dtype", "sm"), QUICK, ids=str)
-def test_it_compiles_without_spills_where_a_flag_leaves_it_out(monkeypatch, states, master, dtype, sm):
+def test_it_compiles_without_spills_where_a_flag_leaves_it_out(
+    monkeypatch, states, master, dtype, sm
+):
     monkeypatch.setattr(LeftOut, "seen_by_host", lambda self, flag: False)
     check(kernel(states, master, dtype, sm, found_inf=torch.zeros(())))
 
@@ -67,10 +75,18 @@ def check(found: Compiled) -> None:
     assert found.spills == 0, found.usage
     assert {"sqrt.rn.f32", "div.rn.f32"} <= instructions, "correctly rounded"
     wrong = ("fma", "div.full", "div.approx", "sqrt.approx", "mad.rn.f32")
-    flushing = {name for name in instructions if ".ftz" in name} - {"cvt.rmi.ftz.f32.f32"}  # floor: 0 for them anyway
-    assert not flushing and not [name for name in instructions if name.startswith(wrong) or ".NaN" in name]
-    assert any(name.startswith("ld.global") and ".v4" in name for name in instructions), "16 bytes per load"
-    assert any(name.startswith("st.global") and ".v4" in name for name in instructions), "16 bytes per store"
+    flushing = {name for name in instructions if ".ftz" in name} - {
+        "cvt.rmi.ftz.f32.f32"
+    }  # floor: 0 for them anyway
+    assert not flushing and not [
+        name for name in instructions if name.startswith(wrong) or ".NaN" in name
+    ]
+    assert any(name.startswith("ld.global") and ".v4" in name for name in instructions), (
+        "16 bytes per load"
+    )
+    assert any(name.startswith("st.global") and ".v4" in name for name in instructions), (
+        "16 bytes per store"
+    )
 
 
 @pytest.mark.parametrize(("states", "master", "dtype", "sm"), QUICK, ids=str)
@@ -87,7 +103,9 @@ def test_more_forms_compile_without_spills(states, master, dtype, sm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", ["8bit", "fp8-lm", "4bit"])
-@pytest.mark.parametrize(("master", "dtype"), [(None, torch.float32), ("stochastic", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("master", "dtype"), [(None, torch.float32), ("stochastic", torch.bfloat16)], ids=str
+)
 def test_odd_rows_compile_without_spills(states, master, dtype):
     """A thread that takes 16 elements of such rows, as of others, has no register for their rounding errors."""
     found = kernel(states, master, dtype, 90, columns=511)

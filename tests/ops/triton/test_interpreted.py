@@ -9,16 +9,24 @@ import pytest
 from tests.ops.triton import cases
 from tests.processes import interpreted
 
-pytest.importorskip("triton", reason="triton is not installed: its kernels are neither compiled nor run here")
+pytest.importorskip(
+    "triton", reason="triton is not installed: its kernels are neither compiled nor run here"
+)
 
-PROCESSES = [("interpreted", "interpreted_produced"), ("stepped", "casting", "interpreted_products")]
+PROCESSES = [
+    ("interpreted", "interpreted_produced"),
+    ("stepped", "casting", "interpreted_products"),
+]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(960)  # half a minute on a quiet machine
 @pytest.mark.parametrize(
     ("part", "names"),
-    [("quick", sum(PROCESSES, ())), *(pytest.param("rest", names, marks=pytest.mark.slow) for names in PROCESSES)],
+    [
+        ("quick", sum(PROCESSES, ())),
+        *(pytest.param("rest", names, marks=pytest.mark.slow) for names in PROCESSES),
+    ],
     ids=lambda each: each if isinstance(each, str) else " and ".join(each),
 )
 def test_kernels_have_the_bits_of_their_definition(part, names):

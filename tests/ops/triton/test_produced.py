@@ -52,16 +52,23 @@ MATRIX = [
 ]
 
 
-def kernels(name: str, cast: str, of_gradient: bool, sm: int, dtype: torch.dtype = torch.bfloat16) -> list[Compiled]:
+def kernels(
+    name: str, cast: str, of_gradient: bool, sm: int, dtype: torch.dtype = torch.bfloat16
+) -> list[Compiled]:
     """What computing it would launch. The numbers do not matter, so most of the memory is never touched."""
     kind, columns = Kind(name, 1e-5), 4096  # type: ignore[arg-type]
     x = torch.empty(512, columns, dtype=dtype)
-    parameters = [torch.empty(columns, dtype=dtype)] * (0 if not kind.is_norm else 1 + (name == "layer-norm"))
+    parameters = [torch.empty(columns, dtype=dtype)] * (
+        0 if not kind.is_norm else 1 + (name == "layer-norm")
+    )
     tensors = [x, *([x] * kind.is_gated), *parameters]
     live = torch.zeros(3) if cast in DELAYED else None
     turned = cast in (*DELAYED, "current") or of_gradient
     order = CastRequest(CASTS[cast], live, True, turned) if cast != "none" else None
-    statistics = (torch.empty(512) if name == "layer-norm" else None, torch.empty(512) if kind.is_norm else None)
+    statistics = (
+        torch.empty(512) if name == "layer-norm" else None,
+        torch.empty(512) if kind.is_norm else None,
+    )
 
     def call() -> None:
         if not of_gradient:
@@ -84,7 +91,9 @@ def kernels_of_codes(name: str, of_gradient: bool, sm: int) -> list[Compiled]:
         given = [Kept(codes, torch.bfloat16, turned=True), *parameters]
     else:
         data = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        codes = QTensor(data=data, scale=torch.ones(rows, columns // 128), cast=CASTS["vector"], inner=columns)
+        codes = QTensor(
+            data=data, scale=torch.ones(rows, columns // 128), cast=CASTS["vector"], inner=columns
+        )
         given = [Kept(codes, torch.bfloat16)] * (1 + kind.is_gated)
     order = CastRequest(CASTS["e5m2"], torch.zeros(3), True, True)
 
@@ -93,7 +102,9 @@ def kernels_of_codes(name: str, of_gradient: bool, sm: int) -> list[Compiled]:
             orders = [None if kind.is_norm else order] * (1 if kind.is_norm else len(given))
             triton_launch.backward(kind, given, (None, torch.empty(rows)), x, orders)
         else:
-            triton_launch.forward(kind, given, CastRequest(CASTS["tensor"], torch.zeros(3), False, True))
+            triton_launch.forward(
+                kind, given, CastRequest(CASTS["tensor"], torch.zeros(3), False, True)
+            )
 
     return list(compiled([triton_launch, quantizing], sm, call).values())
 
@@ -107,7 +118,9 @@ OF_CODES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "of_gradient", "sm"), quick([("rms-norm", True, 90), ("swiglu", True, 90)], OF_CODES))
+@pytest.mark.parametrize(
+    ("name", "of_gradient", "sm"), quick([("rms-norm", True, 90), ("swiglu", True, 90)], OF_CODES)
+)
 def test_kernels_that_read_codes_compile_without_spills(name, of_gradient, sm):
     """Codes are decoded by the GPU's own conversions, or in integers where it has none."""
     found = kernels_of_codes(name, of_gradient, sm)
@@ -136,17 +149,27 @@ def check(name: str, cast: str, of_gradient: bool, sm: int) -> None:
     for each in found:
         assert_stack(each, sm)
         assert_fits(each, sm)
-        assert not any(".NaN" in instruction for instruction in each.instructions()), "maxima are integers"
-        assert not any("rsqrt" in instruction for instruction in each.instructions()), "roots are rounded correctly"
+        assert not any(".NaN" in instruction for instruction in each.instructions()), (
+            "maxima are integers"
+        )
+        assert not any("rsqrt" in instruction for instruction in each.instructions()), (
+            "roots are rounded correctly"
+        )
     if cast == "none":
         return
     # By the maximum of this pass another kernel casts.
-    casting = [each for each in found if each.name in (CASTING if cast != "current" else ("cast_both",))]
+    casting = [
+        each for each in found if each.name in (CASTING if cast != "current" else ("cast_both",))
+    ]
     for each in casting:
-        conversions = {instruction for instruction in each.instructions() if "satfinite" in instruction}
+        conversions = {
+            instruction for instruction in each.instructions() if "satfinite" in instruction
+        }
         element = {E4M3: "e4m3", E5M2: "e5m2"}.get(CASTS[cast].format)
         assert conversions == (
-            {f"cvt.rn.satfinite.{element}x2.f32"} if element and has_conversions(TARGETS[sm]) else set()
+            {f"cvt.rn.satfinite.{element}x2.f32"}
+            if element and has_conversions(TARGETS[sm])
+            else set()
         ), each.name
 
 

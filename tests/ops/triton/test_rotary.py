@@ -18,7 +18,9 @@ from tests.selection import quick
     ),
 )
 def test_it_compiles_without_spills(head, sm, inverse):
-    q, k = (torch.empty(2, 512, heads, head, dtype=torch.bfloat16).transpose(1, 2) for heads in (32, 8))
+    q, k = (
+        torch.empty(2, 512, heads, head, dtype=torch.bfloat16).transpose(1, 2) for heads in (32, 8)
+    )
     cos, sin = (torch.empty(1, 512, head, dtype=torch.bfloat16) for _ in range(2))
     dtypes = (torch.bfloat16, torch.bfloat16)
     found = compiled([rotary], sm, lambda: rotary.in_triton(q, k, cos, sin, dtypes, inverse))

@@ -39,4 +39,6 @@ def test_what_an_older_checkpoint_says_of_the_best_is_taken_up(tmp_path):
     first.take(1, {"mcc": 0.0, "loss": 0.5}, WEIGHTS)
     again = Best(tmp_path, "mcc")
     assert again.restore({"step": 1, "value": 0.0}) == ""
-    assert not again.take(2, {"mcc": 0.0, "loss": 0.4}, WEIGHTS) and again.take(3, {"mcc": 0.1, "loss": 0.6}, WEIGHTS)
+    assert not again.take(2, {"mcc": 0.0, "loss": 0.4}, WEIGHTS) and again.take(
+        3, {"mcc": 0.1, "loss": 0.6}, WEIGHTS
+    )

@@ -121,7 +121,16 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../facts.json", "/etc/passwd", "a/../b-0.safetensors", "C:\\x", "..", "weights-0.safetensors/x", "x.pkl"]
+    "name",
+    [
+        "../facts.json",
+        "/etc/passwd",
+        "a/../b-0.safetensors",
+        "C:\\x",
+        "..",
+        "weights-0.safetensors/x",
+        "x.pkl",
+    ],
 )
 def test_a_forged_manifest_opens_nothing_outside_the_folder(tmp_path, monkeypatch, name):
     path = saved(tmp_path, 1)[0]
@@ -129,7 +138,9 @@ def test_a_forged_manifest_opens_nothing_outside_the_folder(tmp_path, monkeypatc
     resign(path, files={**files, name: {"bytes": 1, "sha256": ""}})
     opened = []
     real = os.open
-    monkeypatch.setattr(manifest.os, "open", lambda file, *rest: (opened.append(Path(file)), real(file, *rest))[1])
+    monkeypatch.setattr(
+        manifest.os, "open", lambda file, *rest: (opened.append(Path(file)), real(file, *rest))[1]
+    )
     with raises(CheckpointError, "checkpoint.manifest"):
         store.load(path)
     assert opened == [path / manifest.NAME]
@@ -152,8 +163,14 @@ def test_a_forged_manifest_is_a_checkpoint_error(tmp_path, changes):
 def test_a_newer_format_is_refused_with_words_and_not_passed_over(tmp_path):
     saved(tmp_path, 1)
     resign(saved(tmp_path, 2)[0], format=999)
-    for read in (lambda: store.load(tmp_path / "step-00000002"), lambda: store.newest_valid(tmp_path)):
-        with pytest.raises(CheckpointError, match=r"format 999, but this narrowgauge reads formats up to 2\. Upgrade"):
+    for read in (
+        lambda: store.load(tmp_path / "step-00000002"),
+        lambda: store.newest_valid(tmp_path),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match=r"format 999, but this narrowgauge reads formats up to 2\. Upgrade",
+        ):
             read()
 
 
@@ -249,7 +266,9 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path):
     )
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
-    assert "No space left on device" in done.stdout and "['step-00000001']" in done.stdout, done.stderr
+    assert "No space left on device" in done.stdout and "['step-00000001']" in done.stdout, (
+        done.stderr
+    )
 
 
 def test_a_folder_without_permission_is_a_storage_error(tmp_path):
@@ -379,10 +398,14 @@ def test_no_kill_loses_an_acknowledged_step_or_leaves_an_unreadable_one(tmp_path
             assert not skipped
             assert found is not None and found.step >= acknowledged
             tensors = [tensor for group in found.tensors.values() for tensor in group.values()]
-            assert {float(value) for tensor in tensors for value in tensor.unique()} == {float(found.step)}
+            assert {float(value) for tensor in tensors for value in tensor.unique()} == {
+                float(found.step)
+            }
             assert found.facts == {"step": found.step}
         writers.stdin.close()
-    assert landed_inside >= KILLS // 3, "nearly all the time goes into saving, so many kills land there"
+    assert landed_inside >= KILLS // 3, (
+        "nearly all the time goes into saving, so many kills land there"
+    )
 
 
 def test_a_reader_beside_a_writer_never_sees_half_a_checkpoint(tmp_path):
@@ -406,7 +429,9 @@ def test_a_reader_beside_a_writer_never_sees_half_a_checkpoint(tmp_path):
                     found, _ = store.newest_valid(tmp_path)
                 except CheckpointError:
                     continue  # all three that were listed are gone by now
-                assert found is not None and found.tensors["weights"]["a"].unique().tolist() == [float(found.step)]
+                assert found is not None and found.tensors["weights"]["a"].unique().tolist() == [
+                    float(found.step)
+                ]
                 reads += 1
         finally:
             stop.set()

@@ -39,7 +39,9 @@ def spread(step: int) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def without_generators(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+def without_generators(
+    tensors: dict[str, dict[str, torch.Tensor]],
+) -> dict[str, dict[str, torch.Tensor]]:
     return {group: members for group, members in tensors.items() if group != "rng"}
 
 
@@ -50,7 +52,10 @@ def room(step: int) -> dict[str, dict[str, torch.Tensor]]:
 def save(folder: Path, steps: list[int]) -> None:
     for step in steps:
         sharded.save(
-            folder, step, spread(step), {"step": step, "trained_s": 1.5 + dist.get_rank(), "list": [1, 2.0, None]}
+            folder,
+            step,
+            spread(step),
+            {"step": step, "trained_s": 1.5 + dist.get_rank(), "list": [1, 2.0, None]},
         )
     sharded.prune(folder, 2)
 
@@ -64,14 +69,20 @@ def resume(folder: Path, like: int = 0) -> Any:
     if found is None:
         return None
     weight = found.tensors["weights"].pop("a").full_tensor()  # type: ignore[attr-defined]
-    rest = {group: {name: x.tolist() for name, x in members.items()} for group, members in found.tensors.items()}
+    rest = {
+        group: {name: x.tolist() for name, x in members.items()}
+        for group, members in found.tensors.items()
+    }
     return found.step, found.facts, weight.tolist(), rest, [path.name for path, _ in skipped]
 
 
 def answer(step: int, skipped: list[str]) -> Any:
     wanted = state(step)
     weight = wanted["weights"].pop("a").tolist()
-    rest = {group: {name: x.tolist() for name, x in members.items()} for group, members in wanted.items()}
+    rest = {
+        group: {name: x.tolist() for name, x in members.items()}
+        for group, members in wanted.items()
+    }
     return step, {"step": step, "trained_s": 1.5, "list": [1, 2.0, None]}, weight, rest, skipped
 
 
@@ -84,7 +95,11 @@ def test_all_ranks_resume_from_the_newest_that_is_whole(ranks, tmp_path):
     assert ranks(2)(resume, tmp_path) == [answer(2, ["step-00000003"])] * 2
     (tmp_path / "step-00000002" / "manifest.json").unlink()
     first, second = ranks(2)(resume, tmp_path)
-    assert first == second and first[0] == "CheckpointError" and "none of the 2 checkpoints is intact" in first[1]
+    assert (
+        first == second
+        and first[0] == "CheckpointError"
+        and "none of the 2 checkpoints is intact" in first[1]
+    )
 
 
 def test_one_process_reads_what_ranks_wrote_and_ranks_what_one_wrote(ranks, tmp_path):
@@ -92,12 +107,18 @@ def test_one_process_reads_what_ranks_wrote_and_ranks_what_one_wrote(ranks, tmp_
     found = store.load(tmp_path / "ranks" / "step-00000004")
     assert found.step == 4 and found.facts["trained_s"] == 1.5
     wanted = state(4)
-    assert all(torch.equal(found.tensors[group][name], x) for group in wanted for name, x in wanted[group].items())
+    assert all(
+        torch.equal(found.tensors[group][name], x)
+        for group in wanted
+        for name, x in wanted[group].items()
+    )
     store.save(tmp_path / "one", 5, state(5), {"step": 5, "trained_s": 1.5, "list": [1, 2.0, None]})
     assert ranks(2)(resume, tmp_path / "one") == [answer(5, [])] * 2
     # One process without a group.
     chosen, _ = sharded.newest_valid(tmp_path / "ranks", lambda found: without_generators(state(0)))
-    assert chosen is not None and torch.equal(chosen.tensors["weights"]["a"], wanted["weights"]["a"])
+    assert chosen is not None and torch.equal(
+        chosen.tensors["weights"]["a"], wanted["weights"]["a"]
+    )
 
 
 def save_poisoned(folder: Path) -> tuple[str, str]:
@@ -121,7 +142,10 @@ def test_a_weight_that_is_not_finite_on_one_rank_is_saved_by_none(ranks, tmp_pat
 
 def keep_best(folder: Path) -> Any:
     best = sharded.Best(folder, "loss")
-    took = [best.take(step, {"loss": loss}, spread(step)["weights"]) for step, loss in [(1, 3.0), (2, 2.0), (3, 2.5)]]
+    took = [
+        best.take(step, {"loss": loss}, spread(step)["weights"])
+        for step, loss in [(1, 3.0), (2, 2.0), (3, 2.5)]
+    ]
     best.clear()
     again = sharded.Best(folder, "loss")
     lost = again.restore(best.facts())
@@ -131,7 +155,11 @@ def keep_best(folder: Path) -> Any:
 
 def test_the_best_weights_are_kept_and_given_to_rank_0(ranks, tmp_path):
     first, second = ranks(2)(keep_best, tmp_path)
-    assert first == ([True, True, False], "", {name: x.tolist() for name, x in state(2)["weights"].items()})
+    assert first == (
+        [True, True, False],
+        "",
+        {name: x.tolist() for name, x in state(2)["weights"].items()},
+    )
     assert second == ([True, True, False], "", {}) and os.listdir(tmp_path) == ["step-00000002"]
 
 
@@ -145,7 +173,13 @@ def test_another_model_is_refused_not_passed_over(ranks, tmp_path):
 def _assert_kills_lose_nothing(folder: Path, kills: int) -> None:
     done = list(checkpoint_kills.rounds(folder, kills, seed=1))
     found = checkpoint_kills.summary("kill -9 of random ranks", done)
-    assert [found[name] for name in ("kills", "corrupt", "lost_steps", "wrong", "hung")] == [kills, 0, 0, 0, 0], done
+    assert [found[name] for name in ("kills", "corrupt", "lost_steps", "wrong", "hung")] == [
+        kills,
+        0,
+        0,
+        0,
+        0,
+    ], done
 
 
 @pytest.mark.slow
@@ -171,7 +205,9 @@ def train(folder: Path, until: int, save_at: int | None) -> list[float]:
     fully_shard(model, mesh=mesh)
     ng.distribute(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    found, _ = sharded.newest_valid(folder, lambda found: states.room(model, optimizer, found.tensors, ""))
+    found, _ = sharded.newest_valid(
+        folder, lambda found: states.room(model, optimizer, found.tensors, "")
+    )
     if found is not None:
         states.restore(model, optimizer, None, found.tensors, found.facts["state"], str(found.path))
     losses = []
@@ -194,11 +230,15 @@ def test_a_run_goes_on_to_the_bit(ranks, tmp_path):
     first = ranks(2)(train, tmp_path / "run", 3, 3)
     assert first[0] == calm[0][:3]
     assert ranks(2)(train, tmp_path / "run", 6, None) == [calm[0][3:]] * 2
-    model = ng.convert(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), "fp8-delayed")
+    model = ng.convert(
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), "fp8-delayed"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found, _ = store.newest_valid(tmp_path / "run")  # one process takes it up as its own
     assert found is not None
     states.restore(model, optimizer, None, found.tensors, found.facts["state"], str(found.path))
     saved = found.tensors["weights"] | found.tensors["scaling"]
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], found.tensors["optimizer"]["state.0.exp_avg"])
+    assert torch.equal(
+        optimizer.state_dict()["state"][0]["exp_avg"], found.tensors["optimizer"]["state.0.exp_avg"]
+    )

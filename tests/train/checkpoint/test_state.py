@@ -36,9 +36,9 @@ def train(model, optimizer, steps, seed=1):
 
 
 def through_json(tensors, rest):
-    return {g: {n: t.clone() for n, t in members.items()} for g, members in tensors.items()}, json.loads(
-        json.dumps(rest)
-    )
+    return {
+        g: {n: t.clone() for n, t in members.items()} for g, members in tensors.items()
+    }, json.loads(json.dumps(rest))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,9 @@ def test_restored_state_goes_on_as_if_it_had_never_stopped():
     state.restore(fresh, fresh_optimizer, None, *saved, "here")
     train(fresh, fresh_optimizer, 2, seed=2)
     assert_same(fresh.state_dict(), model.state_dict())
-    assert_same(state.flatten(fresh_optimizer.state_dict())[0], state.flatten(optimizer.state_dict())[0])
+    assert_same(
+        state.flatten(fresh_optimizer.state_dict())[0], state.flatten(optimizer.state_dict())[0]
+    )
 
 
 def test_groups_hold_what_their_names_say():
@@ -79,14 +81,21 @@ def test_groups_hold_what_their_names_say():
     train(model, optimizer, 1)
     tensors, _ = state.collect(model, optimizer, None)
     assert list(tensors["weights"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert len(tensors["scaling"]) == 2 * 3 * 3 and all(".scaling." in name for name in tensors["scaling"])
+    assert len(tensors["scaling"]) == 2 * 3 * 3 and all(
+        ".scaling." in name for name in tensors["scaling"]
+    )
     assert "rng" in tensors and "torch" in tensors["rng"]
 
 
 def test_generators_come_back():
     model, optimizer = made("bf16")
     saved = through_json(*state.collect(model, optimizer, None))
-    drawn = torch.rand(3), np.random.rand(3), [random.random() for _ in range(3)], random.gauss(0, 1)
+    drawn = (
+        torch.rand(3),
+        np.random.rand(3),
+        [random.random() for _ in range(3)],
+        random.gauss(0, 1),
+    )
     np.random.randn()  # leaves half of a pair in numpy's generator
     state.restore(model, optimizer, None, *saved, "here")
     assert_same(torch.rand(3), drawn[0])
@@ -118,7 +127,9 @@ def test_another_model_is_refused_before_anything_changes(other, words):
     assert_same(torch.get_rng_state(), generator)
 
 
-@pytest.mark.parametrize(("count", "words"), [(3, "c is missing. Resume"), (4, "c is missing; and 1 more. Resume")])
+@pytest.mark.parametrize(
+    ("count", "words"), [(3, "c is missing. Resume"), (4, "c is missing; and 1 more. Resume")]
+)
 def test_three_differences_are_named_and_the_others_counted(count, words):
     own = {name: torch.zeros(1) for name in "abcd"[:count]}
     with pytest.raises(CheckpointError, match=re.escape(f"a is missing; b is missing; {words}")):
@@ -143,7 +154,9 @@ def test_second_moments_of_8_bit_floats_are_looked_at():
     ]
 
 
-@pytest.mark.parametrize(("scale", "fits"), [(2.0**-149, True), (2.0**127, True), (2.0**128, False), (0.0, False)])
+@pytest.mark.parametrize(
+    ("scale", "fits"), [(2.0**-149, True), (2.0**127, True), (2.0**128, False), (0.0, False)]
+)
 def test_the_scale_of_a_loss_scaler_is_a_number_of_float32(scale, fits):
     own = torch.amp.GradScaler("cpu").state_dict()
     assert (list(state._impossible_scaler(own, {**own, "scale": scale})) == []) is fits

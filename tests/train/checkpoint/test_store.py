@@ -27,8 +27,14 @@ def some_tensors(step: int = 1) -> store.Tensors:
     """One of each group, a few hundred bytes each."""
     generator = torch.Generator().manual_seed(step)
     return {
-        "weights": {"up": torch.randn(6, 5, generator=generator), "norm": torch.ones(7, dtype=torch.bfloat16)},
-        "optimizer": {"up.exp_avg": torch.randn(6, 5, generator=generator), "up.step": torch.tensor(float(step))},
+        "weights": {
+            "up": torch.randn(6, 5, generator=generator),
+            "norm": torch.ones(7, dtype=torch.bfloat16),
+        },
+        "optimizer": {
+            "up.exp_avg": torch.randn(6, 5, generator=generator),
+            "up.step": torch.tensor(float(step)),
+        },
         "scaling": {"up.x.window": torch.arange(4.0)},
         "rng": {"cpu": generator.get_state()[:64]},
     }
@@ -97,12 +103,24 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
 
 
 def test_the_dtypes_of_training_are_among_them():
-    assert FP8 | {torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool} <= set(DTYPES)
+    assert FP8 | {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.uint8,
+        torch.int64,
+        torch.bool,
+    } <= set(DTYPES)
 
 
 def test_tied_tensors_are_stored_once_and_come_back_as_one(tmp_path):
     embedding = torch.nn.Parameter(torch.randn(64, 64))
-    members = {"embed": embedding, "head": embedding, "view": embedding.view(64, 64), "part": embedding[:2]}
+    members = {
+        "embed": embedding,
+        "head": embedding,
+        "view": embedding.view(64, 64),
+        "part": embedding[:2],
+    }
     path = store.save(tmp_path, 1, {"weights": members}, {})
     assert (path / "weights-0.safetensors").stat().st_size < 1.2 * embedding.numel() * 4
     found = store.load(path).tensors["weights"]
@@ -126,7 +144,9 @@ def test_conjugated_and_negated_views_keep_their_values(tmp_path):
 
 def test_a_large_group_is_cut_into_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHARD_BYTES", 1000)
-    members = {f"layer {i}": torch.full((100,), float(i)) for i in range(7)} | {"large": torch.ones(2000)}
+    members = {f"layer {i}": torch.full((100,), float(i)) for i in range(7)} | {
+        "large": torch.ones(2000)
+    }
     path = store.save(tmp_path, 1, {"weights": members, "none": {}}, {})
     assert len(list(path.glob("weights-*.safetensors"))) == 5
     assert_same(store.load(path).tensors, {"weights": members, "none": {}})
@@ -148,7 +168,10 @@ def test_the_space_that_a_checkpoint_needs_counts_its_facts(tmp_path, monkeypatc
 
 def test_other_readers_of_safetensors_read_the_weights(tmp_path):
     path = saved(tmp_path, 1)[0]
-    assert_same({"weights": load_file(path / "weights-0.safetensors")}, {"weights": some_tensors()["weights"]})
+    assert_same(
+        {"weights": load_file(path / "weights-0.safetensors")},
+        {"weights": some_tensors()["weights"]},
+    )
 
 
 def test_saving_does_not_change_the_tensors(tmp_path):
@@ -158,8 +181,17 @@ def test_saving_does_not_change_the_tensors(tmp_path):
     assert_same(tensors, some_tensors())
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
 
 
 @settings(max_examples=25)
@@ -193,7 +225,8 @@ def test_facts_that_json_would_change_are_refused(tmp_path, facts, words):
 
 
 @pytest.mark.parametrize(
-    "group", ["../weights", "/etc", "a/b", "", "Weights", "weights-0", ".hidden", "w" * 50, "manifest.json"]
+    "group",
+    ["../weights", "/etc", "a/b", "", "Weights", "weights-0", ".hidden", "w" * 50, "manifest.json"],
 )
 def test_a_group_that_is_no_file_name_is_refused(tmp_path, group):
     with raises(CheckpointError, "checkpoint.group"):
@@ -226,7 +259,14 @@ def test_a_step_that_the_name_cannot_hold_is_refused(tmp_path, step):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn],
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e5m2,
+        torch.float8_e4m3fn,
+    ],
     ids=str,
 )
 def test_weights_that_are_not_finite_are_refused(tmp_path, bad, dtype):
@@ -255,7 +295,9 @@ def test_the_newest_intact_checkpoint_is_chosen_and_damage_is_named(tmp_path):
     os.utime(paths[0], (2e9, 2e9))  # the clock does not decide
     found, skipped = store.newest_valid(tmp_path)
     assert found is not None and found.step == 2
-    assert [path for path, _ in skipped] == [paths[2]] and "facts.json: was changed" in skipped[0][1]
+    assert [path for path, _ in skipped] == [paths[2]] and "facts.json: was changed" in skipped[0][
+        1
+    ]
 
 
 def test_without_any_checkpoint_there_is_nothing_to_choose(tmp_path):
@@ -281,7 +323,10 @@ def test_prune_keeps_the_newest_by_step_and_touches_nothing_else(tmp_path):
     paths = saved(tmp_path, 1, 2, 3, 100)
     for index, path in enumerate(paths):
         os.utime(path, (2e9 - index, 2e9 - index))
-    foreign = [tmp_path / name for name in ("my-step-5-best", "step-20.bak", "step-00000000", "notes_step-7.txt")]
+    foreign = [
+        tmp_path / name
+        for name in ("my-step-5-best", "step-20.bak", "step-00000000", "notes_step-7.txt")
+    ]
     for folder in foreign:
         folder.mkdir()
         (folder / "mine").touch()

@@ -55,15 +55,28 @@ WRONG_TYPES = {
     int: [True, 2.0, "8", None, math.nan, math.inf, [1], 2**63, -(2**63), 10**400],
     float: [True, "0.1", None, math.nan, math.inf, -math.inf, 10**400, [0.1]],
     str: [None, 1, True, b"x", ["x"], "zero\0byte", "lone\ud800surrogate"],
-    TABLE: [None, "lm_head=bf16", [("a", "b")], {"a": 1}, {1: "a"}, {"": "bf16"}, {"a": ""}, {"a": {"b": "bf16"}}],
+    TABLE: [
+        None,
+        "lm_head=bf16",
+        [("a", "b")],
+        {"a": 1},
+        {1: "a"},
+        {"": "bf16"},
+        {"a": ""},
+        {"a": {"b": "bf16"}},
+    ],
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(each.name, value) for each in FIELDS for value in WRONG_TYPES[each.type]], ids=repr
+    ("name", "value"),
+    [(each.name, value) for each in FIELDS for value in WRONG_TYPES[each.type]],
+    ids=repr,
 )
 def test_a_wrong_type_is_refused_with_key_and_rule(name, value):
-    with pytest.raises(ConfigError, match=f"{key_of(TrainConfig.__dataclass_fields__[name])} = .*: must "):
+    with pytest.raises(
+        ConfigError, match=f"{key_of(TrainConfig.__dataclass_fields__[name])} = .*: must "
+    ):
         TrainConfig(**{name: value})
 
 
@@ -82,7 +95,9 @@ def just_outside(each: dataclasses.Field) -> list:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(each.name, value) for each in FIELDS for value in just_outside(each)], ids=repr
+    ("name", "value"),
+    [(each.name, value) for each in FIELDS for value in just_outside(each)],
+    ids=repr,
 )
 def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
     with pytest.raises(ConfigError, match="must be") as caught:
@@ -97,17 +112,32 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         ({"hidden_size": 24, "heads": 8}, "multiple of 2 * heads = 16"),
         ({"heads": 8, "kv_heads": 3}, "kv_heads = 3: must divide heads = 8"),
         ({"batch_size": 16, "micro_batches": 3}, "micro_batches = 3: must divide batch_size = 16"),
-        ({"learning_rate": 1e-4, "min_learning_rate": 1e-3}, "min_learning_rate = 0.001: must not exceed"),
+        (
+            {"learning_rate": 1e-4, "min_learning_rate": 1e-3},
+            "min_learning_rate = 0.001: must not exceed",
+        ),
         ({"from_scratch": True}, "from_scratch = true: needs model"),
         ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
-        ({"cuda_graph": True, "checkpointing": "full"}, "cuda_graph = true: does not work with checkpointing = 'full'"),
-        ({"step_in_backward": True}, "step_in_backward = true: clip = 1.0 wants the norm of the whole gradient"),
+        (
+            {"cuda_graph": True, "checkpointing": "full"},
+            "cuda_graph = true: does not work with checkpointing = 'full'",
+        ),
+        (
+            {"step_in_backward": True},
+            "step_in_backward = true: clip = 1.0 wants the norm of the whole gradient",
+        ),
         (
             {"step_in_backward": True, "clip": 0.0, "held_gradients": "fp8"},
             "with held_gradients = 'fp8', since it holds none",
         ),
-        ({"held_gradients": "fp8", "cuda_graph": True}, "held_gradients = 'fp8': does not work with cuda_graph = true"),
-        ({"clip_by": "previous"}, "clip_by = 'previous': has no effect with step_in_backward = false"),
+        (
+            {"held_gradients": "fp8", "cuda_graph": True},
+            "held_gradients = 'fp8': does not work with cuda_graph = true",
+        ),
+        (
+            {"clip_by": "previous"},
+            "clip_by = 'previous': has no effect with step_in_backward = false",
+        ),
         (
             {"step_in_backward": True, "clip": 0.0, "clip_by": "previous"},
             "clip_by = 'previous': has no effect with clip = 0.0",
@@ -124,7 +154,10 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
             {"recipe": "auto", "checkpointing": "auto"},
             "checkpointing = 'auto': counts a step before the run, and recipe = 'auto'",
         ),
-        ({"tokenizer": "t", "vocab_size": 512}, "vocab_size = 512: has no effect with tokenizer = 't'"),
+        (
+            {"tokenizer": "t", "vocab_size": 512},
+            "vocab_size = 512: has no effect with tokenizer = 't'",
+        ),
     ],
 )
 def test_rules_between_values(changes, words):
@@ -162,7 +195,10 @@ def test_resolved_writes_out_the_sizes_that_depend_on_others():
         ("compile = 1", "tiny.toml:1: compile = 1: must be true or false"),
         ('prompt = """\nlayers = 0\n"""\nlayers = 0', "tiny.toml:4: layers = 0: must be from 1"),
         ("steps = 1\r\nlayers = 0\r\n", "tiny.toml:2: layers = 0"),
-        ("heads = 7\nhidden_size = 256", "tiny.toml:2: hidden_size = 256: must be a multiple of 2 * heads = 14"),
+        (
+            "heads = 7\nhidden_size = 256",
+            "tiny.toml:2: hidden_size = 256: must be a multiple of 2 * heads = 14",
+        ),
         ("layers = 1\nsteps = 2\nlayers = 2", "tiny.toml:3: this key was given before"),
         ("layers = 1\nlayers.x = 2", "tiny.toml:2: "),
         ("layers = ", "tiny.toml:1: Invalid value"),
@@ -171,9 +207,18 @@ def test_resolved_writes_out_the_sizes_that_depend_on_others():
         ("[model]\nlayers = 3", "tiny.toml:1: [model] is not a table of the configuration"),
         ("[wrong]\nlayers = 3", "tiny.toml:1: [wrong] is not a table of the configuration"),
         ("recipes = 3", "tiny.toml:1: recipes = 3: must be a table"),
-        ("steps = 3\n[recipes]\nlayers.0.up = 'bf16'", 'write a pattern with dots in quotes: "layers..." = "bf16"'),
-        ("steps = 3\n[recipes]\nlm_head = 3\n", "tiny.toml:2: recipes = {'lm_head': 3}: must be text"),
-        ('steps = 3\nrecipes = ["lm_head"]', "tiny.toml:2: recipes: 'lm_head' is not 'pattern=recipe'"),
+        (
+            "steps = 3\n[recipes]\nlayers.0.up = 'bf16'",
+            'write a pattern with dots in quotes: "layers..." = "bf16"',
+        ),
+        (
+            "steps = 3\n[recipes]\nlm_head = 3\n",
+            "tiny.toml:2: recipes = {'lm_head': 3}: must be text",
+        ),
+        (
+            'steps = 3\nrecipes = ["lm_head"]',
+            "tiny.toml:2: recipes: 'lm_head' is not 'pattern=recipe'",
+        ),
         ('recipes = ["up=bf16:gradweight"]', "'gradweight' is none. Closest: 'grad_weight'"),
         (
             "[recipes]\nup = 'auto:output'",
@@ -205,7 +250,10 @@ def test_recipes_of_layers_stand_in_a_list_or_a_table(tmp_path: Path):
     path = tmp_path / "list.toml"
     path.write_text('recipes = ["lm_head=bf16", "layers.1.down_proj=bf16:output+grad_weight"]')
     config = toml.load(path)
-    assert config.layers_recipe == {"lm_head": "bf16", "layers.1.down_proj": "bf16:output+grad_weight"}
+    assert config.layers_recipe == {
+        "lm_head": "bf16",
+        "layers.1.down_proj": "bf16:output+grad_weight",
+    }
     path.write_text(toml.dump(config))
     assert toml.load(path) == config
 
@@ -237,7 +285,9 @@ def test_every_typo_is_refused_and_nearly_always_the_right_key_suggested(each):
 
 
 def printable(maximum: int = 12) -> st.SearchStrategy[str]:
-    return st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=maximum)
+    return st.text(
+        st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=maximum
+    )
 
 
 def values(each: dataclasses.Field) -> st.SearchStrategy:
@@ -258,13 +308,17 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
     if each.name == "keep_float32":
         return st.sampled_from(["", "norms", "norms,softmax", "*.mlp.*"])
     if each.name == "checkpointing":
-        return st.sampled_from(["none", "full", "every-2", "sqrt", "auto", "selective", "budget:1.5GiB", "budget:9"])
+        return st.sampled_from(
+            ["none", "full", "every-2", "sqrt", "auto", "selective", "budget:1.5GiB", "budget:9"]
+        )
     if each.type is int:
         return st.integers(rule.low, rule.high)
     if each.type is float:
         return st.floats(rule.low, rule.high, exclude_min=rule.open_low, exclude_max=rule.open_high)
     if each.type is TABLE:
-        names = printable().filter(lambda name: name and ":" not in name)  # behind a colon stand products
+        names = printable().filter(
+            lambda name: name and ":" not in name
+        )  # behind a colon stand products
         return st.dictionaries(printable().filter(bool), names, max_size=3)
     return printable().filter(bool) if rule else printable()
 
@@ -274,7 +328,9 @@ def settle_the_task(drawn: dict) -> None:
     for each in FIELDS:
         if drawn["task"] not in each.metadata["tasks"]:
             del drawn[each.name]
-    drawn["best"] = drawn["best"] if drawn["best"] in ("", "none", *METRICS[drawn["task"]]) else "loss"
+    drawn["best"] = (
+        drawn["best"] if drawn["best"] in ("", "none", *METRICS[drawn["task"]]) else "loss"
+    )
     left_out = {
         "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),
         "prompt_column": drawn.get("messages_column"), "completion_column": drawn.get("messages_column"),
@@ -312,13 +368,17 @@ def configurations(draw) -> TrainConfig:
     settle_answers_tags_and_choices(drawn)
     drawn.setdefault("batch_size", 16)
     drawn["guard"] = ""  # checks of its own: diagnose/guard/settings.py
-    drawn["micro_batches"] = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0]))
+    drawn["micro_batches"] = draw(
+        st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0])
+    )
     drawn["switch"] = drawn["switch"] if drawn.get("steps", 2) > 1 else ""
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
     if drawn.get("save") in FUSED_SAVES and (
-        drawn["compile"] or not drawn["fuse"] or (drawn["save"] != "exact" and drawn["compress_activations"])
+        drawn["compile"]
+        or not drawn["fuse"]
+        or (drawn["save"] != "exact" and drawn["compress_activations"])
     ):
         drawn["save"] = ""
     drawn["cuda_graph"] = drawn["cuda_graph"] and drawn["checkpointing"] == "none"
@@ -342,7 +402,15 @@ def configurations(draw) -> TrainConfig:
     if drawn.get("tokenizer"):
         drawn.pop("vocab_size", None)
     if drawn["model"]:
-        for size in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size", "patch_size"):
+        for size in (
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "intermediate_size",
+            "vocab_size",
+            "patch_size",
+        ):
             drawn.pop(size, None)
     else:
         drawn["kv_heads"] = draw(st.sampled_from([0, 1, drawn["heads"]]))
@@ -357,7 +425,9 @@ def parsed_as_dumped(config):
     assert resolved(resolved(config)) == resolved(config)
 
 
-test_what_is_dumped_is_what_is_parsed = settings(max_examples=20)(given(configurations())(parsed_as_dumped))
+test_what_is_dumped_is_what_is_parsed = settings(max_examples=20)(
+    given(configurations())(parsed_as_dumped)
+)
 test_whatever_is_dumped_is_what_is_parsed = pytest.mark.slow(
     settings(max_examples=80)(given(configurations())(parsed_as_dumped))
 )
@@ -389,7 +459,8 @@ def test_later_layers_win_and_name_themselves():
 def test_a_keep_list_needs_weights_of_16_bits():
     assert TrainConfig(precision="bf16-o3", keep_float32="norms, layers.0-3.*").keep_float32
     with pytest.raises(
-        ConfigError, match=r"keep_float32 = 'norms': has no effect with precision = 'amp-bf16', whose weights"
+        ConfigError,
+        match=r"keep_float32 = 'norms': has no effect with precision = 'amp-bf16', whose weights",
     ):
         TrainConfig(precision="amp-bf16", keep_float32="norms")
     with pytest.raises(ConfigError, match="must be names with commas, as 'norms,softmax'"):
@@ -398,7 +469,12 @@ def test_a_keep_list_needs_weights_of_16_bits():
 
 def test_a_master_needs_weights_of_16_bits():
     assert TrainConfig(precision="bf16-o2", master="bf16-remainder").master == "bf16-remainder"
-    with pytest.raises(ConfigError, match=r"master = 'fp32': has no effect with precision = 'amp-bf16', whose weights"):
+    with pytest.raises(
+        ConfigError,
+        match=r"master = 'fp32': has no effect with precision = 'amp-bf16', whose weights",
+    ):
         TrainConfig(precision="amp-bf16", master="fp32")
-    with pytest.raises(ConfigError, match="embedding_states = 'same': has no effect with states = 'fp32'"):
+    with pytest.raises(
+        ConfigError, match="embedding_states = 'same': has no effect with states = 'fp32'"
+    ):
         TrainConfig(embedding_states="same")

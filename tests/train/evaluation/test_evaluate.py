@@ -87,7 +87,13 @@ def task_files(tmp_path):
 def test_a_run_that_its_guard_has_widened_scores_as_it_did(make, installed):  # noqa: F811
     installed(hurt)
     guard = "every=4,steps=2,margin=0.02%,then=bf16"
-    config = make(**{**SICK, "recipe": "mxfp4", "guard": guard}, checkpoint_every=8, keep=9, eval_every=8, best="loss")
+    config = make(
+        **{**SICK, "recipe": "mxfp4", "guard": guard},
+        checkpoint_every=8,
+        keep=9,
+        eval_every=8,
+        best="loss",
+    )
     assert loop.run(config) == 0
     folder = Path(config.output)
     [switch] = tiny.events(folder, "switch")
@@ -96,7 +102,9 @@ def test_a_run_that_its_guard_has_widened_scores_as_it_did(make, installed):  # 
     for which in ("16", "best"):
         [row] = evaluate(folder, Asked(checkpoints=which, device="cpu"))["checkpoints"]
         assert row["step"] > 11 and "narrow" not in row, "every product is BF16's from there on"
-        assert row["16_bits"]["validation"]["values"]["loss"] == pytest.approx(logged[row["step"]], abs=1e-12)
+        assert row["16_bits"]["validation"]["values"]["loss"] == pytest.approx(
+            logged[row["step"]], abs=1e-12
+        )
 
 
 def test_a_saved_run_computes_with_its_own_threads(run, monkeypatch):
@@ -110,7 +118,9 @@ def test_a_saved_run_computes_with_its_own_threads(run, monkeypatch):
         lambda *given: seen.append(torch.get_num_threads()) or {"16_bits": {}, "not_narrow": ""},
     )
     evaluate(run, Asked(device="cpu"))
-    monkeypatch.setattr(blame_checkpoint, "blame_run", lambda *given, **named: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(
+        blame_checkpoint, "blame_run", lambda *given, **named: seen.append(torch.get_num_threads())
+    )
     blame_checkpoint.blame_checkpoint(CheckpointRef(run))
     assert seen == [before + 1] * 2 and torch.get_num_threads() == before
 
@@ -125,9 +135,15 @@ def test_a_checkpoint_scores_as_the_run_did(run) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     result = evaluate(run, Asked(checkpoints="all", device="cpu"))
     logged = tiny.events(run, "eval")
-    assert [row["step"] for row in result["checkpoints"]] == [4, 8, 12] == [event["step"] for event in logged]
+    assert (
+        [row["step"] for row in result["checkpoints"]]
+        == [4, 8, 12]
+        == [event["step"] for event in logged]
+    )
     for row, event in zip(result["checkpoints"], logged, strict=True):
-        narrow, wide = (row[version]["validation"]["values"]["loss"] for version in ("narrow", "16_bits"))
+        narrow, wide = (
+            row[version]["validation"]["values"]["loss"] for version in ("narrow", "16_bits")
+        )
         assert (narrow, wide) == (event["loss"], event["wide"]["loss"])
         assert row["difference"]["validation"]["loss"]["mean"] == narrow - wide
     assert "over 3 checkpoints narrow lies" in result["text"]
@@ -136,7 +152,9 @@ def test_a_checkpoint_scores_as_the_run_did(run) -> None:
     evaluate(run, Asked(checkpoints="all", device="cpu"))  # asked again, it is kept once
     assert len(json.loads((run / "evaluation.json").read_text())["results"]) == 1
     assert before == {
-        path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "evaluation.json"
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != "evaluation.json"
     }
 
 
@@ -159,7 +177,9 @@ def test_where_the_newest_is_damaged_the_next_that_is_intact_is_named(run) -> No
     ):
         weights = run / "checkpoints" / f"step-{step:08}" / "weights-0.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-        with pytest.raises(CheckpointError, match=words or "No other checkpoint of the run is intact: restore one"):
+        with pytest.raises(
+            CheckpointError, match=words or "No other checkpoint of the run is intact: restore one"
+        ):
             evaluate(run, Asked(device="cpu"))
 
 
@@ -198,7 +218,9 @@ def test_weights_alone_have_no_narrow_score_where_steps_were_learnt(make, tmp_pa
     saved = SavedRun.open(tmp_path / "run", torch.device("cpu"))
     [best], [newest] = saved.paths("best"), saved.paths("newest")
     model, _, why = saved.model(best)
-    assert "holds weights alone" in why and [name for name, _ in versions(model, why)] == ["16 bits"]
+    assert "holds weights alone" in why and [name for name, _ in versions(model, why)] == [
+        "16 bits"
+    ]
     model, _, why = saved.model(newest)
     assert not why and [name for name, _ in versions(model, why)] == ["narrow", "16 bits"]
 
@@ -216,10 +238,14 @@ def test_the_suspended_model_scores_as_transformers_bfloat16_model(run, task_fil
     theirs = LmTasks(files, 0, 8).scores(model, transformers.AutoTokenizer.from_pretrained(final))
     for task, metric in (("words", "acc"), ("prose", "bits_per_byte")):
         ours = row["16_bits"][task]["values"][metric]
-        assert ours == pytest.approx(theirs[task].values[metric], rel=1e-3 if metric == "bits_per_byte" else 0)
+        assert ours == pytest.approx(
+            theirs[task].values[metric], rel=1e-3 if metric == "bits_per_byte" else 0
+        )
     assert row["narrow"]["prose"]["values"] != row["16_bits"]["prose"]["values"]
     paired = row["difference"]["words"]["acc"]
-    assert paired["examples"] == len(tiny.WORDS) - 1 and 0 <= paired["changed"] <= paired["examples"]
+    assert (
+        paired["examples"] == len(tiny.WORDS) - 1 and 0 <= paired["changed"] <= paired["examples"]
+    )
 
 
 @pytest.mark.slow

@@ -26,7 +26,9 @@ doc_to_choice: "{{choices}}"
 doc_to_target: gold
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
-EVIL = "open('ran', 'w').close()\ndef run(*_, **__):\n    open('ran', 'w').close()\n    return 'x'\n"
+EVIL = (
+    "open('ran', 'w').close()\ndef run(*_, **__):\n    open('ran', 'w').close()\n    return 'x'\n"
+)
 REACH = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"
 
 WAYS = {
@@ -37,7 +39,8 @@ WAYS = {
     "a function as a key": PLAIN + "? !function evil.run\n: 1\n",
     "a function behind an alias": PLAIN + "a: &a !function evil.run\nprocess_docs: *a\n",
     "a function of the data": PLAIN + "custom_dataset: !function evil.run\n",
-    "a filter": PLAIN + "filter_list: [{name: a, filter: [{function: custom, filter_fn: !function evil.run}]}]\n",
+    "a filter": PLAIN
+    + "filter_list: [{name: a, filter: [{function: custom, filter_fn: !function evil.run}]}]\n",
     "the class of a task": "task: words\nclass: !function evil.run\n",
     "the name of a class": "task: words\nclass: evil.run\n",
     "a Python object": PLAIN + "process_docs: !!python/object/apply:os.system ['touch ran']\n",
@@ -106,7 +109,11 @@ def test_a_template_that_cannot_reach_python_may_use_filters(folder: Path) -> No
 
 def test_an_endless_include_and_a_deep_file_are_sentences(folder: Path) -> None:
     (folder / "loop.yaml").write_text("include: t.yaml\n")
-    for text in ("include: loop.yaml\ntask: a\n", "task: " + "[" * 5000, "include: absent.yaml\ntask: a\n"):
+    for text in (
+        "include: loop.yaml\ntask: a\n",
+        "task: " + "[" * 5000,
+        "include: absent.yaml\ntask: a\n",
+    ):
         with pytest.raises(NarrowgaugeError):
             load(folder, text)
 
@@ -120,7 +127,9 @@ def test_evaluate_names_its_own_extra(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
         return imported(name, *rest, **options)
 
-    for name in [each for each in sys.modules if each.startswith(("narrowgauge.train.evaluation", "yaml"))]:
+    for name in [
+        each for each in sys.modules if each.startswith(("narrowgauge.train.evaluation", "yaml"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
     from narrowgauge.train.evaluation import command, lm_tasks

@@ -19,7 +19,9 @@ if __name__ == "__main__":
     ranks = []
     for local in range(int(count)):
         own = {**os.environ, **shared, "RANK": str(int(first) + local), "LOCAL_RANK": str(local)}
-        ranks.append(subprocess.Popen([sys.executable, Path(__file__).with_name("rank.py"), *fault], env=own))
+        ranks.append(
+            subprocess.Popen([sys.executable, Path(__file__).with_name("rank.py"), *fault], env=own)
+        )
     for each in ranks:
         each.wait()
     print("codes", *(each.returncode for each in ranks), flush=True)

@@ -47,7 +47,9 @@ def meet(fault: str) -> None:
 if __name__ == "__main__":
     with liveness.watched(timeout_s=float(os.environ.get("RANK_TIMEOUT_S", "600"))) as rank:
         assert rank is not None
-        os.write(1, f"started {os.environ['RANK']} {os.getpid()} {rank._sentinel.pid}\n".encode())  # in one piece
+        os.write(
+            1, f"started {os.environ['RANK']} {os.getpid()} {rank._sentinel.pid}\n".encode()
+        )  # in one piece
         rank.place = "step 3"
         time.sleep(1.5)
         if sys.argv[1] != "none" and os.environ["RANK"] == sys.argv[2]:

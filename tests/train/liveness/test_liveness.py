@@ -40,7 +40,16 @@ class Run:
         cuts = [0, world] if nodes == 1 else [0, world - 1, world]
         self.agents = []
         for first, end in itertools.pairwise(cuts):
-            command = [PYTHON, AGENT, port, str(first), str(end - first), str(world), fault, str(rank)]
+            command = [
+                PYTHON,
+                AGENT,
+                port,
+                str(first),
+                str(end - first),
+                str(world),
+                fault,
+                str(rank),
+            ]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             self.agents.append(subprocess.Popen(command, env=environment, text=True, **pipes))
         self.lines: list[str] = []
@@ -72,7 +81,9 @@ class Run:
         for each in self.agents:
             each.wait()
             each.stdout.close()
-        while any(processes.exists(pid) for pid in self.pids):  # one that is ending has closed the pipe
+        while any(
+            processes.exists(pid) for pid in self.pids
+        ):  # one that is ending has closed the pipe
             time.sleep(0.02)
         return self.lines
 
@@ -92,7 +103,8 @@ def test_a_rank_that_is_killed_is_named_with_its_signal_and_last_step(rank):
     run = Run("kill", rank)
     [line] = run.told()
     assert re.match(
-        rf"narrowgauge: step 3: rank {rank} of 2 \(.+, pid \d+\) was killed by SIGKILL\. All ranks end\.", line
+        rf"narrowgauge: step 3: rank {rank} of 2 \(.+, pid \d+\) was killed by SIGKILL\. All ranks end\.",
+        line,
     ) or (
         "ended without a word: killed" in line  # reaped before it could be read
     )
@@ -122,7 +134,8 @@ def test_an_error_ends_the_others_with_its_code_and_its_rank_in_the_traceback():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "where"), [("loop", "in spin"), ("sleep", "in meet"), ("c", "has held the interpreter")]
+    ("fault", "where"),
+    [("loop", "in spin"), ("sleep", "in meet"), ("c", "has held the interpreter")],
 )
 def test_a_rank_that_hangs_is_named_with_its_stack_and_told_from_a_dead_one(fault, where):
     run = Run(fault, 1, world=3, timeout_s=12)
@@ -136,7 +149,9 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_told_from_a_dead_one(faul
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_may_go_on():
     run = Run("stop", 1, timeout_s=600)
-    found = run.wait_for(r"rank 1 of 2 .* is stopped by a signal \(SIGSTOP\)\. Continue it: kill -CONT (\d+)")
+    found = run.wait_for(
+        r"rank 1 of 2 .* is stopped by a signal \(SIGSTOP\)\. Continue it: kill -CONT (\d+)"
+    )
     os.kill(int(found[1]), signal.SIGCONT)
     while processes.exists(int(found[1])):  # it goes on, and ends in order
         time.sleep(0.05)
@@ -149,7 +164,11 @@ def test_a_rank_that_is_stopped_is_named_and_may_go_on():
 def test_a_rank_that_stays_stopped_ends_the_run():
     run = Run("stop", 0, timeout_s=8)
     [line] = run.told()
-    assert "rank 0 of 2" in line and "was stopped for 8 s (timeout_s)" in line and run.lines[-1] == "codes -9 6"
+    assert (
+        "rank 0 of 2" in line
+        and "was stopped for 8 s (timeout_s)" in line
+        and run.lines[-1] == "codes -9 6"
+    )
 
 
 @pytest.mark.slow
@@ -161,7 +180,9 @@ def test_ranks_whose_agent_is_killed_end(nodes):
     time.sleep(1)
     run.agents[-1].kill()
     [line] = run.told()
-    assert re.search(rf"torchrun \(pid {run.agents[-1].pid}\), which started rank \d of 3 .* is gone", line)
+    assert re.search(
+        rf"torchrun \(pid {run.agents[-1].pid}\), which started rank \d of 3 .* is gone", line
+    )
     if nodes == 2:
         assert "codes 6 6" in run.lines
 
@@ -194,7 +215,12 @@ def test_a_rank_that_is_killed_with_its_sentinel_is_named_by_its_neighbour():
 @pytest.fixture
 def as_rank(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    given = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

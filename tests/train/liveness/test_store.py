@@ -13,7 +13,9 @@ from narrowgauge.train.liveness.store import ProtocolError, StoreClient
 
 @pytest.fixture(params=[True, False], ids=["libuv", "threads"])
 def served(request):
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=request.param)
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=request.param
+    )
 
 
 def test_both_ends_see_what_the_other_wrote(served):

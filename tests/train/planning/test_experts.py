@@ -35,7 +35,9 @@ def planned(kind: str, folder: Path, **changes: Any) -> dict[str, Any]:
     if kind not in mapping:
         pytest.skip(f"this transformers has no {kind}")
     known = inspect.signature(mapping[kind].__init__).parameters
-    mapping[kind](**{key: value for key, value in SIZES.items() if key in known}).save_pretrained(folder)
+    mapping[kind](**{key: value for key, value in SIZES.items() if key in known}).save_pretrained(
+        folder
+    )
     settings = {
         "model": str(folder),
         "from_scratch": True,
@@ -45,7 +47,9 @@ def planned(kind: str, folder: Path, **changes: Any) -> dict[str, Any]:
         **changes,
     }
     config = resolved(TrainConfig(**settings))
-    return command.answered(config, "", "", table=False, full=True, measure=False, tell=lambda *_: None)
+    return command.answered(
+        config, "", "", table=False, full=True, measure=False, tell=lambda *_: None
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +59,16 @@ def _no_kept_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed"])
-def test_a_mixture_of_experts_is_planned_in_the_default_precision(tmp_path: Path, recipe: str) -> None:
+def test_a_mixture_of_experts_is_planned_in_the_default_precision(
+    tmp_path: Path, recipe: str
+) -> None:
     found = planned("mixtral", tmp_path, recipe=recipe)
     assert found["allocated_bytes"] > 0
     [note] = [each for each in found["notes"] if "experts" in each]
-    assert "4 parameters (the first: model.layers.0.mlp.experts.gate_up_proj, 4 experts of 96 x 32)" in note
+    assert (
+        "4 parameters (the first: model.layers.0.mlp.experts.gate_up_proj, 4 experts of 96 x 32)"
+        in note
+    )
     assert note.endswith("their products are counted in float32")
 
 
@@ -69,7 +78,9 @@ def test_every_mixture_of_experts_is_planned(kind: str, tmp_path: Path) -> None:
     assert planned(kind, tmp_path, recipe="fp8-delayed")["allocated_bytes"] > 0
 
 
-def test_a_model_that_takes_no_step_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_takes_no_step_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one whose sizes do not fit each other, of which transformers raises whatever its products do."""
 
     def fails(*_: object) -> None:
@@ -92,7 +103,9 @@ def test_a_grouped_product_has_the_form_of_the_real_one(dtype: torch.dtype, oute
 
     def product() -> torch.Tensor:
         offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-        return torch.nn.functional.grouped_mm(torch.ones(lhs, dtype=dtype), torch.ones(rhs, dtype=dtype), offs=offsets)
+        return torch.nn.functional.grouped_mm(
+            torch.ones(lhs, dtype=dtype), torch.ones(rhs, dtype=dtype), offs=offsets
+        )
 
     with recording(Device("cpu", (0, 0))):
         counted = product()

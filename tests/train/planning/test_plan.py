@@ -46,7 +46,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def settings(tmp_path: Path) -> Callable[..., TrainConfig]:
     def made(**changes: Any) -> TrainConfig:
         sizes = SIZES if "model" not in changes else {"batch_size": 4, "device": "cpu"}
-        return resolved(TrainConfig(**(sizes | {"output": str(tmp_path / "never" / "run")} | changes)))
+        return resolved(
+            TrainConfig(**(sizes | {"output": str(tmp_path / "never" / "run")} | changes))
+        )
 
     return made
 
@@ -63,33 +65,85 @@ def folder(path: Path, config: Any) -> str:
 
 
 def bert(path: Path) -> str:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 128}
-    return folder(path, transformers.BertConfig(vocab_size=500, max_position_embeddings=64, **sizes))
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    }
+    return folder(
+        path, transformers.BertConfig(vocab_size=500, max_position_embeddings=64, **sizes)
+    )
 
 
 def t5(path: Path) -> str:
-    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 32, "num_heads": 2, "num_layers": 6, "num_decoder_layers": 6}
-    return folder(path, transformers.T5Config(vocab_size=500, decoder_start_token_id=0, pad_token_id=0, **sizes))
+    sizes = {
+        "d_model": 64,
+        "d_ff": 128,
+        "d_kv": 32,
+        "num_heads": 2,
+        "num_layers": 6,
+        "num_decoder_layers": 6,
+    }
+    return folder(
+        path,
+        transformers.T5Config(vocab_size=500, decoder_start_token_id=0, pad_token_id=0, **sizes),
+    )
 
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
     ("amp", {"layers": 3}),
     ("deep", {}),
-    ("o2", {"precision": "bf16-o2", "recipe": "fp8-row", "states": "8bit", "master": "bf16-remainder"}),
+    (
+        "o2",
+        {"precision": "bf16-o2", "recipe": "fp8-row", "states": "8bit", "master": "bf16-remainder"},
+    ),
     ("o3", {"precision": "bf16-o3", "recipe": "int8", "states": "4bit", "checkpointing": "full"}),
     ("parts", {"precision": "fp32", "recipe": "none", "micro_batches": 2}),
-    ("lion", {"precision": "bf16-o3", "optimizer": "lion", "states": "8bit", "checkpointing": "selective"}),
+    (
+        "lion",
+        {
+            "precision": "bf16-o3",
+            "optimizer": "lion",
+            "states": "8bit",
+            "checkpointing": "selective",
+        },
+    ),
     ("frozen", {"precision": "fp32", "freeze": "embed*,layers.0-3", "recipe": "fp8-delayed"}),
     ("codes", {"embedding_codes": "int4", "layers": 3}),
-    *((recipe, {"recipe": recipe, "layers": 3}) for recipe in ("mxfp4", "nvfp4", "int4-lsq-luq", "int4-row-sr")),
-    ("coded weights", {"embedding_codes": "int8", "precision": "bf16-o2", "recipe": "int4-hq-bs", "layers": 3}),
-    ("classes", {"task": "classification", "model": bert, "data": "nowhere.csv", "classes": "3", "precision": "fp32"}),
+    *(
+        (recipe, {"recipe": recipe, "layers": 3})
+        for recipe in ("mxfp4", "nvfp4", "int4-lsq-luq", "int4-row-sr")
+    ),
+    (
+        "coded weights",
+        {"embedding_codes": "int8", "precision": "bf16-o2", "recipe": "int4-hq-bs", "layers": 3},
+    ),
+    (
+        "classes",
+        {
+            "task": "classification",
+            "model": bert,
+            "data": "nowhere.csv",
+            "classes": "3",
+            "precision": "fp32",
+        },
+    ),
     (
         "answers",
-        {"task": "question-answering", "model": bert, "data": "nowhere.json", "stride": 16, "precision": "fp32"},
+        {
+            "task": "question-answering",
+            "model": bert,
+            "data": "nowhere.json",
+            "stride": 16,
+            "precision": "fp32",
+        },
     ),
     ("tags", {"task": "tagging", "model": bert, "data": "nowhere.jsonl", "precision": "fp32"}),
-    ("choices", {"task": "multiple-choice", "model": bert, "data": "nowhere.jsonl", "precision": "fp32"}),
+    (
+        "choices",
+        {"task": "multiple-choice", "model": bert, "data": "nowhere.jsonl", "precision": "fp32"},
+    ),
     (
         "pairs",
         {
@@ -105,16 +159,23 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), quick(RUNS[:1], RUNS), ids=lambda each: each if isinstance(each, str) else ""
+    ("name", "changes"),
+    quick(RUNS[:1], RUNS),
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_planned_is_what_a_run_allocates(name, changes, settings, tmp_path, cpu):
     """Two real steps of the trainer's own parts on a CPU, with bfloat16 instructions and without, whose data nobody has."""
-    made = {key: value(tmp_path / "model") if callable(value) else value for key, value in changes.items()}
+    made = {
+        key: value(tmp_path / "model") if callable(value) else value
+        for key, value in changes.items()
+    }
     config = settings(**made)
     planned = second_step(Counts(cpu, full=True).whole(source(config)))
     real = most_allocated(source(config).builder(place=CPU, real=True)(), CPU)
     # Of classes a mask is counted, which transformers leaves out where it sees that nothing is padded: 11 KiB of 11 MiB.
-    assert planned == pytest.approx(real, rel=2e-3 if made.get("model") and name != "pairs" else 1e-3)
+    assert planned == pytest.approx(
+        real, rel=2e-3 if made.get("model") and name != "pairs" else 1e-3
+    )
     assert not (tmp_path / "never").exists()
 
 
@@ -124,10 +185,15 @@ def test_models_from_folders_are_carried_on_from_few_layers(kind, settings, tmp_
     """Of both stacks of an encoder-decoder."""
     task = "classification" if kind is bert else "seq2seq"
     own = {"classes": "2"} if kind is bert else {}
-    config = settings(task=task, model=kind(tmp_path / "model"), data="nowhere.csv", max_length=48, **own)
+    config = settings(
+        task=task, model=kind(tmp_path / "model"), data="nowhere.csv", max_length=48, **own
+    )
     few, whole = (Counts(cpu_facts(), full).of(config) for full in (False, True))
     assert few.counted == "3 and 4 of 6 layers" and whole.counted == "all 6 layers"
-    assert few.allocated == pytest.approx(whole.allocated, rel=1e-3) and few.top.phase == whole.top.phase
+    assert (
+        few.allocated == pytest.approx(whole.allocated, rel=1e-3)
+        and few.top.phase == whole.top.phase
+    )
 
 
 @pytest.mark.slow
@@ -147,10 +213,16 @@ def test_a_plan_on_the_command_line(tmp_path, capsys, own_cache):
     arguments = ["plan", *sizes, "--recipe=none", f"--output={tmp_path / 'never' / 'run'}"]
     assert main(arguments) == 0
     first = capsys.readouterr().out
-    assert "name a card" in first and "Counted: 3 and 4 of 7 layers" in first and "mlp.act_fn" in first
+    assert (
+        "name a card" in first and "Counted: 3 and 4 of 7 layers" in first and "mlp.act_fn" in first
+    )
     assert main([*arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["fits"] is None and answer["batch"] == {"rows": 4, "width": 128, "micro_batches": 1}
+    assert answer["fits"] is None and answer["batch"] == {
+        "rows": 4,
+        "width": 128,
+        "micro_batches": 1,
+    }
     assert answer["allocated_bytes"] == pytest.approx(sum(answer["parts"].values()), rel=0.01)
     for entry in own_cache.glob("*.json"):
         entry.write_text(entry.read_text()[:100])
@@ -165,7 +237,9 @@ def test_the_largest_batch_is_the_last_that_fits(settings):
     answers = Answers(config, Room.of("", "1GiB"), Counts(cpu_facts()))
     shape = answers.shape()
     rows = answers.largest_batch(shape)["rows"]
-    sizes = [answers.counts.of(config, replace(shape, rows=each)).allocated for each in (rows, rows + 1)]
+    sizes = [
+        answers.counts.of(config, replace(shape, rows=each)).allocated for each in (rows, rows + 1)
+    ]
     assert rows > 4 and sizes[0] <= int(answers.room.usable / (1 + KEPT_FREE)) < sizes[1]
 
 
@@ -191,20 +265,38 @@ def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
         return code, json.loads(capsys.readouterr().out)
 
     code, answer = asked(sizes)
-    assert code == 9 and answer["fits"] is False and answer["changes"] and "It does not fit" in answer["verdict"]
+    assert (
+        code == 9
+        and answer["fits"] is False
+        and answer["changes"]
+        and "It does not fit" in answer["verdict"]
+    )
     for change in answer["changes"]:
-        code, changed = asked(sizes | dict(line.replace("'", "").split(" = ") for line in change["lines"]))
+        code, changed = asked(
+            sizes | dict(line.replace("'", "").split(" = ") for line in change["lines"])
+        )
         assert code == 0 and changed["allocated_bytes"] == change["allocated_bytes"]
 
 
 @pytest.mark.slow
 def test_where_single_techniques_are_enough_all_together_are_not_counted(settings, monkeypatch):
     """It would take longer than counting these."""
-    config, counts = settings(sequence_length=512, precision="bf16-o2", vocab_size=4096), Counts(cpu_facts())
-    monkeypatch.setattr(Answers, "_hopeless", lambda self: pytest.fail("all that saves memory was counted"))
+    config, counts = (
+        settings(sequence_length=512, precision="bf16-o2", vocab_size=4096),
+        Counts(cpu_facts()),
+    )
+    monkeypatch.setattr(
+        Answers, "_hopeless", lambda self: pytest.fail("all that saves memory was counted")
+    )
     needed, spare = counts.of(config).allocated, Room.of("", "8GiB")
-    answer = Answers(config, Room.of("", f"{8 * 2**30 - spare.usable + int(0.95 * needed)}B"), counts).answer()
-    assert answer["fits"] is False and answer["changes"] and "one row still needs" not in answer["verdict"]
+    answer = Answers(
+        config, Room.of("", f"{8 * 2**30 - spare.usable + int(0.95 * needed)}B"), counts
+    ).answer()
+    assert (
+        answer["fits"] is False
+        and answer["changes"]
+        and "one row still needs" not in answer["verdict"]
+    )
 
 
 @pytest.mark.slow
@@ -214,11 +306,16 @@ def test_what_fits_on_several_cards_alone_is_told_with_its_settings(settings):
     counts = Counts(cpu_facts())
     least = counts.of(Answers(config, Room.of("", "8GiB"), counts)._everything()).allocated
     spare = Room.of("", "8GiB")
-    answers = Answers(config, Room.of("", f"{8 * 2**30 - spare.usable + int(0.9 * least)}B"), counts)
+    answers = Answers(
+        config, Room.of("", f"{8 * 2**30 - spare.usable + int(0.9 * least)}B"), counts
+    )
     answer = answers.answer()
     assert answer["fits"] is False and "such cards or more" in answer["verdict"]
     (change,) = answer["changes"]
-    assert any(line.startswith("parallel = 'fsdp=") for line in change["lines"]) and change["allocated_bytes"] < least
+    assert (
+        any(line.startswith("parallel = 'fsdp=") for line in change["lines"])
+        and change["allocated_bytes"] < least
+    )
     assert len(counts.known) < 8
 
 
@@ -228,7 +325,9 @@ def test_refusals(tmp_path, capsys):
     assert main(["plan", "--card=h1000", f"--output={tmp_path / 'r'}"]) == 2
     assert "closest: 'h100'" in capsys.readouterr().err
     assert main(["plan", "--batch-size=5", "--micro-batches=2"]) == 2
-    assert main(["plan", "--parallel=pp=8", "--layers=4", "--micro-batches=8", "--batch-size=8"]) == 2
+    assert (
+        main(["plan", "--parallel=pp=8", "--layers=4", "--micro-batches=8", "--batch-size=8"]) == 2
+    )
     assert "4 layers are fewer than 8 stages" in capsys.readouterr().err
     for layout, words in (
         ("fsdp", "Name the number, as fsdp=8"), ("tp=3", "num_attention_heads = 4"), ("dp=3", "must be a multiple of 3"),
@@ -253,10 +352,19 @@ def test_a_tokenizer_that_changed_is_another_question(tmp_path):
 def test_techniques_change_what_they_say(settings):
     """Each is one that the settings know, is not offered twice, and leaves a valid configuration."""
     config = settings(precision="bf16-o2")
-    offered = [(each, after) for each in CHEAPEST_FIRST if (after := each.applied(config)) is not None]
-    assert {each.name for each, _ in offered} >= {"fuse", "full checkpointing", "8-bit states", "stochastic rounding"}
+    offered = [
+        (each, after) for each in CHEAPEST_FIRST if (after := each.applied(config)) is not None
+    ]
+    assert {each.name for each, _ in offered} >= {
+        "fuse",
+        "full checkpointing",
+        "8-bit states",
+        "stochastic rounding",
+    }
     for each, after in offered:
-        assert (lines(config, after) and each.applied(after) is None) or each.name == "half micro-batches"
+        assert (
+            lines(config, after) and each.applied(after) is None
+        ) or each.name == "half micro-batches"
 
 
 def test_a_run_says_what_was_planned_and_never_ends_in_it(settings):
@@ -269,7 +377,10 @@ def test_a_run_says_what_was_planned_and_never_ends_in_it(settings):
     assert "That does not fit" in of_run.first_line(gpu)
     assert of_run.last_line(gpu, known["allocated_bytes"], torch.device("cuda")).endswith("+0.0 %.")
     broken = of_run.planned(settings(plan="always", recipe="auto"), CPU, batch)
-    assert "Plan a recipe by its name" in of_run.first_line(broken) and of_run.last_line(broken, 1, CPU) == ""
+    assert (
+        "Plan a recipe by its name" in of_run.first_line(broken)
+        and of_run.last_line(broken, 1, CPU) == ""
+    )
     strange = of_run.planned(settings(plan="always"), CPU, {"input_ids": torch.zeros(())})
     assert "ValueError" in of_run.first_line(strange)
 
@@ -292,7 +403,9 @@ def test_ranks_divide_what_they_share(settings):
     assert copies.allocated == pytest.approx(one.allocated, rel=0.02)
     assert one.allocated > two.allocated > eight.allocated > one.allocated / 8
     assert eight.parts()["states"] == pytest.approx(one.parts()["states"] / 8, rel=0.01)
-    assert eight.allocated_error > one.allocated_error and any("estimate" in note for note in eight.notes)
+    assert eight.allocated_error > one.allocated_error and any(
+        "estimate" in note for note in eight.notes
+    )
 
 
 def test_entries_belong_to_their_question(own_cache):

@@ -85,12 +85,17 @@ def test_runs_differ_in_recipe_and_seed_alone_and_the_reference_has_no_patterns(
         ("fp8-current", 5),
         ("positive-control", 5),
     ]
-    assert replace(control, recipe="bf16", output=reference.output) == reference  # the recipe alone differs
+    assert (
+        replace(control, recipe="bf16", output=reference.output) == reference
+    )  # the recipe alone differs
     without = make_study(config=config, control=False)
     assert {job.recipe for job in without.jobs()} == {"bf16", "fp8-current"}
     assert reference.layers_recipe == {} and reference.switch == "" and reference.recipe == "bf16"
     assert narrow.layers_recipe == {"lm_head": "mxfp8"} and narrow.switch == "bf16@80%"
-    assert reference.cache == narrow.cache == str(study.output / "cache") and narrow.seed == reference.seed == 4
+    assert (
+        reference.cache == narrow.cache == str(study.output / "cache")
+        and narrow.seed == reference.seed == 4
+    )
     assert study.settings_of(study.jobs()[0], threads=2, device="cuda:1").device == "cuda:1"
 
 
@@ -113,7 +118,10 @@ def stored_for(study, **changes):
         ({"recipes": ("bf16", "mxfp8")}, coded("study.left-out")),
         ({"recipes": ("fp8-current", "bf16")}, coded("study.reference", "bf16")),
         ({"metric": "perplexity"}, coded("study.best", "metric = 'perplexity'")),
-        ({"config": TrainConfig(learning_rate=2e-3)}, coded("study.other-study", "learning_rate", "002", "001")),
+        (
+            {"config": TrainConfig(learning_rate=2e-3)},
+            coded("study.other-study", "learning_rate", "002", "001"),
+        ),
         ({"config": TrainConfig(steps=301)}, coded("study.other-study", "steps = 301")),
     ],
 )
@@ -131,7 +139,9 @@ def test_more_seeds_recipes_and_lines_on_the_console_go_on(make_study):
     folder = StudyFolder(study.output)
     study.output.mkdir()
     folder.write(stored_for(study), study.config)
-    more = make_study(recipes=("bf16", "fp8-current", "mxfp8"), seeds=(0, 1, 2), config=TrainConfig(log_every=3))
+    more = make_study(
+        recipes=("bf16", "fp8-current", "mxfp8"), seeds=(0, 1, 2), config=TrainConfig(log_every=3)
+    )
     folder.refuse(more, folder.stored())
 
 
@@ -147,7 +157,13 @@ def test_a_run_a_damaged_file_and_other_data_are_refused(make_study, tmp_path):
     with raises(DataError, "study.other-data", "data content"):
         folder.refuse_data(stored_for(study), {"content_hash": "b"})
     folder.refuse_data(stored_for(study), {"content_hash": "a"})
-    for text in ("{", "[]", json.dumps({"recipes": [1]}), "", json.dumps(stored_for(study, seeds=[-1]))):
+    for text in (
+        "{",
+        "[]",
+        json.dumps({"recipes": [1]}),
+        "",
+        json.dumps(stored_for(study, seeds=[-1])),
+    ):
         folder.facts.write_text(text)
         with pytest.raises(ConfigError, match="damaged"):
             folder.stored()

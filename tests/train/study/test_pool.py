@@ -87,7 +87,11 @@ def test_a_killed_run_goes_on_and_at_last_counts_as_failed(pool, tmp_path):
 def test_out_of_memory_is_tried_again_alone(pool, tmp_path):
     """Unless it was alone the first time."""
     made, ends = pool({"a": "9 0", "b": "0", "c": "0"}, most=3)
-    assert ends == {"a": "", "b": "", "c": ""} and starts(tmp_path, "a") == 2 and made.seen[-1][0] == "a"
+    assert (
+        ends == {"a": "", "b": "", "c": ""}
+        and starts(tmp_path, "a") == 2
+        and made.seen[-1][0] == "a"
+    )
     _, ends = pool({"alone": "9 0"}, most=1)
     assert ends == {"alone": "out of memory"}
 
@@ -103,7 +107,9 @@ def test_a_request_to_stop_reaches_all_and_none_is_started_after_it(pool, tmp_pa
 
     def ask():
         until_s = time.monotonic() + 30
-        while time.monotonic() < until_s and not all((tmp_path / each / "way.ready").exists() for each in "ab"):
+        while time.monotonic() < until_s and not all(
+            (tmp_path / each / "way.ready").exists() for each in "ab"
+        ):
             time.sleep(0.01)
         stop.requested = "interrupted"
 

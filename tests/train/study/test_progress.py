@@ -24,7 +24,13 @@ def log(made, *events):
 
 
 def step(number, elapsed_s=1.0):
-    return {"event": "step", "step": number, "loss": 2.0, "elapsed_s": elapsed_s, "peak_bytes": 1000 * number}
+    return {
+        "event": "step",
+        "step": number,
+        "loss": 2.0,
+        "elapsed_s": elapsed_s,
+        "peak_bytes": 1000 * number,
+    }
 
 
 def test_the_last_step_counts_even_in_a_torn_log(tmp_path):
@@ -38,7 +44,11 @@ def test_the_last_step_counts_even_in_a_torn_log(tmp_path):
 
 def test_a_resumption_goes_back(tmp_path):
     made = job(tmp_path)
-    log(made, step(7), {"event": "resume", "step": 4, "path": "checkpoints/step-00000004", "skipped": []})
+    log(
+        made,
+        step(7),
+        {"event": "resume", "step": 4, "path": "checkpoints/step-00000004", "skipped": []},
+    )
     assert reached(made) == Reached(step=4)
     log(made, step(5, 9.0))
     assert reached(made).step == 5
@@ -75,4 +85,10 @@ def test_finished_and_diverged_runs_are_not_repeated_and_others_are(tmp_path):
         found[name] = runner._over(made)
     (tmp_path / "empty").mkdir()
     found["empty"] = runner._over(Job("empty", 0, tmp_path / "empty"))
-    assert found == {"finished": "", "diverged": "not finite", "stopped": None, "killed": None, "empty": None}
+    assert found == {
+        "finished": "",
+        "diverged": "not finite",
+        "stopped": None,
+        "killed": None,
+        "empty": None,
+    }

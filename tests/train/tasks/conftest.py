@@ -75,7 +75,9 @@ def make(jobs, place, tmp_path):
     """make("chat", steps=3): the configuration of a tiny run; all share one cache of examples."""
 
     def settings(job, name="run", **changes):
-        return folders.settings(tmp_path / name, **{"cache": place / "cache", **jobs[job], **changes})
+        return folders.settings(
+            tmp_path / name, **{"cache": place / "cache", **jobs[job], **changes}
+        )
 
     return settings
 

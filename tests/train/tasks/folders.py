@@ -55,9 +55,13 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(texts(), trainers.WordPieceTrainer(vocab_size=96, special_tokens=special))
+    tokenizer.train_from_iterator(
+        texts(), trainers.WordPieceTrainer(vocab_size=96, special_tokens=special)
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
@@ -73,9 +77,12 @@ def byte_tokenizer(pad: str | None = None) -> PreTrainedTokenizerFast:
     special = ["<pad>", "</s>", "<s>", "<|user|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        texts(), trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+        texts(),
+        trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet),
     )
-    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", pad_token=pad)
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", pad_token=pad
+    )
     found.chat_template = TEMPLATE
     return found
 
@@ -151,26 +158,41 @@ def prompts(path: Path, count: int = 60) -> Path:
 
 def chats(path: Path, count: int = 60) -> Path:
     rows = [
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text.split()[1]}]}
+        {
+            "messages": [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": text.split()[1]},
+            ]
+        }
         for text in texts(count)
     ]
     return jsonl(path, rows)
 
 
 def pairs(path: Path, count: int = 60) -> Path:
-    return jsonl(path, [{"source": text, "target": " ".join(reversed(text.split()))} for text in texts(count)])
+    return jsonl(
+        path,
+        [{"source": text, "target": " ".join(reversed(text.split()))} for text in texts(count)],
+    )
 
 
 def two_texts(path: Path, count: int = 60) -> Path:
     """Three classes as numbers."""
     found = texts(count)
-    return jsonl(path, [{"text": text, "other": found[0], "label": row % 3} for row, text in enumerate(found)])
+    return jsonl(
+        path,
+        [{"text": text, "other": found[0], "label": row % 3} for row, text in enumerate(found)],
+    )
 
 
 def scores(path: Path, count: int = 60) -> Path:
     """Two numbers: whether 'red' stands in a text, in halves and with what 'green' adds; and 'green' alone."""
     rows = [
-        {"text": text, "score": 1.5 * ("red" in text) + 0.5 * ("green" in text), "green": str(int("green" in text))}
+        {
+            "text": text,
+            "score": 1.5 * ("red" in text) + 0.5 * ("green" in text),
+            "green": str(int("green" in text)),
+        }
         for text in texts(count)
     ]
     return jsonl(path, rows)
@@ -236,7 +258,12 @@ def first_things(path: Path, count: int) -> Path:
 
 def tagged(path: Path, count: int = 60) -> Path:
     """A colour and its thing are a span, and so are "and" and the "the" behind it; the first "the" is outside."""
-    marks = {**dict.fromkeys(COLOURS, "B-hue"), **dict.fromkeys(THINGS, "I-hue"), "and": "B-join", "the": "I-join"}
+    marks = {
+        **dict.fromkeys(COLOURS, "B-hue"),
+        **dict.fromkeys(THINGS, "I-hue"),
+        "and": "B-join",
+        "the": "I-join",
+    }
     rows = []
     for text in texts(count):
         _, *words = text.split()
@@ -251,7 +278,14 @@ def choices(path: Path, count: int = 60) -> Path:
         right = text.split()[1]
         others = draw.sample([colour for colour in COLOURS if colour != right], draw.randint(1, 3))
         shown = draw.sample([right, *others], len(others) + 1)
-        rows.append({"context": text, "question": "the first is", "choices": shown, "label": shown.index(right)})
+        rows.append(
+            {
+                "context": text,
+                "question": "the first is",
+                "choices": shown,
+                "label": shown.index(right),
+            }
+        )
     return jsonl(path, rows)
 
 
@@ -263,7 +297,9 @@ def red_ones(path: Path, count: int) -> Path:
         shown = draw.sample(cold, draw.randint(1, 3))
         label = draw.randint(0, len(shown))
         shown.insert(label, draw.choice(warm))
-        rows.append({"context": draw.choice(cold), "question": "", "choices": shown, "label": label})
+        rows.append(
+            {"context": draw.choice(cold), "question": "", "choices": shown, "label": label}
+        )
     return jsonl(path, rows)
 
 
@@ -271,7 +307,12 @@ def settings(output: Path, **changes: Any) -> TrainConfig:
     values = {**SMALL, "cache": str(output.parent / "cache"), "output": str(output), **changes}
     for key in ("token_budget", "epochs", "validation_data"):
         if changes.get(key):
-            values.pop({"token_budget": "batch_size", "epochs": "steps"}.get(key, "validation_fraction"), None)
+            values.pop(
+                {"token_budget": "batch_size", "epochs": "steps"}.get(key, "validation_fraction"),
+                None,
+            )
     if values["task"] not in WRITING:
         values.pop("sample_tokens")
-    return TrainConfig(**{key: str(value) if isinstance(value, Path) else value for key, value in values.items()})
+    return TrainConfig(
+        **{key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+    )

@@ -35,11 +35,18 @@ def test_answers_are_normalized_as_squad_does(text, expected):
         ("red", [], 0, 0),
         ("", ["red"], 0, 0),
         ("a", ["the"], 1, 1),  # nothing is left of the only known answer: that is no answer
-        ("row", ["the", "row 9"], 0, 2 / 3),  # the known answer of which nothing is left does not count
+        (
+            "row",
+            ["the", "row 9"],
+            0,
+            2 / 3,
+        ),  # the known answer of which nothing is left does not count
     ],
 )
 def test_the_best_known_answer_counts(predicted, known, exact, shared):
-    assert exact_match(predicted, known) == exact and f1(predicted, known) == pytest.approx(shared, rel=1e-15)
+    assert exact_match(predicted, known) == exact and f1(predicted, known) == pytest.approx(
+        shared, rel=1e-15
+    )
 
 
 @pytest.mark.parametrize("longest", [1, 3, 50])
@@ -49,7 +56,9 @@ def test_the_best_span_is_that_of_all_pairs(longest):
         scores = draw.normal(size=(2, tokens + 5)).astype(np.float32)
         inside = np.zeros(tokens + 5, bool)
         inside[3 : 3 + tokens] = True
-        pairs = [(i, j) for i in range(3, 3 + tokens) for j in range(i, min(i + longest, 3 + tokens))]
+        pairs = [
+            (i, j) for i in range(3, 3 + tokens) for j in range(i, min(i + longest, 3 + tokens))
+        ]
         expected = max(pairs, key=lambda pair: scores[0, pair[0]] + scores[1, pair[1]])
         found = best_span(scores, inside, longest)
         assert found is not None and (found.first, found.last) == expected

@@ -25,7 +25,9 @@ def write(path: Path, *lines: str) -> Path:
 
 
 def masked(path):
-    return "completion", {"data": folders.jsonl(path, [{"prompt": text, "completion": ""} for text in TEXTS])}
+    return "completion", {
+        "data": folders.jsonl(path, [{"prompt": text, "completion": ""} for text in TEXTS])
+    }
 
 
 def ragged(path):
@@ -38,16 +40,24 @@ def column(path):
 
 def unknown_label(path):
     rows = [*(f"{text},{place % 2}" for place, text in enumerate(TEXTS)), "the red row,2"]
-    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows), "classes": "2"}
+    return "classification", {
+        "data": write(path.with_suffix(".csv"), "text,label", *rows),
+        "classes": "2",
+    }
 
 
 def unnamed_label(path):
     rows = [f"{text},warm" for text in TEXTS]
-    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows), "classes": "cold,wram"}
+    return "classification", {
+        "data": write(path.with_suffix(".csv"), "text,label", *rows),
+        "classes": "cold,wram",
+    }
 
 
 def one_class(path):
-    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *(f"{text},a" for text in TEXTS))}
+    return "classification", {
+        "data": write(path.with_suffix(".csv"), "text,label", *(f"{text},a" for text in TEXTS))
+    }
 
 
 def no_classes(path):
@@ -96,17 +106,24 @@ def no_chat(path):
 
 def header_named_twice(path):
     rows = [f"{text},{place % 2}" for place, text in enumerate(TEXTS)]
-    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows), "columns": "text,label"}
+    return "classification", {
+        "data": write(path.with_suffix(".csv"), "text,label", *rows),
+        "columns": "text,label",
+    }
 
 
 def empty_label(path):
     rows = [f"{text},{'ab'[place % 2]}" for place, text in enumerate(TEXTS)]
-    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows, "a row,")}
+    return "classification", {
+        "data": write(path.with_suffix(".csv"), "text,label", *rows, "a row,")
+    }
 
 
 def spaced_label(path):
     rows = [f"{text},{'ab'[place % 2]}" for place, text in enumerate(TEXTS)]
-    return "classification", {"data": write(path.with_suffix(".csv"), "text,label", *rows, "a row, b")}
+    return "classification", {
+        "data": write(path.with_suffix(".csv"), "text,label", *rows, "a row, b")
+    }
 
 
 def empty_text(path):
@@ -172,25 +189,40 @@ def test_bad_input_is_refused_in_words(make, tmp_path, case):
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ({"too_long": "truncate", "max_length": 12}, r"\d+ of 60 rows were longer than max_length 12 .* and were cut"),
-        ({"too_long": "skip", "max_length": 12}, r"\d+ of 60 rows were longer than max_length 12 .* and were left out"),
-        ({"too_long": "skip", "token_budget": 16}, r"\d+ examples are longer than the budget and are left out"),
+        (
+            {"too_long": "truncate", "max_length": 12},
+            r"\d+ of 60 rows were longer than max_length 12 .* and were cut",
+        ),
+        (
+            {"too_long": "skip", "max_length": 12},
+            r"\d+ of 60 rows were longer than max_length 12 .* and were left out",
+        ),
+        (
+            {"too_long": "skip", "token_budget": 16},
+            r"\d+ examples are longer than the budget and are left out",
+        ),
     ],
 )
 def test_a_policy_counts_what_it_does(make, capfd, policy, words):
     import re
 
-    assert loop.run(make("chat", **{"token_budget": 256, "no_target": "skip", **policy}, steps=1)) == 0
+    assert (
+        loop.run(make("chat", **{"token_budget": 256, "no_target": "skip", **policy}, steps=1)) == 0
+    )
     assert re.search(words, capfd.readouterr().err)
 
 
-def test_padding_that_is_the_end_of_text_does_not_hide_the_last_target(make, tmp_path, place, capfd):
+def test_padding_that_is_the_end_of_text_does_not_hide_the_last_target(
+    make, tmp_path, place, capfd
+):
     """The same loss as with a padding token of its own: masks come from lengths. (A scale for a whole tensor sees padding.)"""
     losses = []
     for pad in ("</s>", "<pad>"):
         name = pad.strip("</>")
         model = folders.llama(tmp_path / f"pad-{name}", folders.byte_tokenizer(pad))
-        config = make("completion", f"run-{name}", model=model, steps=2, recipe="bf16", precision="fp32")
+        config = make(
+            "completion", f"run-{name}", model=model, steps=2, recipe="bf16", precision="fp32"
+        )
         assert loop.run(config) == 0
         losses.append(tiny.losses(Path(config.output)))
     assert losses[0] == losses[1]
@@ -202,7 +234,9 @@ def test_a_slow_tokenizer_is_refused(make, copy_of):
     (folder / "tokenizer.json").unlink()
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).exists():
-            (folder / name).write_text(json.dumps({"tokenizer_class": "CanineTokenizer"}), encoding="utf-8")
+            (folder / name).write_text(
+                json.dumps({"tokenizer_class": "CanineTokenizer"}), encoding="utf-8"
+            )
     with raises(DataError, "tokenizer.slow"):
         loop.run(make("classification", model=folder))
 
@@ -254,12 +288,19 @@ def test_a_table_without_a_header_row(make, tmp_path):
     rows = [f"src\t{place % 2}\t*\t{text}" for place, text in enumerate(TEXTS)]
     data = write(tmp_path / "train.tsv", *rows)
     config = make(
-        "classification", data=data, columns="source,label,mark,sentence", text_column="sentence", validation_data=data
+        "classification",
+        data=data,
+        columns="source,label,mark,sentence",
+        text_column="sentence",
+        validation_data=data,
     )
     assert loop.run(config) == 0
     facts = json.loads(Path(config.output, "run.json").read_text("utf-8"))["data"]
     assert not any("The validation loss is of" in note for note in facts["notes"])
-    assert facts["train_examples"] == facts["validation_examples"] == 60 and facts["classes"] == ["0", "1"]
+    assert facts["train_examples"] == facts["validation_examples"] == 60 and facts["classes"] == [
+        "0",
+        "1",
+    ]
 
 
 def test_copies_of_a_row_are_on_one_side_and_new_rows_move_none(make, tmp_path, place):
@@ -269,10 +310,15 @@ def test_copies_of_a_row_are_on_one_side_and_new_rows_move_none(make, tmp_path, 
     tokenizer = data.load(place / "llama")
 
     def held_out(rows):
-        path = folders.jsonl(tmp_path / "rows.jsonl", [{"prompt": row, "completion": "x"} for row in rows])
+        path = folders.jsonl(
+            tmp_path / "rows.jsonl", [{"prompt": row, "completion": "x"} for row in rows]
+        )
         examples = data.prepare_examples(path, data.Completion(), tokenizer, cache=tmp_path)
         train, validation = split_rows(examples, 0.3)
-        texts = [{tokenizer.decode(part[row]["input_ids"]) for row in range(len(part))} for part in (train, validation)]
+        texts = [
+            {tokenizer.decode(part[row]["input_ids"]) for row in range(len(part))}
+            for part in (train, validation)
+        ]
         assert not texts[0] & texts[1]
         return texts[1]
 
@@ -314,7 +360,10 @@ def test_classes_are_told_with_their_counts_and_held_out_examples_of_one(make, t
     said = capfd.readouterr().err
     assert "The validation loss is of 7 examples alone" in said
     assert "Note: Classes, with examples to train on and held out: a 30 and 7, b 30 and 0." in said
-    assert "Every held-out example (7) is of class a, so mcc is 0 whatever the model says. Pass validation_data" in said
+    assert (
+        "Every held-out example (7) is of class a, so mcc is 0 whatever the model says. Pass validation_data"
+        in said
+    )
 
 
 def test_a_model_without_linears_trains_without_a_recipe(make, tmp_path):
@@ -323,10 +372,19 @@ def test_a_model_without_linears_trains_without_a_recipe(make, tmp_path):
     tokenizer = folders.byte_tokenizer("<pad>")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     sizes = transformers.GPT2Config(
-        vocab_size=len(tokenizer), n_positions=128, n_embd=32, n_layer=1, n_head=2, eos_token_id=tokenizer.eos_token_id
+        vocab_size=len(tokenizer),
+        n_positions=128,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        eos_token_id=tokenizer.eos_token_id,
     )
     transformers.GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
-    given = {"model": str(tmp_path / "gpt2"), "data": folders.prompts(tmp_path / "own.jsonl"), "steps": 1}
+    given = {
+        "model": str(tmp_path / "gpt2"),
+        "data": folders.prompts(tmp_path / "own.jsonl"),
+        "steps": 1,
+    }
     with raises(ConfigError, "convert.all-kept", "--recipe"):
         loop.run(make("completion", **given))
     config = make("completion", "without", **given, recipe="none")

@@ -25,7 +25,17 @@ from tests.selection import quick
 from tests.train import tiny
 from tests.train.tasks import folders
 
-RECIPES = ["fp8-row", "fp8-delayed", "mxfp8", "nvfp4", "int8", "int4-hq-bs", "int4-hq-lss", "int4-lsq-luq", "none"]
+RECIPES = [
+    "fp8-row",
+    "fp8-delayed",
+    "mxfp8",
+    "nvfp4",
+    "int8",
+    "int4-hq-bs",
+    "int4-hq-lss",
+    "int4-lsq-luq",
+    "none",
+]
 
 
 def stop(trainer):
@@ -39,7 +49,13 @@ def run_json(config):
 def test_it_learns_colours_and_transformers_loads_it(make, place, capfd, with_report):
     """From a checkpoint of five classes, in 30 steps of fp8-row; its predictions by transformers' own processor."""
     config = make(
-        "pictures", steps=30, batch_size=12, learning_rate=5e-3, recipe="fp8-row", eval_every=15, eval_wide=True
+        "pictures",
+        steps=30,
+        batch_size=12,
+        learning_rate=5e-3,
+        recipe="fp8-row",
+        eval_every=15,
+        eval_wide=True,
     )
     assert loop.run(config) == 0
     said = capfd.readouterr().err
@@ -49,7 +65,10 @@ def test_it_learns_colours_and_transformers_loads_it(make, place, capfd, with_re
     last = tiny.events(folder, "eval")[-1]
     assert last["accuracy"] == 1.0 and last["wide"]["accuracy"] == 1.0
     steps = tiny.events(folder, "step")
-    assert all(event["inputs"] == event["positions"] == 4 * event["examples"] == 4 * event["tokens"] for event in steps)
+    assert all(
+        event["inputs"] == event["positions"] == 4 * event["examples"] == 4 * event["tokens"]
+        for event in steps
+    )
     model = transformers.AutoModelForImageClassification.from_pretrained(folder / "final")
     processor = transformers.models.vit.ViTImageProcessorPil.from_pretrained(folder / "final")
     assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
@@ -66,11 +85,17 @@ def test_every_recipe_trains_a_vit_but_its_patches_and_its_head(make, recipe, cp
     config = make("pictures", steps=2, recipe=recipe, from_scratch=True, learning_rate=1e-3)
     assert loop.run(config) == 0
     rows = {row["name"]: row["recipe"] for row in run_json(config)["describe"]}
-    assert rows.pop("classifier") in ("none", "bf16") and not any("projection" in name for name in rows)
-    assert len(rows) == 12 and set(rows.values()) == {"bf16" if recipe == "none" and not cpu.bf16_gemm else recipe}
+    assert rows.pop("classifier") in ("none", "bf16") and not any(
+        "projection" in name for name in rows
+    )
+    assert len(rows) == 12 and set(rows.values()) == {
+        "bf16" if recipe == "none" and not cpu.bf16_gemm else recipe
+    }
 
 
-@pytest.mark.parametrize("precision", quick(["bf16-o2"], ["fp32", "amp-fp16", "bf16-o2", "bf16-o3"]))
+@pytest.mark.parametrize(
+    "precision", quick(["bf16-o2"], ["fp32", "amp-fp16", "bf16-o2", "bf16-o3"])
+)
 def test_pixels_come_in_the_numbers_of_every_precision(make, precision):
     config = make("pictures", steps=2, precision=precision, learning_rate=1e-3)
     assert loop.run(config) == 0
@@ -84,7 +109,10 @@ def test_stopped_and_resumed_to_the_bit_with_crops_and_flips(make, before_step):
         "steps": 9, "eval_every": 3, "recipe": "fp8-delayed", "micro_batches": 2, "crop_padding": 2, "flip": True,
         "learning_rate": 1e-3, "best": "mcc",
     }  # fmt: skip
-    reference, config = make("pictures", "reference", **common), make("pictures", "stopped", **common)
+    reference, config = (
+        make("pictures", "reference", **common),
+        make("pictures", "stopped", **common),
+    )
     assert loop.run(reference) == 0
     before_step(4, stop)
     assert loop.run(config) == 75
@@ -113,7 +141,13 @@ def test_micro_batches_change_nothing_but_memory(make):
     readings = []
     for parts in (1, 4):
         config = make(
-            "pictures", f"parts-{parts}", steps=2, micro_batches=parts, recipe="bf16", precision="fp32", crop_padding=1
+            "pictures",
+            f"parts-{parts}",
+            steps=2,
+            micro_batches=parts,
+            recipe="bf16",
+            precision="fp32",
+            crop_padding=1,
         )
         assert loop.run(config) == 0
         steps = tiny.events(Path(config.output), "step")
@@ -124,12 +158,24 @@ def test_micro_batches_change_nothing_but_memory(make):
 def test_without_a_model_a_vit_of_the_settings_sizes_starts_at_random(place, tmp_path):
     sizes = {"hidden_size": 32, "layers": 3, "heads": 4, "image_size": 12, "patch_size": 3}
     config = folders.settings(
-        tmp_path / "run", task="image-classification", data=place / "pictures", **sizes, plan="always", steps=2
+        tmp_path / "run",
+        task="image-classification",
+        data=place / "pictures",
+        **sizes,
+        plan="always",
+        steps=2,
     )
     assert loop.run(config) == 0
-    model = transformers.AutoModelForImageClassification.from_pretrained(Path(config.output, "final"))
+    model = transformers.AutoModelForImageClassification.from_pretrained(
+        Path(config.output, "final")
+    )
     own = model.config
-    assert (own.num_hidden_layers, own.image_size, own.patch_size, own.intermediate_size) == (3, 12, 3, 128)
+    assert (own.num_hidden_layers, own.image_size, own.patch_size, own.intermediate_size) == (
+        3,
+        12,
+        3,
+        128,
+    )
     facts = run_json(config)
     assert facts["model"]["patches"] == 16 and facts["tokens_per_step"] == 16 * 8
     assert facts["planned"].get("allocated_bytes", 0) > 2**20, facts["planned"]
@@ -163,11 +209,17 @@ def test_pixels_that_no_patch_covers_are_told(kind):
     pixels = torch.randn(2, 3, 14, 13, requires_grad=True)
     model(pixel_values=pixels).logits.square().sum().backward()
     seen = pixels.grad.abs().sum((0, 1)) > 0
-    rows, columns = (~seen.any(1)).nonzero().flatten().tolist(), (~seen.any(0)).nonzero().flatten().tolist()
+    rows, columns = (
+        (~seen.any(1)).nonzero().flatten().tolist(),
+        (~seen.any(0)).nonzero().flatten().tolist(),
+    )
     said = unread_border(model, size)
     if kind in ("vit", "convnext"):
         assert rows == [12, 13] and columns == [12]
-        assert "never sees 2 rows at the bottom and 1 column at the right, 20.9 % of each picture" in said
+        assert (
+            "never sees 2 rows at the bottom and 1 column at the right, 20.9 % of each picture"
+            in said
+        )
         assert "Pictures of 12 x 12 or 16 x 16 pixels" in said
     else:
         assert rows == columns == [] and said == ""
@@ -175,7 +227,9 @@ def test_pixels_that_no_patch_covers_are_told(kind):
 
 def test_a_run_says_once_what_it_never_sees(place, tmp_path, capfd):
     sizes = {"hidden_size": 32, "layers": 2, "heads": 4, "image_size": 14, "patch_size": 4}
-    config = folders.settings(tmp_path / "run", task="image-classification", data=place / "pictures", **sizes, steps=2)
+    config = folders.settings(
+        tmp_path / "run", task="image-classification", data=place / "pictures", **sizes, steps=2
+    )
     assert loop.run(config) == 0
     said = capfd.readouterr().err
     assert said.count("Note: patches of 4 x 4 do not fill pictures of 14 x 14 pixels") == 1
@@ -191,11 +245,15 @@ def test_a_table_with_its_own_validation_pictures(make, place, tmp_path):
 
     paths = sorted((place / "pictures").glob("*/*.png"))
     table = pyarrow.table(
-        {"pixels": [path.read_bytes() for path in paths], "kind": [path.parent.name for path in paths]}
+        {
+            "pixels": [path.read_bytes() for path in paths],
+            "kind": [path.parent.name for path in paths],
+        }
     )
     pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
     held_out = folders.jsonl(
-        tmp_path / "held-out.jsonl", [{"pixels": str(path), "kind": path.parent.name} for path in paths[::4]]
+        tmp_path / "held-out.jsonl",
+        [{"pixels": str(path), "kind": path.parent.name} for path in paths[::4]],
     )
     config = make(
         "pictures", data=tmp_path / "train.parquet", validation_data=held_out, image_column="pixels", label_column="kind",
@@ -216,7 +274,9 @@ def test_an_epoch_shows_every_picture_once(make):
     config = make("pictures", epochs=2)
     assert loop.run(config) == 0
     events = tiny.events(Path(config.output), "step")
-    assert sum(event["examples"] for event in events) == 2 * run_json(config)["data"]["train_examples"]
+    assert (
+        sum(event["examples"] for event in events) == 2 * run_json(config)["data"]["train_examples"]
+    )
     assert events[-1]["epoch"] == 2.0
 
 
@@ -224,7 +284,10 @@ def test_an_epoch_shows_every_picture_once(make):
     ("changes", "words"),
     [
         ({"image_size": 16}, r"image_size = 16: the model was trained on 8 x 8 pixels"),
-        ({"classes": "red,green"}, r"blue/.*\.png: label 'blue' in column 'label' is none of the 2 classes"),
+        (
+            {"classes": "red,green"},
+            r"blue/.*\.png: label 'blue' in column 'label' is none of the 2 classes",
+        ),
         ({"model": "", "image_size": 8}, r"patch_size = 16: pictures have 8 x 8 pixels"),
         ({"columns": "a,b"}, r"header is for CSV and TSV files alone"),
     ],
@@ -247,9 +310,13 @@ def test_a_corrupt_picture_is_named_before_the_first_step(make, place, tmp_path)
 
 
 def test_settings_of_texts_are_refused_for_pictures():
-    with pytest.raises(ConfigError, match=r"max_length = 5: has no effect with task = 'image-classification'"):
+    with pytest.raises(
+        ConfigError, match=r"max_length = 5: has no effect with task = 'image-classification'"
+    ):
         TrainConfig(task="image-classification", data="d", max_length=5)
-    with pytest.raises(ConfigError, match=r"flip = true: has no effect with task = 'classification'"):
+    with pytest.raises(
+        ConfigError, match=r"flip = true: has no effect with task = 'classification'"
+    ):
         TrainConfig(task="classification", model="m", data="d", flip=True)
     with pytest.raises(ConfigError, match=r"patch_size = 8: has no effect with model = 'm'"):
         TrainConfig(task="image-classification", data="d", model="m", patch_size=8)
@@ -287,6 +354,10 @@ def test_digits_of_scikit_learn(tmp_path):
         )  # fmt: skip
         assert loop.run(config) == 0
         [event] = tiny.events(Path(config.output), "eval")
-        assert event["accuracy"] > 0.45  # of ten classes; a ViT of so few steps ends anywhere from 0.55 to 0.8
-    final = transformers.AutoModelForImageClassification.from_pretrained(Path(config.output, "final"))
+        assert (
+            event["accuracy"] > 0.45
+        )  # of ten classes; a ViT of so few steps ends anywhere from 0.55 to 0.8
+    final = transformers.AutoModelForImageClassification.from_pretrained(
+        Path(config.output, "final")
+    )
     assert_same(torch.tensor(sorted(final.config.id2label)), torch.arange(10))

@@ -14,7 +14,13 @@ from tests.train import tiny
 from tests.train.tasks import folders
 from tests.train.tasks.test_runs import AUTO
 
-FAST = {"batch_size": 16, "learning_rate": 5e-3, "warmup_steps": 6, "recipe": "fp8-row", "from_scratch": True}
+FAST = {
+    "batch_size": 16,
+    "learning_rate": 5e-3,
+    "warmup_steps": 6,
+    "recipe": "fp8-row",
+    "from_scratch": True,
+}
 
 
 def trained(make, reports, job, **changes):
@@ -40,7 +46,12 @@ def test_answers_are_found_and_none_is_given_where_there_is_none(make, reports, 
 
 def test_tags_are_learnt(make, reports, tmp_path):
     found, known = trained(
-        make, reports, "tags", data=folders.tagged(tmp_path / "many.jsonl", 200), steps=30, learning_rate=1e-2
+        make,
+        reports,
+        "tags",
+        data=folders.tagged(tmp_path / "many.jsonl", 200),
+        steps=30,
+        learning_rate=1e-2,
     )
     assert found["f1"] > 0.9 and found["accuracy"] > 0.9 and found["precision"] > 0.85
     assert known["data"]["classes"] == ["B-hue", "B-join", "I-hue", "I-join", "O"]
@@ -49,12 +60,17 @@ def test_tags_are_learnt(make, reports, tmp_path):
 @pytest.mark.slow
 def test_choices_are_learnt(make, reports, tmp_path):
     """Which of two to four sentences has "red" in it: 0.36 by chance."""
-    found, _ = trained(make, reports, "choices", data=folders.red_ones(tmp_path / "many.jsonl", 200), steps=30)
+    found, _ = trained(
+        make, reports, "choices", data=folders.red_ones(tmp_path / "many.jsonl", 200), steps=30
+    )
     assert found["accuracy"] > 0.9
 
 
 def test_tags_that_mark_no_spans_are_scored_by_words(make, tmp_path):
-    rows = [{"tokens": text.split(), "tags": [word[:1].upper() for word in text.split()]} for text in folders.texts()]
+    rows = [
+        {"tokens": text.split(), "tags": [word[:1].upper() for word in text.split()]}
+        for text in folders.texts()
+    ]
     config = make("tags", data=folders.jsonl(tmp_path / "letters.jsonl", rows), steps=1)
     assert loop.run(config) == 0
     [found] = tiny.events(Path(config.output), "eval")
@@ -73,7 +89,10 @@ def test_a_tag_of_the_validation_data_that_nobody_learns(make, tmp_path):
 def test_the_default_of_what_windows_share_gives_way_to_short_ones(make, capfd):
     config = make("questions", stride=128, max_length=24, steps=1)
     assert loop.run(config) == 0
-    assert "Neighbouring windows share 6 tokens: 128, the default, is more than half of one." in capfd.readouterr().err
+    assert (
+        "Neighbouring windows share 6 tokens: 128, the default, is more than half of one."
+        in capfd.readouterr().err
+    )
     same = make("questions", "given", stride=6, max_length=24, steps=1)
     assert loop.run(same) == 0
     assert tiny.losses(Path(config.output)) == tiny.losses(Path(same.output))

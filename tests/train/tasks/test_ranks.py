@@ -52,7 +52,9 @@ def test_what_all_blocks_of_a_decoder_read_gets_its_gradient_in_one_order(ranks,
 def same_on_two_ranks(ranks, make, job, layout, **changes):
     reference = make(job, "reference", micro_batches=2, **changes)
     assert loop.run(reference) == 0
-    config = make(job, "ranks", parallel=layout, **{"micro_batches": 2 if layout == "pp" else 1, **changes})
+    config = make(
+        job, "ranks", parallel=layout, **{"micro_batches": 2 if layout == "pp" else 1, **changes}
+    )
     assert ranks(2)(trained, config) == [0, 0]
     first, second = Path(config.output), Path(reference.output)
     for kind in ("step", "eval"):
@@ -74,19 +76,25 @@ def same_on_two_ranks(ranks, make, job, layout, **changes):
             "chrf",
         }
         ours, theirs = (
-            [{key: event[key] for key in keys & event.keys()} for event in tiny.events(folder, kind)]
+            [
+                {key: event[key] for key in keys & event.keys()}
+                for event in tiny.events(folder, kind)
+            ]
             for folder in (first, second)
         )
         assert ours == theirs
     assert tiny.digests(first) == tiny.digests(second)
-    assert (first / "final" / "model.safetensors").read_bytes() == (second / "final" / "model.safetensors").read_bytes()
+    assert (first / "final" / "model.safetensors").read_bytes() == (
+        second / "final" / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.slow
 def test_classes_have_no_stages(ranks, make):
     said = sorted(ranks(2)(trained, make("classification", parallel="pp=2", micro_batches=2)))
     assert (
-        "pp cuts causal language models (tasks text and causal-lm), and this run's task is 'classification'" in said[0]
+        "pp cuts causal language models (tasks text and causal-lm), and this run's task is 'classification'"
+        in said[0]
     )
     assert said[1].startswith("EndedElsewhere")
 
@@ -97,7 +105,10 @@ def test_a_task_on_two_ranks_that_share_products_learns_as_one_process_does(rank
     """Bounded: the loss of evaluations, which drop nothing; in training each rank drops its own heads."""
     reference, config = make(job, "reference"), make(job, "ranks", parallel="tp=2")
     assert loop.run(reference) == 0 and ranks(2)(trained, config) == [0, 0]
-    ours, theirs = ([event["loss"] for event in tiny.events(Path(each.output), "eval")] for each in (config, reference))
+    ours, theirs = (
+        [event["loss"] for event in tiny.events(Path(each.output), "eval")]
+        for each in (config, reference)
+    )
     assert ours == pytest.approx(theirs, rel=2e-2)
     assert (Path(config.output) / "final" / "model.safetensors").exists()
 
@@ -110,4 +121,6 @@ def test_an_encoder_decoder_of_one_block_each_trains():
         config = transformers.T5Config(num_layers=layers, num_decoder_layers=layers, **sizes)
         model = transformers.T5ForConditionalGeneration(config)
         spread._sum_within_blocks(model)
-        assert sum(bool(module._forward_pre_hooks) for module in model.modules()) == (0 if layers == 1 else 4)
+        assert sum(bool(module._forward_pre_hooks) for module in model.modules()) == (
+            0 if layers == 1 else 4
+        )

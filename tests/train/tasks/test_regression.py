@@ -29,8 +29,16 @@ def test_it_learns(make, tmp_path, capfd, with_report):
     folder = Path(config.output)
     [evaluation] = tiny.events(folder, "eval")
     notes = capfd.readouterr().err.splitlines()
-    [mean] = [float(note.rpartition("has a loss of ")[2].rstrip(".")) for note in notes if "Targets 'score'" in note]
-    assert evaluation["pearson"] > 0.7 and evaluation["spearman"] > 0.7 and evaluation["loss"] < mean / 2
+    [mean] = [
+        float(note.rpartition("has a loss of ")[2].rstrip("."))
+        for note in notes
+        if "Targets 'score'" in note
+    ]
+    assert (
+        evaluation["pearson"] > 0.7
+        and evaluation["spearman"] > 0.7
+        and evaluation["loss"] < mean / 2
+    )
     sizes = json.loads((folder / "final" / "config.json").read_text("utf-8"))
     assert sizes["problem_type"] == "regression" and sizes["id2label"] == {"0": "score"}
     assert "squared error" in (folder / "report.html").read_text("utf-8")
@@ -40,12 +48,16 @@ def test_the_loss_is_the_mean_squared_error_of_transformers(make, place, tmp_pat
     """Bounded: one step of all examples in float32, against the loss that a model computes itself."""
     import transformers
 
-    config = make("regression", steps=1, batch_size=64, recipe="none", precision="fp32", eval_every=1)
+    config = make(
+        "regression", steps=1, batch_size=64, recipe="none", precision="fp32", eval_every=1
+    )
     assert loop.run(config) == 0
     [step] = tiny.events(Path(config.output), "step")
     rows = [json.loads(line) for line in Path(config.data).read_text("utf-8").splitlines()]
     assert step["tokens"] == 2 * step["examples"] < 2 * len(rows)
-    final = transformers.AutoModelForSequenceClassification.from_pretrained(Path(config.output, "final")).eval()
+    final = transformers.AutoModelForSequenceClassification.from_pretrained(
+        Path(config.output, "final")
+    ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(Path(config.output, "final"))
     batch = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
     targets = torch.tensor([[row["score"], float(row["green"])] for row in rows])
@@ -62,7 +74,10 @@ def test_targets_that_do_not_count_have_no_loss_and_no_gradient():
     loss = squared_loss(values, labels)
     loss.backward()
     assert loss.item() == 101.0**2 + 9 and values.grad.tolist() == [[202.0, 0.0], [0.0, 6.0]]
-    assert valid_targets({"labels": labels}) == 3 and valid_targets(without_targets({"labels": labels})) == 0
+    assert (
+        valid_targets({"labels": labels}) == 3
+        and valid_targets(without_targets({"labels": labels})) == 0
+    )
 
 
 def test_correlations_are_those_of_numpy_and_constants_have_none():
@@ -72,10 +87,13 @@ def test_correlations_are_those_of_numpy_and_constants_have_none():
     answers = targets + draw.normal(size=(50, 2))
     found = correlations(answers, targets)
     assert found["pearson"] == pytest.approx(
-        np.mean([np.corrcoef(a, t)[0, 1] for a, t in zip(answers.T, targets.T, strict=True)]), rel=1e-12
+        np.mean([np.corrcoef(a, t)[0, 1] for a, t in zip(answers.T, targets.T, strict=True)]),
+        rel=1e-12,
     )
     ranks = [np.argsort(np.argsort(each, axis=0), axis=0) for each in (answers, targets)]
-    expected = np.mean([np.corrcoef(a, t)[0, 1] for a, t in zip(ranks[0].T, ranks[1].T, strict=True)])
+    expected = np.mean(
+        [np.corrcoef(a, t)[0, 1] for a, t in zip(ranks[0].T, ranks[1].T, strict=True)]
+    )
     assert found["spearman"] == pytest.approx(expected, rel=1e-12)
     same = np.ones((50, 1))
     assert correlations(same, targets[:, :1]) == {"pearson": 0.0, "spearman": 0.0}
@@ -95,14 +113,19 @@ def test_correlations_are_those_of_numpy_and_constants_have_none():
     ],
 )
 def test_what_is_no_number_is_refused_with_its_row(make, tmp_path, value, words):
-    rows = [json.loads(line) for line in folders.scores(tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in folders.scores(tmp_path / "rows.jsonl").read_text("utf-8").splitlines()
+    ]
     rows[-1]["score"] = value
     with raises(DataError, words):
         loop.run(make("regression", data=folders.jsonl(tmp_path / "rows.jsonl", rows)))
 
 
 def test_numbers_that_are_all_the_same_are_refused(make, tmp_path):
-    rows = [{"text": text, "score": 2.5, "green": place} for place, text in enumerate(folders.texts())]
+    rows = [
+        {"text": text, "score": 2.5, "green": place} for place, text in enumerate(folders.texts())
+    ]
     with raises(DataError, "regression.constant", "'score'"):
         loop.run(make("regression", data=folders.jsonl(tmp_path / "rows.jsonl", rows)))
     held_out = folders.jsonl(tmp_path / "held-out.jsonl", rows[:20])
@@ -112,8 +135,15 @@ def test_numbers_that_are_all_the_same_are_refused(make, tmp_path):
 
 
 def test_a_scale_far_from_one_is_told(make, tmp_path, capfd):
-    rows = [{"text": text, "score": 4000 + 70 * place} for place, text in enumerate(folders.texts())]
-    config = make("regression", data=folders.jsonl(tmp_path / "rows.jsonl", rows), label_column="score", steps=1)
+    rows = [
+        {"text": text, "score": 4000 + 70 * place} for place, text in enumerate(folders.texts())
+    ]
+    config = make(
+        "regression",
+        data=folders.jsonl(tmp_path / "rows.jsonl", rows),
+        label_column="score",
+        steps=1,
+    )
     assert loop.run(config) == 0
     assert "numbers scaled to those are learnt sooner" in capfd.readouterr().err
 

@@ -63,25 +63,36 @@ def run_json(config):
 
 @pytest.mark.parametrize("job", quick(["classification", "packed", "t5", "marian"], JOBS))
 def test_a_run_leaves_a_folder_that_transformers_loads(make, reports, job):
-    config = make(job, eval_every=2, **({"sample_tokens": 3} if job in ("completion", "t5") else {}))
+    config = make(
+        job, eval_every=2, **({"sample_tokens": 3} if job in ("completion", "t5") else {})
+    )
     assert loop.run(config) == 0
     folder = Path(config.output)
     model, found = AUTO[config.task].from_pretrained(folder / "final", output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    assert (
+        not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "final")
     assert len(tokenizer) == len(transformers.AutoTokenizer.from_pretrained(config.model))
     evaluations = tiny.events(folder, "eval")
-    assert [event["step"] for event in evaluations] == [2, 4] and all(event["tokens"] > 0 for event in evaluations)
+    assert [event["step"] for event in evaluations] == [2, 4] and all(
+        event["tokens"] > 0 for event in evaluations
+    )
     metric = "perplexity" if config.task in WRITING else METRICS[config.task][0]
     assert all(math.isfinite(event[metric]) for event in evaluations)
     facts = run_json(config)
     padding = facts["data"]["padding"]
     # 67 windows of questions are nearly all of one length, and shuffled steps as wide as any: buckets round both up
     worst = 1.1 if job == "questions" or config.task in WRITING else 1.0
-    assert facts["task"] == config.task and padding["planned"]["positions"] <= worst * padding["shuffled"]["positions"]
+    assert (
+        facts["task"] == config.task
+        and padding["planned"]["positions"] <= worst * padding["shuffled"]["positions"]
+    )
     steps = tiny.events(folder, "step")
     assert all(event["positions"] >= event["examples"] for event in steps)
-    best = store.load(folder / "best" / f"step-{min_step(evaluations, facts['best']):08}").tensors["weights"]
+    best = store.load(folder / "best" / f"step-{min_step(evaluations, facts['best']):08}").tensors[
+        "weights"
+    ]
     for name, tensor in model.state_dict().items():
         if name in best:
             assert_same(tensor, best[name].to(tensor.dtype))
@@ -92,17 +103,26 @@ def test_shuffled_batches_are_the_same_however_they_are_cut_and_pad_less_in_part
     """And what a run says of its padding is what its micro-batches have. A task that writes is shuffled where nothing else is asked."""
     seen = {}
     for parts in (1, 4):
-        config = make("completion", f"parts-{parts}", micro_batches=parts, recipe="none", epochs=1, steps=0)
+        config = make(
+            "completion", f"parts-{parts}", micro_batches=parts, recipe="none", epochs=1, steps=0
+        )
         assert loop.run(config) == 0
         planned = run_json(config)["data"]["padding"]["planned"]["positions"]
         events = tiny.events(Path(config.output), "step")
         assert planned == sum(event["positions"] for event in events)
-        seen[parts] = planned, [event["loss"] for event in events], [event["examples"] for event in events]
+        seen[parts] = (
+            planned,
+            [event["loss"] for event in events],
+            [event["examples"] for event in events],
+        )
     assert seen[4][0] < seen[1][0] and seen[4][2] == seen[1][2]
     [told] = re.findall(
-        r"4 times as many micro_batches would cut each .*?, (\d+) % padding", " ".join(capsys.readouterr().err.split())
+        r"4 times as many micro_batches would cut each .*?, (\d+) % padding",
+        " ".join(capsys.readouterr().err.split()),
     )
-    assert int(told) == round(100 * (1 - run_json(config)["data"]["padding"]["planned"]["tokens"] / seen[4][0]))
+    assert int(told) == round(
+        100 * (1 - run_json(config)["data"]["padding"]["planned"]["tokens"] / seen[4][0])
+    )
     assert seen[4][1] == pytest.approx(seen[1][1], rel=1e-3)
 
 
@@ -123,10 +143,14 @@ def test_it_learns_and_the_report_tells(make, tmp_path, with_report):
     folder = Path(config.output)
     [evaluation] = tiny.events(folder, "eval")
     labels = [line.rpartition(",")[2] for line in data.read_text("utf-8").splitlines()[1:]]
-    assert max(map(labels.count, labels)) / len(labels) < 0.8  # what always the same answer would reach
+    assert (
+        max(map(labels.count, labels)) / len(labels) < 0.8
+    )  # what always the same answer would reach
     assert evaluation["accuracy"] > 0.9 and evaluation["mcc"] > 0.8
     report = (folder / "report.html").read_text("utf-8")
-    assert re.search(r"<h2[^>]*>\s*Metrics", report) and re.search(r'class="label">Padding<', report)
+    assert re.search(r"<h2[^>]*>\s*Metrics", report) and re.search(
+        r'class="label">Padding<', report
+    )
 
 
 def test_recipe_none_is_an_ordinary_float32_run(make):
@@ -135,18 +159,35 @@ def test_recipe_none_is_an_ordinary_float32_run(make):
     assert loop.run(config) == 0
     facts = run_json(config)
     assert facts["recipe"] == "none" and {row["recipe"] for row in facts["describe"]} == {"none"}
-    assert main(["train", f"--output={config.output}", "--resume", "--recipe=none", "--switch=none@50%"]) == 2
+    assert (
+        main(
+            ["train", f"--output={config.output}", "--resume", "--recipe=none", "--switch=none@50%"]
+        )
+        == 2
+    )
 
 
 def min_step(evaluations, metric):
     sign = -1 if metric == "loss" else 1
-    return max(evaluations, key=lambda event: (sign * event[metric], -event["loss"], -event["step"]))["step"]
+    return max(
+        evaluations, key=lambda event: (sign * event[metric], -event["loss"], -event["step"])
+    )["step"]
 
 
 @pytest.mark.parametrize(
     "job",
     quick(
-        ["packed"], ["classification", "chat", "packed", "marian", "questions", "packed tags", "choices", "regression"]
+        ["packed"],
+        [
+            "classification",
+            "chat",
+            "packed",
+            "marian",
+            "questions",
+            "packed tags",
+            "choices",
+            "regression",
+        ],
     ),
 )
 def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
@@ -162,16 +203,33 @@ def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     left, right = Path(config.output), Path(reference.output)
     assert tiny.losses(left) == tiny.losses(right) and tiny.digests(left) == tiny.digests(right)
     assert max(event["epoch"] for event in tiny.events(left, "step")) > 1
-    scores = [[{**event, "elapsed_s": 0} for event in tiny.events(folder, "eval")] for folder in (left, right)]
+    scores = [
+        [{**event, "elapsed_s": 0} for event in tiny.events(folder, "eval")]
+        for folder in (left, right)
+    ]
     assert scores[0] == scores[1]
-    assert [path.name for path in (left / "best").iterdir()] == [path.name for path in (right / "best").iterdir()]
+    assert [path.name for path in (left / "best").iterdir()] == [
+        path.name for path in (right / "best").iterdir()
+    ]
     weights = [(folder / "final" / "model.safetensors").read_bytes() for folder in (left, right)]
     assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize(
     "job",
-    quick(["packed"], ["classification", "completion", "packed", "t5", "questions", "tags", "choices", "regression"]),
+    quick(
+        ["packed"],
+        [
+            "classification",
+            "completion",
+            "packed",
+            "t5",
+            "questions",
+            "tags",
+            "choices",
+            "regression",
+        ],
+    ),
 )
 def test_cutting_a_step_changes_nothing(make, copy_of, jobs, job):
     """(8 x 1), (4 x 2), (1 x 8): loss and gradient norm of masked, padded and packed steps in float32, without dropout."""
@@ -195,7 +253,9 @@ def test_cutting_a_step_changes_nothing(make, copy_of, jobs, job):
         readings.append([event[key] for event in steps for key in ("loss", "grad_norm")])
     # The gradients of a question's choices cancel to a thousandth at random weights: roundings of the terms, near one, are left.
     same = {"rel": SAME, "abs": SAME if job == "choices" else None}
-    assert readings[1] == pytest.approx(readings[0], **same) and readings[2] == pytest.approx(readings[0], **same)
+    assert readings[1] == pytest.approx(readings[0], **same) and readings[2] == pytest.approx(
+        readings[0], **same
+    )
 
 
 def test_packed_rows_have_the_gradient_of_padded_ones(make):
@@ -213,13 +273,22 @@ def test_packed_rows_have_the_gradient_of_padded_ones(make):
 TECHNIQUES = [
     {"freeze": "*layer*0*", "states": "8bit"},
     {"checkpointing": "full", "compress_activations": True, "optimizer": "lion"},
-    {"checkpointing": "budget:64MiB", "precision": "bf16-o2", "states": "fp8-lm", "master": "fp16-scaled"},
+    {
+        "checkpointing": "budget:64MiB",
+        "precision": "bf16-o2",
+        "states": "fp8-lm",
+        "master": "fp16-scaled",
+    },
     {"switch": "bf16@50%", "recipe": "fp8-row", "precision": "amp-fp16"},
 ]
 
 
-@pytest.mark.parametrize("technique", quick(TECHNIQUES[2:], TECHNIQUES), ids=lambda each: next(iter(each.values())))
-@pytest.mark.parametrize("job", quick(["classification"], ["classification", "marian", "questions", "tags", "choices"]))
+@pytest.mark.parametrize(
+    "technique", quick(TECHNIQUES[2:], TECHNIQUES), ids=lambda each: next(iter(each.values()))
+)
+@pytest.mark.parametrize(
+    "job", quick(["classification"], ["classification", "marian", "questions", "tags", "choices"])
+)
 def test_memory_and_precision_are_options_of_every_task(make, job, technique):
     config = make(job, steps=2, **technique)
     if job == "marian" and "freeze" in technique:
@@ -246,7 +315,9 @@ def test_every_example_is_seen_once_in_an_epoch(make):
 def test_compared_with_a_reference_on_the_same_batches(make, capfd, with_report):
     config = make("classification", steps=1, compare="bf16")
     assert loop.run(config) == 0
-    mine, theirs = (tiny.events(Path(path), "step") for path in (config.output, f"{config.output}/compare-bf16"))
+    mine, theirs = (
+        tiny.events(Path(path), "step") for path in (config.output, f"{config.output}/compare-bf16")
+    )
     assert [event["positions"] for event in mine] == [event["positions"] for event in theirs]
     assert "Report:" in capfd.readouterr().err
 
@@ -257,7 +328,9 @@ def test_the_best_is_kept_and_exported_though_the_rotation_has_passed_it(make, m
 
     scores = iter([0.1, 0.9, 0.8, 0.3])
     real = ClassificationTask.evaluate
-    monkeypatch.setattr(ClassificationTask, "evaluate", lambda *given: {**real(*given), "mcc": next(scores)})
+    monkeypatch.setattr(
+        ClassificationTask, "evaluate", lambda *given: {**real(*given), "mcc": next(scores)}
+    )
     config = make("classification", eval_every=1, checkpoint_every=1, keep=1)
     assert loop.run(config) == 0
     folder = Path(config.output)
@@ -287,17 +360,26 @@ def test_lost_best_weights_are_told_and_chosen_anew(make, before_step, capfd):
     assert loop.run(config) == 75
     shutil.rmtree(Path(config.output, "best"))
     assert loop.run(replace(config, resume=True)) == 0
-    assert "the best weights, of step" in capfd.readouterr().err and list(Path(config.output, "best").iterdir())
+    assert "the best weights, of step" in capfd.readouterr().err and list(
+        Path(config.output, "best").iterdir()
+    )
 
 
 def test_a_metric_that_the_evaluation_does_not_have(make, place, tmp_path):
     rows = [{"text": text, "label": number % 3} for number, text in enumerate(folders.texts())]
-    config = make("classification", data=folders.jsonl(tmp_path / "three.jsonl", rows), best="f1_binary", steps=1)
+    config = make(
+        "classification",
+        data=folders.jsonl(tmp_path / "three.jsonl", rows),
+        best="f1_binary",
+        steps=1,
+    )
     with raises(ConfigError, "train.best", "best = 'f1_binary'", "'loss'", "'mcc'", "'f1'"):
         loop.run(config)
 
 
-@pytest.mark.parametrize("job", quick(["marian"], ["classification", "marian", "chat", "questions"]))
+@pytest.mark.parametrize(
+    "job", quick(["marian"], ["classification", "marian", "chat", "questions"])
+)
 def test_a_number_that_is_not_finite_stops_with_its_place(make, before_step, job):
     def spoil(trainer):
         with torch.no_grad():
@@ -313,7 +395,9 @@ def test_a_number_that_is_not_finite_stops_with_its_place(make, before_step, job
 def test_the_console_shows_what_is_learnt_and_what_padding_costs(make, capfd):
     assert loop.run(make("chat", steps=1)) == 0
     printed = capfd.readouterr().err
-    assert "<|assistant|>⟦" in printed and "</s>⟧" in printed and "First epoch, padding: " in printed
+    assert (
+        "<|assistant|>⟦" in printed and "</s>⟧" in printed and "First epoch, padding: " in printed
+    )
     assert "of which evaluations see" not in printed
 
 
@@ -340,7 +424,11 @@ def test_a_comparison_shows_the_example_once(make, capsys):
     config = make("completion", steps=1, recipe="fp8-row", compare="bf16")
     assert loop.run(config) == 0
     said = capsys.readouterr().err.splitlines()
-    assert sum("⟦" in line for line in said) == sum(line.startswith("First epoch, padding") for line in said) == 1
+    assert (
+        sum("⟦" in line for line in said)
+        == sum(line.startswith("First epoch, padding") for line in said)
+        == 1
+    )
     assert sum(line.startswith("bf16: finished at step 1 of 1") for line in said) == 1
 
 

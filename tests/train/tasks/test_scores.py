@@ -34,17 +34,23 @@ def test_metrics_are_those_of_scikit_learn(classes):
     }
     if classes == 2:
         expected["f1_binary"] = metrics.f1_score(truth, predicted)
-    assert found == pytest.approx(expected, rel=1e-12)  # float64 on both sides, a few roundings each
+    assert found == pytest.approx(
+        expected, rel=1e-12
+    )  # float64 on both sides, a few roundings each
 
 
 def test_batches_do_not_matter():
     truth, predicted = torch.tensor([0, 1, 2, 2, 1, 0, 2]), torch.tensor([0, 2, 2, 2, 1, 1, 0])
-    assert torch.equal(streamed(truth, predicted, 3, 1).counts, streamed(truth, predicted, 3, 7).counts)
+    assert torch.equal(
+        streamed(truth, predicted, 3, 1).counts, streamed(truth, predicted, 3, 7).counts
+    )
     assert streamed(truth, predicted, 3, 2).counts.tolist() == [[1, 1, 0], [0, 1, 1], [1, 0, 2]]
 
 
 def test_degenerate_evaluations_give_numbers():
-    one_class = streamed(torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long), 2, 5).metrics()
+    one_class = streamed(
+        torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long), 2, 5
+    ).metrics()
     # The class that never occurs is left out.
     assert one_class == {"accuracy": 1.0, "mcc": 0.0, "f1": 1.0, "f1_binary": 0.0}
     assert set(Confusion(2).metrics().values()) == {0.0}

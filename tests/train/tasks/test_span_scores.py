@@ -38,7 +38,11 @@ COUNTED = [
     ("B-PER O O B-LOC", "B-PER I-PER O B-LOC", (1, 2, 2, 3, 4)),  # too short a span is wrong
     ("B-PER I-PER I-PER O", "B-PER I-PER O O", (0, 1, 1, 3, 4)),  # so is one too long
     ("B-LOC I-LOC O O", "B-PER I-PER O O", (0, 1, 1, 2, 4)),  # and one of another type
-    ("I-PER I-PER O O", "B-PER I-PER O O", (1, 1, 1, 3, 4)),  # right without its B, though a word's tag is wrong
+    (
+        "I-PER I-PER O O",
+        "B-PER I-PER O O",
+        (1, 1, 1, 3, 4),
+    ),  # right without its B, though a word's tag is wrong
     ("B-PER B-PER O O", "B-PER I-PER O O", (0, 2, 1, 3, 4)),
     ("O O O", "O O O", (0, 0, 0, 3, 3)),
     ("B-LOC O O", "O O O", (0, 1, 0, 2, 3)),

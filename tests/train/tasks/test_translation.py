@@ -39,7 +39,13 @@ def without_clocks(folder):
 @pytest.mark.parametrize("beams", quick([1], [1, 3]))
 def test_scores_are_those_of_the_exported_model_a_row_at_a_time(make, place, beams):
     """In float32 and without padding; chrF of what a model of four steps writes is not 0."""
-    config = make("translated", recipe="none", precision="fp32", validation_data=place / "pairs.jsonl", beams=beams)
+    config = make(
+        "translated",
+        recipe="none",
+        precision="fp32",
+        validation_data=place / "pairs.jsonl",
+        beams=beams,
+    )
     assert loop.run(config) == 0
     [event] = tiny.events(Path(config.output), "eval")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(Path(config.output, "final")).eval()
@@ -54,7 +60,10 @@ def test_scores_are_those_of_the_exported_model_a_row_at_a_time(make, place, bea
         texts.append(tokenizer.decode(written, skip_special_tokens=True))
     references = [row["target"] for row in rows]
     bleu = sacrebleu.corpus_bleu(texts, [references], tokenize="none", force=True)
-    assert event["bleu"] == bleu.score and event["chrf"] == sacrebleu.corpus_chrf(texts, [references]).score > 0
+    assert (
+        event["bleu"] == bleu.score
+        and event["chrf"] == sacrebleu.corpus_chrf(texts, [references]).score > 0
+    )
     assert (
         facts["translated"] == 9
         and "tok:none" in facts["signatures"]["bleu"]
@@ -70,13 +79,19 @@ def test_what_stands_in_the_table_has_a_score_of_100(make):
     assert isinstance(task.translation, Translation)
     found = task.translation.score(task.translation.references)
     assert found == pytest.approx({"bleu": 100.0, "chrf": 100.0})
-    assert "Each evaluation translates 9 rows greedily, and again with the products in 16 bits" in task.notes[-1]
+    assert (
+        "Each evaluation translates 9 rows greedily, and again with the products in 16 bits"
+        in task.notes[-1]
+    )
 
 
 @pytest.mark.slow
 def test_stopped_and_resumed_to_the_bit_with_the_best_translations(make, before_step):
     common = {"steps": 4, "eval_every": 1, "best": "chrf", "recipe": "fp8-delayed"}
-    reference, config = make("translated", "reference", **common), make("translated", "stopped", **common)
+    reference, config = (
+        make("translated", "reference", **common),
+        make("translated", "stopped", **common),
+    )
     assert loop.run(reference) == 0
     before_step(3, stop)
     assert loop.run(config) == 75
@@ -84,23 +99,42 @@ def test_stopped_and_resumed_to_the_bit_with_the_best_translations(make, before_
     left, right = Path(config.output), Path(reference.output)
     assert tiny.losses(left) == tiny.losses(right) and tiny.digests(left) == tiny.digests(right)
     assert without_clocks(left) == without_clocks(right)
-    assert [path.name for path in (left / "best").iterdir()] == [path.name for path in (right / "best").iterdir()]
+    assert [path.name for path in (left / "best").iterdir()] == [
+        path.name for path in (right / "best").iterdir()
+    ]
 
 
 @pytest.mark.slow
 def test_a_run_that_translates_has_the_weights_of_one_that_does_not(make):
     """Generators and the state of recipes stay as they are."""
     runs = [
-        make("translated", f"translate-{rows}", translate=rows, eval_every=1, recipe="fp8-delayed", **other)
+        make(
+            "translated",
+            f"translate-{rows}",
+            translate=rows,
+            eval_every=1,
+            recipe="fp8-delayed",
+            **other,
+        )
         for rows, other in ((5, {}), (0, {"bleu_words": "13a"}))
     ]
     assert [loop.run(config) for config in runs] == [0, 0]
-    assert len({json.dumps(tiny.digests(Path(config.output)), sort_keys=True, default=str) for config in runs}) == 1
+    assert (
+        len(
+            {
+                json.dumps(tiny.digests(Path(config.output)), sort_keys=True, default=str)
+                for config in runs
+            }
+        )
+        == 1
+    )
 
 
 def test_settings_that_need_translations():
     table = {"task": "seq2seq", "model": "m", "data": "d.csv"}
     with pytest.raises(ConfigError, match=r"best = 'bleu': needs translations. Set translate"):
         TrainConfig(**table, best="bleu")
-    with pytest.raises(ConfigError, match=r"beams = 4, bleu_words = '13a': have no effect with translate = 0"):
+    with pytest.raises(
+        ConfigError, match=r"beams = 4, bleu_words = '13a': have no effect with translate = 0"
+    ):
         TrainConfig(**table, beams=4)

@@ -46,10 +46,15 @@ def test_texts_to_write_have_the_entropy_of_their_targets(make, job):
     task = TASKS[config.task].prepare(config)
     places = slice(1, None) if config.task == "causal-lm" else slice(None)
     counts = Counter(
-        int(label) for example in task._evaluated for label in example["labels"][places] if label != IGNORED
+        int(label)
+        for example in task._evaluated
+        for label in example["labels"][places]
+        if label != IGNORED
     )
     total = sum(counts.values())
-    assert task.trivial()["loss"] == pytest.approx(-sum(n / total * math.log(n / total) for n in counts.values()))
+    assert task.trivial()["loss"] == pytest.approx(
+        -sum(n / total * math.log(n / total) for n in counts.values())
+    )
 
 
 def test_the_mean_of_numbers_has_their_variance_as_loss(make):

@@ -32,14 +32,22 @@ class Model(nn.Module):
 
     def __init__(self, ends=False):
         super().__init__()
-        self.embed, self.head, self.dropout = nn.Embedding(32, 32), nn.Linear(32, 32), nn.Dropout(0.5)
+        self.embed, self.head, self.dropout = (
+            nn.Embedding(32, 32),
+            nn.Linear(32, 32),
+            nn.Dropout(0.5),
+        )
         self.ends, self.poison, self.lengths = ends, False, []
         self.eval()
 
     def forward(self, input_ids, use_cache):
         self.lengths.append(input_ids.shape[1])
         logits = self.head(self.dropout(self.embed(input_ids)))
-        logits = logits + 50 * (torch.arange(32) > 26) + (100 * (torch.arange(32) == 26) if self.ends else 0)
+        logits = (
+            logits
+            + 50 * (torch.arange(32) > 26)
+            + (100 * (torch.arange(32) == 26) if self.ends else 0)
+        )
         return SimpleNamespace(logits=logits * float("nan") if self.poison else logits)
 
 
@@ -76,7 +84,9 @@ def test_logits_that_are_not_finite_end_the_sample_in_words():
 
 def test_nothing_is_left_behind():
     model = convert(Model(), "fp8-delayed")
-    model.train()(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    model.train()(
+        input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False
+    ).logits.sum().backward()
     advance(model)
     model.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
