@@ -86,7 +86,9 @@ def test_every_registered_kernel_that_reads_memory_refuses_wrappers():
 
 
 def test_no_other_file_takes_an_address_or_starts_a_kernel():
-    """So that the next kernel cannot forget to ask; a checkpoint, a fork and a count of what is allocated compare the places of tensors.
+    """So that the next kernel cannot forget to ask; a checkpoint, a snapshot and a count of what is allocated compare the places of tensors.
+
+    `ops/fingerprint.py` refuses wrappers itself before it sums the bytes of a weight.
 
     A replay compares them too, once wrappers were refused.
     """
@@ -97,7 +99,8 @@ def test_no_other_file_takes_an_address_or_starts_a_kernel():
             if words in text:
                 found.add(str(path.relative_to(PACKAGE)))
     assert holding["data_ptr()"] == {
-        "addresses.py", "diagnose/guard/fork.py", "ops/triton/replay.py", "plan/allocations.py", "train/checkpoint/store.py",
+        "addresses.py", "ops/fingerprint.py", "ops/triton/replay.py", "plan/allocations.py", "snapshot/copies.py",
+        "train/checkpoint/store.py",
     }  # fmt: skip
     spoken_of = {"ops/triton/__init__.py"}
     assert holding["enable_fp_fusion"] - spoken_of == {"ops/triton/launch.py", "ops/mm/triton.py"}

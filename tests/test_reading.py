@@ -320,7 +320,7 @@ def rungs_of_debug(folder: Path) -> Case:
 
     def use() -> None:
         known = Ladder(recipe="int8", begun=0, steps=4, asked=2)
-        debug._take_up(path, {"begun": 0}, known)
+        debug._reuse_rungs(path, {"begun": 0}, known)
         for each in known.rungs.values():
             assert all(isinstance(loss, float | int) for loss in each.curve)
 
