@@ -86,7 +86,9 @@ def test_every_registered_kernel_that_reads_memory_refuses_wrappers():
 
 
 def test_no_other_file_takes_an_address_or_starts_a_kernel():
-    """So that the next kernel cannot forget to ask; a checkpoint, a snapshot and a count of what is allocated compare the places of tensors.
+    """So that the next kernel cannot forget to ask.
+
+    A checkpoint, a snapshot and a traced allocation compare addresses of tensors.
 
     `ops/fingerprint.py` refuses wrappers itself before it sums the bytes of a weight.
 
