@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -40,7 +41,10 @@ def test_a_rank_that_fails_is_named_and_the_others_do_not_hang(ranks):
 
 
 def _interrupt_and_stop(pid: int) -> None:
+    # Both ranks have begun the call: a rank that still imports torch would print the stack of an import.
+    dist.barrier()
     if dist.get_rank() == 1:
+        time.sleep(0.5)  # rank 0 reaches the barrier below
         os.kill(pid, signal.SIGINT)
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()
