@@ -45,7 +45,7 @@ def seed_all(seed: int) -> None:
 
 
 def generators() -> dict[str, Any]:
-    """States of all SOURCES: tensors, numbers, strings, and lists and tuples of them."""
+    """States of all SOURCES, each made of tensors, numbers, strings, lists and tuples."""
     return {key: value for read, _ in SOURCES.values() for key, value in read().items()}
 
 

@@ -85,13 +85,13 @@ class Snapshot:
     def taken_again(self) -> Snapshot:
         """Another snapshot of the present content, for REPLAY alone.
 
-        Uses the tensors that this snapshot found, so it costs the host no search. Take a new one
-        after a layer got another recipe.
+        Uses the tensors and rank states that this snapshot found, so it walks no modules. Take a
+        new one after a layer got another recipe.
         """
         assert self.scope is Scope.REPLAY
         copy = self._copy.taken_again() if isinstance(self._copy, CopyBeside) else None
         return Snapshot(
-            self.training, self.scope, Parts(self.training, self.scope, self._parts.tensors), copy
+            self.training, self.scope, Parts(self.training, self.scope, self._parts), copy
         )
 
     @property

@@ -34,8 +34,8 @@ class CopyApart:
 
     def add(self, tensors: list[Tensor]) -> None:
         """Replaces the tensors of the copy, and copies storages that have no blocks yet."""
-        self._fill(storages(tensors))
         self._tensors, self._storages = tensors, storages(tensors)
+        self._fill(self._storages)
 
     def has_moved(self) -> bool:
         """True if a tensor has another address than when it was copied."""

@@ -54,9 +54,9 @@ class Position(Protocol):
 class Training:
     """The objects whose state makes up a training.
 
-    optimizer   one of torch's or narrowgauge's, a list of them, or None
-    also        further objects that a step changes: schedulers, averaged models, torch.Generators,
-                anything with `state_dict` and `load_state_dict`
+    optimizer   an optimizer of torch or narrowgauge, a list of optimizers, or None
+    also        more objects whose state a step changes, with `state_dict` and `load_state_dict`;
+                a torch.Generator too
     agreements  rank agreements that no module of the model refers to
     feed        position in the data, or None
     counters    objects whose fields are all counters of the training
@@ -112,24 +112,27 @@ class Parts:
     progress  everything that does not belong to a member
     """
 
-    def __init__(
-        self, training: Training, scope: Scope, tensors: list[Tensor] | None = None
-    ) -> None:
-        """Records the present state. tensors: those that an earlier REPLAY found, not searched again."""
+    def __init__(self, training: Training, scope: Scope, earlier: Parts | None = None) -> None:
+        """Records the present state.
+
+        earlier  (REPLAY) parts of the same training, whose tensors and rank states are used again
+        """
         self.training = training
         self.members: list[Any] = []
-        self.tensors: list[Tensor] = tensors or []
+        self.tensors: list[Tensor] = earlier.tensors if earlier else []
+        # Not searched in `earlier`: the search walks all modules, and every queued step has a snapshot.
+        self.rank_states: list[Any] = earlier.rank_states if earlier else _agreements(training)
         self._restores: list[Restore] = []
         if scope is Scope.STEPS:
             self.members = _members(training)
             self._restores = [self._of_member(each) for each in self.members]
         elif scope is Scope.PASS:
             self._restores = [self._of_pass(training.model)]
-        elif scope is Scope.REPLAY and tensors is None:
+        elif scope is Scope.REPLAY and earlier is None:
             self.tensors = list(_replayed(training.model))
         if scope is not Scope.PROGRESS:
             # After load_state_dict, which resets the count of micro-batches
-            self._restores += [_integers(each) for each in _agreements(training)]
+            self._restores += [_integers(each) for each in self.rank_states]
         self.progress = Progress(training, scope)
 
     def restore(self) -> None:

@@ -110,8 +110,8 @@ class QueuedStep:
 class StepQueue:
     """Queue of unread steps.
 
-    Each step has a snapshot from before its forward pass. The tensors of these snapshots are found
-    once and stay the same until a layer gets another recipe.
+    Each step has a snapshot from before its forward pass. All snapshots copy the same tensors. The
+    first snapshot searches the model for these tensors, and so does the first after `forget`.
     """
 
     steps: list[QueuedStep] = field(default_factory=list)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -44,7 +43,6 @@ def _interrupt_and_stop(pid: int) -> None:
     # Both ranks have begun the call: a rank that still imports torch would print the stack of an import.
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(0.5)  # rank 0 reaches the barrier below
         os.kill(pid, signal.SIGINT)
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()
@@ -55,5 +53,7 @@ def test_stacks_of_ranks_are_printed_where_a_call_is_interrupted(capfd):
     with pytest.raises(KeyboardInterrupt):
         Ranks(2)(_interrupt_and_stop, os.getpid())
     said = capfd.readouterr().err
-    assert "stacks of rank 0 of 2" in said and "in barrier" in said
-    assert "stacks of rank 1 of 2" in said and "in _interrupt_and_stop" in said
+    # Rank 0 may be before its second barrier or in it: the frame of the call holds both.
+    first, second = said.partition("stacks of rank 1 of 2")[::2]
+    assert "stacks of rank 0 of 2" in first and "in _interrupt_and_stop" in first
+    assert "in _interrupt_and_stop" in second

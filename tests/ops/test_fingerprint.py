@@ -132,3 +132,7 @@ def test_a_sample_visits_all_columns():
             len(set((found.seen % shape[1]).tolist()))
             >= min(shape[1], fingerprint.SAMPLE) * 9 // 10
         )
+
+
+def test_a_zero_tensor_without_memory_has_no_fingerprint():
+    assert fingerprint.fingerprint(torch._efficientzerotensor((64, 64))) is None
