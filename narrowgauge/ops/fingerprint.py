@@ -107,8 +107,7 @@ Fingerprint = Exact | Sampled
 
 def fingerprint(tensor: Tensor) -> Fingerprint | None:
     """The fingerprint of a strided tensor as it is now; None where its memory cannot be read, or is not sampled."""
-    # A zero tensor of forward-mode AD is no wrapper, and has elements without memory.
-    if tensor._is_zerotensor() or (dry_run_on() is None and wrapper(tensor)):
+    if dry_run_on() is None and wrapper(tensor):
         return None
     if tensor.device.type == "cpu":
         return Exact(tensor)

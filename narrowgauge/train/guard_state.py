@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from narrowgauge import manifest
-from narrowgauge.diagnose.guard.fork import NAME, refuse_room
 from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError, OutOfMemoryError
+from narrowgauge.snapshot import NAME
+from narrowgauge.snapshot.bytes_apart import refuse_room
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.checkpoint_ref import NUMBERS, STEPS

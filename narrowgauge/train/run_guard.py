@@ -37,7 +37,6 @@ from narrowgauge.diagnose.format_text import percent, plural, size
 from narrowgauge.diagnose.guard.audit import STEPS as AUDITED
 from narrowgauge.diagnose.guard.audit import Audit
 from narrowgauge.diagnose.guard.check import CONTROL_EVERY, wants_control
-from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.refusals import has_narrow
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, words
@@ -46,6 +45,7 @@ from narrowgauge.diagnose.guard.verdict import REFERENCE, WORSE, Verdict
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.sensitivity import ENDS, trivial_of
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.console import Console, clock, tell
@@ -361,7 +361,7 @@ class Guard(Callback):
         Raises StorageError if a copy of the state has no space.
         """
         self._know_the_beginning()
-        nbytes = fork_bytes(self.trainer.model, self.trainer.optimizer)
+        nbytes = snapshot_bytes(self.trainer.model, self.trainer.optimizer)
         self.where = place_of_copy(nbytes, self.trainer.folder.path, self.trainer.ranks)
         place = (
             "the host's memory"

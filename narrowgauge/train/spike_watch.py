@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.format_text import plural
-from narrowgauge.diagnose.guard.fork import fork_bytes
 from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.spikes import Spike, Spikes
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train import run_guard
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.config.settings import TrainConfig
@@ -78,7 +78,7 @@ class SpikeWatch(Callback):
 
     def on_start(self, show: Console) -> None:
         self.where = place_of_copy(
-            fork_bytes(self.trainer.model, self.trainer.optimizer),
+            snapshot_bytes(self.trainer.model, self.trainer.optimizer),
             self.trainer.folder.path,
             self.trainer.ranks,
         )

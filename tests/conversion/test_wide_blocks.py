@@ -130,7 +130,7 @@ def test_converting_again_and_back_forgets_the_rule():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"share": 0}, coded("wideblocks.share", "share", "is 0", "0 and")),
+        ({"share": 0}, coded("wideblocks.share", "share", "is 0")),
         ({"share": 1.0}, coded("wideblocks.share", "share")),
         ({"share": True}, coded("wideblocks.share", "share", "True")),
         ({"first": -1}, coded("wideblocks.first", "first", "is -1")),
@@ -225,7 +225,7 @@ def test_switched_layers_compute_by_their_new_recipe():
         ({"recipe": "bf16", "products": ("forward",)}, coded("switch.products", "('forward',)")),
         ({"recipe": "bf16", "products": "forward"}, coded("switch.products", "('forward',)")),
         ({"recipe": "bf16", "products": ()}, coded("switch.products", "= ()")),
-        ({"recipe": 8}, coded("switch.not-a-recipe", "8 is")),
+        ({"recipe": 8}, coded("switch.not-a-recipe")),
         ({"recipe": "fp9"}, coded("recipes.unknown", "'fp9'")),
         (
             {"recipe": "int4-hq-lss"},

@@ -204,7 +204,7 @@ def test_a_file_that_is_not_squads(tmp_path, text, said):
 
 def test_a_question_that_leaves_no_room_is_refused_or_skipped(tmp_path):
     rows = [ROWS[0], {**ROWS[0], "question": "which " * 12}]
-    with raises(DataError, "examples.too-long", "1 of", "of 2", "max_length 16", "2 rows"):
+    with raises(DataError, "examples.too-long", "of 2", "max_length 16", "2 rows"):
         prepared(tmp_path, rows, folders.word_tokenizer(), max_length=16)
     found = prepared(tmp_path, rows, folders.word_tokenizer(), max_length=16, too_long="skip")
     assert (found.sizes(TEXT) > 0).sum() == 1

@@ -73,14 +73,14 @@ def test_jsonl_origin_is_file_and_line_and_blank_lines_and_texts_are_passed_over
         ('{"text": {"a": 1}}', coded("table.cell", "'text'", "an object", ":2")),
         (
             '{"texts": "a"}',
-            coded("table.no-column", "'text'", "Closest: 'texts'.", "'texts'", ":2"),
+            coded("table.no-column", "'text'", "Closest: 'texts'.", ":2"),
         ),
         ('["a"]', coded("table.no-object", "an array", ":2")),
         ('"a"', coded("table.no-object", "a string", ":2")),
         ('{"text": "trunca', coded("table.json", "column 10", ":2")),
         ('{"text": "a"} {"text": "b"}', coded("table.json", "column 15", "Extra data", ":2")),
         ('{"text": "a", "text": "b"}', coded("table.json-fault", ":2", "'text'")),
-        ('{"text": "\\ud800"}', coded("table.surrogate", "d800", "0", ":2", "'text'")),
+        ('{"text": "\\ud800"}', coded("table.surrogate", "d800", ":2", "'text'")),
         (
             '{"text": ' + "[" * 5000 + "]" * 5000 + "}",
             coded("table.json-fault", "nested too deeply", ":2"),

@@ -86,7 +86,7 @@ def test_lists_text_with_spans_and_csv_are_the_same(tmp_path):
             coded("tagging.tag", "word 2", "'red'", "'B-wram'", "the 3"),
         ),
         ({"tags": ["O"]}, coded("tagging.count", "4 words", "'tokens'", "and 1", "'tags'")),
-        ({"tags": [0, 1, 2, 0]}, coded("tagging.entry", "entry 1", "'tags'", "is 0", "1 of")),
+        ({"tags": [0, 1, 2, 0]}, coded("tagging.entry", "entry 1", "'tags'", "is 0")),
         (
             {"tokens": ["the", "", "tile", "row"]},
             coded("tagging.empty-word", "word 2 (''): the word"),
@@ -94,7 +94,7 @@ def test_lists_text_with_spans_and_csv_are_the_same(tmp_path):
         ({"tokens": {"a": 1}}, coded("tagging.no-list")),
         (
             {"tokens": ["the", "\ud800", "tile", "row"]},
-            coded("table.surrogate", "jsonl:2", "2 of", "'tokens'"),
+            coded("table.surrogate", "jsonl:2", "'tokens'"),
         ),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_row_that_is_wrong_is_named_with_its_word(tmp_path, changes, said):
     [
         (
             [{"start": 5, "end": 12, "label": "warm"}],
-            coded("tagging.span-ends", "5 to", "12", "'ed tile'"),
+            coded("tagging.span-ends", "12", "'ed tile'"),
         ),
         (
             [{"start": 4, "end": 12, "label": "warm"}, {"start": 8, "end": 12, "label": "warm"}],
@@ -214,11 +214,11 @@ def test_forms_of_choices_and_labels(tmp_path, row, task, label):
         ({"label": -1}, coded("choices.label", "label -1")),
         ({"label": True}, coded("choices.label", "True")),
         ({"label": "D"}, coded("choices.label", "'D'")),
-        ({"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "label": 0}, coded("choices.label", "'2'", "one of '1', '2'")),
+        ({"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "label": 0}, coded("choices.label", "one of '1', '2'")),
         ({"choices": {"text": ["a", "b"], "label": ["1"]}}, coded("choices.list")),
         ({"choices": ["red"]}, coded("choices.too-few", "1 choices")),
-        ({"choices": ["red", " "]}, coded("choices.choice", "choice 1", "' '", "1 is")),
-        ({"choices": ["red", 2]}, coded("choices.choice", "choice 1", "is 2", "1 is")),
+        ({"choices": ["red", " "]}, coded("choices.choice", "choice 1", "' '")),
+        ({"choices": ["red", 2]}, coded("choices.choice", "choice 1", "is 2")),
         ({"context": "", "question": " "}, coded("choices.empty-row")),
     ],
 )  # fmt: skip

@@ -125,11 +125,11 @@ def test_codes_of_weights_count_before_the_first_step_too():
         ),
         (
             lambda model: ng.memory.freeze(model, ["model", 3]),
-            coded("pattern.not-a-string", "freeze", "freeze: 3", "3 is"),
+            coded("pattern.not-a-string", "freeze: 3"),
         ),
         (
             lambda model: ng.memory.compress_activations(model, 5),
-            coded("compression.arguments", "= 5", "5 and"),
+            coded("compression.arguments", "= 5"),
         ),
         (
             lambda model: ng.memory.compress_activations(model, smallest="a"),

@@ -218,6 +218,6 @@ def test_what_cannot_be_held_is_refused():
         ng.optim.float16_weights(model_of(None))
     model = model_of()
     model[2].weight.data[0, 0] = 1e30
-    with raises(ConfigError, "float16-weights.too-large", "1.00026e", "1.00026e+30", "65504"):
+    with raises(ConfigError, "float16-weights.too-large", "1.00026e+30", "65504"):
         ng.optim.float16_weights(model)
     assert model[0].weight.dtype == torch.bfloat16

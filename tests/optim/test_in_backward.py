@@ -256,7 +256,7 @@ def test_a_second_backward_pass_of_a_step_is_refused_before_it_changes_anything(
             given(model, (3.0, 4.0), (0.0, 0.0), (0.0, 0.0))  # noqa: B023
             given(model, (3.0, 4.0), (0.0, 0.0), (0.0, 0.0))  # noqa: B023
 
-        with raises(ConfigError, "in-backward.too-many", "[2]", "the 1", "1 of"):
+        with raises(ConfigError, "in-backward.too-many", "[2]", "the 1"):
             optimizer.step(twice)
         if clip == "two-pass":
             assert not any(each.any() for each in model)
@@ -346,7 +346,7 @@ def test_a_pass_too_many_is_refused():
         given(model, (3.0, 4.0), (0.0, 1.0), (0.0, 0.0))
     torch.testing.assert_close(model[0].detach(), torch.tensor([-0.6, -0.8]))
     given(model, (3.0, 4.0), (0.0, 1.0), (0.0, 0.0))
-    with raises(ConfigError, "in-backward.too-many", "[2]", "the 2", "2 of"):
+    with raises(ConfigError, "in-backward.too-many", "[2]", "the 2"):
         given(model, (3.0, 4.0), (0.0, 1.0), (0.0, 0.0))
 
 

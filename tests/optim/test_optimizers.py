@@ -398,7 +398,7 @@ def test_an_empty_parameter_and_a_scalar():
             coded("optim.embeddings", "embeddings = '8bit'"),
         ),
         (lambda: AdamW(None), coded("optim.no-parameters", "AdamW", "None")),
-        (lambda: state_bytes(3), coded("state-bytes.optimizer", "state_bytes: 3", "3 is")),
+        (lambda: state_bytes(3), coded("state-bytes.optimizer", "state_bytes: 3")),
     ],
 )
 def test_what_cannot_work_is_refused(build, words):
@@ -475,17 +475,17 @@ def test_a_state_that_is_no_state_is_refused(damage, words):
             "fp32",
             "exp_avg",
             float("nan"),
-            coded("optim.state", "exp_avg", "2 of", "4,800"),
+            coded("optim.state", "exp_avg", "4,800"),
         ),
         (
             "8bit",
             "exp_avg_sq_scale",
             float("inf"),
-            coded("optim.state", "exp_avg_sq_scale", "2 of", "32"),
+            coded("optim.state", "exp_avg_sq_scale", "32"),
         ),
-        ("fp8", "exp_avg", float("nan"), coded("optim.state", "exp_avg", "2 of", "4,800")),
+        ("fp8", "exp_avg", float("nan"), coded("optim.state", "exp_avg", "4,800")),
         ("8bit", "step", -3.0, coded("optim.state", "-3")),
-        ("8bit", "step", float("nan"), coded("optim.state", "1 of", "1 places")),
+        ("8bit", "step", float("nan"), coded("optim.state", "1 places")),
     ],
 )
 def test_a_state_with_numbers_that_are_none_is_refused_and_nothing_changes(

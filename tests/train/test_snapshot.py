@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from narrowgauge.diagnose.blame.undisturbed import undisturbed
-from narrowgauge.diagnose.guard.fork import Fork
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
+from narrowgauge.snapshot import Snapshot, Training
 from narrowgauge.train import assembly, branch, counters, loop
 from narrowgauge.train.checkpoint_ref import branched
 from narrowgauge.train.config.settings import replace
@@ -81,7 +81,7 @@ def planted(monkeypatch):
 def test_a_fork_restores_it(planted):
     model = converted("fp8-delayed")
     state, fork_of = planted(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    fork, before = Fork.take(model, fork_of), state.of_tensors()
+    fork, before = Snapshot.take(Training(model=model, optimizer=fork_of)), state.of_tensors()
     state.change()
     after = state.of_tensors()
     fork.swap()

@@ -281,7 +281,7 @@ def test_a_key_without_a_number_takes_the_rest():
 
 
 def test_a_layout_that_does_not_fit_is_told_one_that_does():
-    with raises(ConfigError, "parallel.ranks", "parallel = 'dp,tp=2'", "s"):
+    with raises(ConfigError, "parallel.ranks", "parallel = 'dp,tp=2'"):
         parallel_syntax.layout("tp=2", 8)
 
 
@@ -304,7 +304,7 @@ def test_ranks_that_share_products_or_stages_read_the_same_data():
 
 
 def test_one_process_refuses_two(make):
-    with raises(ConfigError, "parallel.ranks", "2", "s", "1 rank", "--nproc-per-node 2"):
+    with raises(ConfigError, "parallel.ranks", "1 rank", "--nproc-per-node 2"):
         loop.run(make(parallel="fsdp=2"))
 
 
@@ -351,7 +351,7 @@ def test_a_part_of_what_torchrun_sets_is_refused(monkeypatch, given):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with raises(ConfigError, "torchrun.variables", "= 2", "WORLD_SIZE", "2 in", "MASTER_PORT"):
+    with raises(ConfigError, "torchrun.variables", "= 2", "WORLD_SIZE", "MASTER_PORT"):
         under_torchrun()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not under_torchrun()
@@ -371,7 +371,7 @@ def test_a_count_of_restarts_that_is_none_is_refused(monkeypatch):
 
 
 def test_ranks_that_never_come_are_told_within_the_time_out(monkeypatch):
-    with raises(PeerError, "ranks.timeout", "rank 0", "of 2", "within 1", "0 of"):
+    with raises(PeerError, "ranks.timeout", "rank 0", "of 2", "within 1"):
         joined(monkeypatch)
 
 

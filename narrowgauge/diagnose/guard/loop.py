@@ -6,7 +6,7 @@
         loss = guard(batch)    # calls step(batch): forward, backward, optimizer.step(),
                                # scheduler.step(), zero_grad()
 
-A check runs as follows. The state is copied (`fork`), the run takes `steps` steps as usual, and
+A check runs as follows. The state is copied (`narrowgauge.snapshot`), the run takes `steps` steps as usual, and
 their batches are stored. Then copy and current state are swapped, and the same batches are replayed
 in BF16. The check only looks back, so the loop keeps its iterator, workers and sampler. The verdict
 follows from the difference of the losses (`check`, `evidence`). Every fourth check also runs a
@@ -49,7 +49,6 @@ from narrowgauge.diagnose.guard.audit import STEPS as AUDITED
 from narrowgauge.diagnose.guard.audit import Audit
 from narrowgauge.diagnose.guard.batches import Kept
 from narrowgauge.diagnose.guard.check import judged, wants_control
-from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.diagnose.guard.refusals import refuse, refuse_no_loss, refuse_state
@@ -60,6 +59,7 @@ from narrowgauge.diagnose.sensitivity import ENDS
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
+from narrowgauge.snapshot import Snapshot, Training, snapshot_bytes
 from narrowgauge.snapshot.bytes_apart import refuse_room
 from narrowgauge.structure import require_module
 
@@ -83,7 +83,7 @@ class _Check:
     """
 
     begun: int
-    fork: Fork
+    fork: Snapshot
     first: FirstGradients
     audit: Audit
     batches: list[Kept] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Guard:
         self._wide = ExitStack()  # not empty: the run stays in BF16 until the next check
         self._is_wide, self._given = False, ""
         refuse(model, self._optimizers, self.also, found.recipe)
-        self.nbytes = fork_bytes(model, optimizer, self.also)
+        self.nbytes = snapshot_bytes(model, optimizer, self.also)
         refuse_room(COPIES * self.nbytes, where, "a check of the guard")
 
     def __call__(self, batch: Any) -> Any:
@@ -170,7 +170,7 @@ class Guard:
         ):
             self._wide.close()
             self._is_wide = False
-            fork = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
+            fork = self._snapshot()
             first, audit = (
                 FirstGradients(self.model, self.optimizer),
                 Audit(self.model, len(self.evidence.checks)),
@@ -269,7 +269,7 @@ class Guard:
         if wants_control(self.evidence):
             # With a control two replays start from the same state, so the end needs a copy of its
             # own.
-            end = Fork.take(self.model, self.optimizer, self.scaler, self.where, self.also)
+            end = self._snapshot()
             check.fork.restore()
             nudge(self.model)
             # The control comes first, so that the BF16 end state of the second replay is in place
@@ -304,7 +304,19 @@ class Guard:
                 stacklevel=4,
             )
 
-    def _in_bf16(self, check: _Check, end: Fork, rates: list[float]) -> tuple[list[float], Samples]:
+    def _snapshot(self) -> Snapshot:
+        """Copy the state of the loop: model, optimizers, scaler and the objects in `also`."""
+        training = Training(
+            model=self.model,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            also=tuple(self.also),
+        )
+        return Snapshot.take(training, where=self.where)
+
+    def _in_bf16(
+        self, check: _Check, end: Snapshot, rates: list[float]
+    ) -> tuple[list[float], Samples]:
         """Replay the steps of a check in BF16 from the current state.
 
         end    snapshot that is restored if a step fails
@@ -358,7 +370,7 @@ class Guard:
         finally:
             self.is_reference = False
 
-    def _follow(self, verdict: Verdict, end: Fork) -> str:
+    def _follow(self, verdict: Verdict, end: Snapshot) -> str:
         """Choose the state from which the run continues; returns a word for the action taken.
 
         Called with the BF16 end state in place; `end` is the run's own end.

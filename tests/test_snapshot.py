@@ -1,4 +1,4 @@
-"""A fork takes a training back to the bit, whatever its recipe and optimizer (exact)."""
+"""A snapshot takes a training back to the bit, whatever its recipe and optimizer (exact)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import narrowgauge as ng
-from narrowgauge.diagnose.guard.fork import Fork, fork_bytes
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
-from narrowgauge.snapshot import bytes_apart
+from narrowgauge.snapshot import Snapshot, Training, bytes_apart, snapshot_bytes
 from tests.compare import assert_same
 from tests.raising import raises
 from tests.selection import quick
@@ -30,7 +29,12 @@ OPTIMIZERS = {
 }
 
 
-class Training:
+def copied(model, optimizer, scaler=None, where="host", also=()):
+    training = Training(model=model, optimizer=optimizer, scaler=scaler, also=also)
+    return Snapshot.take(training, where=where)
+
+
+class Loop:
     """A model with dropout, its optimizer, and a loop that draws from every generator."""
 
     def __init__(self, recipe="fp8-delayed", optimizer="adamw", dtype=torch.float32, scaled=False):
@@ -83,7 +87,7 @@ class Training:
 def is_taken_back(training, where="host", before=3):
     """Steps, a fork, steps, and the same steps once more, by `restore` and by `swap`."""
     training.train(before)
-    taken = Fork.take(training.model, training.optimizer, training.scaler, where)
+    taken = copied(training.model, training.optimizer, training.scaler, where)
     begin = training.state()
     losses = training.train(3)
     end = training.state()
@@ -101,18 +105,18 @@ def is_taken_back(training, where="host", before=3):
 
 
 def test_a_training_is_taken_back():
-    is_taken_back(Training("int4-hq-lss"))
+    is_taken_back(Loop("int4-hq-lss"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ng.recipes.names())
 @pytest.mark.parametrize("before", [0, 2])
 def test_every_recipe_is_taken_back(cpu, recipe, before):
-    is_taken_back(Training(recipe), before=before)
+    is_taken_back(Loop(recipe), before=before)
 
 
 def test_an_optimizer_is_taken_back_from_before_its_first_step():
-    training = Training(optimizer="8bit")
+    training = Loop(optimizer="8bit")
     is_taken_back(training, before=0)
     assert training.optimizer.state
 
@@ -121,7 +125,7 @@ def test_an_optimizer_is_taken_back_from_before_its_first_step():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("before", [0, 3])
 def test_every_optimizer_is_taken_back(optimizer, before):
-    is_taken_back(Training(optimizer=optimizer), before=before)
+    is_taken_back(Loop(optimizer=optimizer), before=before)
 
 
 @pytest.mark.slow
@@ -135,34 +139,34 @@ def test_every_optimizer_is_taken_back(optimizer, before):
 )
 def test_masters_are_taken_back(dtype, master):
     make = lambda model: ng.optim.AdamW(model, states="8bit", master=master)  # noqa: E731
-    is_taken_back(Training("fp8-current", make, dtype), before=1)
+    is_taken_back(Loop("fp8-current", make, dtype), before=1)
 
 
 def test_a_loss_scale_is_taken_back():
-    is_taken_back(Training(scaled=True))
+    is_taken_back(Loop(scaled=True))
 
 
 @pytest.mark.slow
 def test_a_scale_that_was_not_used_yet_is_taken_back():
-    is_taken_back(Training(scaled=True), before=0)
+    is_taken_back(Loop(scaled=True), before=0)
 
 
 def test_a_folder_holds_the_copy_and_keeps_nothing(tmp_path):
-    is_taken_back(Training(), tmp_path / "forks")
+    is_taken_back(Loop(), tmp_path / "forks")
     assert list((tmp_path / "forks").iterdir()) == []
 
 
 @pytest.mark.slow
 def test_copies_longer_than_a_block_come_back(monkeypatch):
     monkeypatch.setattr(bytes_apart, "BLOCK", 1000)
-    is_taken_back(Training())
+    is_taken_back(Loop())
 
 
 def test_casts_that_were_kept_are_made_anew():
     """A cast of the weights of now, used after going back, would show in the first loss."""
-    training = Training("fp8-current")
+    training = Loop("fp8-current")
     training.train(2)
-    taken = Fork.take(training.model, training.optimizer)
+    taken = copied(training.model, training.optimizer)
     ids = torch.arange(24).reshape(2, 12)
     before = training.model(ids).detach()
     training.train(2)
@@ -173,7 +177,7 @@ def test_casts_that_were_kept_are_made_anew():
 
 def test_addresses_stay():
     """What reads memory by its address, as CUDA graphs and kernels' tables do, goes on reading the right one."""
-    training = Training(optimizer="8bit")
+    training = Loop(optimizer="8bit")
     training.train(2)
     training.model.seen = training.model.seen.clone()
     tensors = [
@@ -181,7 +185,7 @@ def test_addresses_stay():
         *(x for each in training.optimizer.state.values() for x in each.values()),
     ]
     addresses = [each.data_ptr() for each in tensors]
-    taken = Fork.take(training.model, training.optimizer)
+    taken = copied(training.model, training.optimizer)
     training.train(2)
     taken.swap()
     taken.restore()
@@ -192,8 +196,8 @@ def test_memory_that_several_tensors_share_is_kept_once():
     whole = torch.randn(64)
     model = nn.ParameterList([nn.Parameter(whole[:48].view(6, 8)), nn.Parameter(whole[16:])])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    taken, before = Fork.take(model, optimizer), whole.clone()
-    assert taken.nbytes == fork_bytes(model, optimizer) == 256
+    taken, before = copied(model, optimizer), whole.clone()
+    assert taken.nbytes == snapshot_bytes(model, optimizer) == 256
     with torch.no_grad():
         model[0] += 1.0
     after = whole.clone()
@@ -205,21 +209,21 @@ def test_memory_that_several_tensors_share_is_kept_once():
 
 @pytest.mark.parametrize("optimizer", quick(["8bit", "adamw"], list(OPTIMIZERS)))
 def test_bytes_are_told_before_the_first_step(optimizer):
-    training = Training(optimizer=optimizer)
-    told = fork_bytes(training.model, training.optimizer)
+    training = Loop(optimizer=optimizer)
+    told = snapshot_bytes(training.model, training.optimizer)
     training.train(1)
     assert (
-        Fork.take(training.model, training.optimizer).nbytes
+        copied(training.model, training.optimizer).nbytes
         == told
-        == fork_bytes(training.model, training.optimizer)
+        == snapshot_bytes(training.model, training.optimizer)
     )
 
 
 def test_schedulers_and_averages_are_taken_back():
-    training = Training()
+    training = Loop()
     scheduler = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, 1e-2, total_steps=10)
     average = torch.optim.swa_utils.AveragedModel(training.model)
-    taken = Fork.take(training.model, training.optimizer, also=[scheduler, average])
+    taken = copied(training.model, training.optimizer, also=[scheduler, average])
     before = scheduler.state_dict().copy(), [each.clone() for each in average.parameters()]
     rate = scheduler.get_last_lr()
     training.train(2)
@@ -242,8 +246,8 @@ def test_schedulers_and_averages_are_taken_back():
 
 
 def test_groups_that_were_added_since_go_again():
-    training = Training()
-    taken = Fork.take(training.model, training.optimizer)
+    training = Loop()
+    taken = copied(training.model, training.optimizer)
     training.optimizer.param_groups[0]["lr"] = 1.0
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     taken.restore()
@@ -253,11 +257,11 @@ def test_groups_that_were_added_since_go_again():
 @pytest.mark.parametrize("optimizer", ["8bit", "adamw"])
 def test_a_state_that_was_loaded_since_goes_again(optimizer):
     """As a run does that looks at an older checkpoint and goes on."""
-    training = Training(optimizer=optimizer)
+    training = Loop(optimizer=optimizer)
     training.train(1)
     older = copy.deepcopy(training.optimizer.state_dict())
     training.train(1)
-    taken, begin = Fork.take(training.model, training.optimizer), training.state()
+    taken, begin = copied(training.model, training.optimizer), training.state()
     losses, end = training.train(2), training.state()
     training.optimizer.load_state_dict(older)
     training.train(1)
@@ -268,29 +272,29 @@ def test_a_state_that_was_loaded_since_goes_again(optimizer):
 
 
 def test_a_moved_model_is_refused():
-    training = Training()
-    taken = Fork.take(training.model, training.optimizer)
+    training = Loop()
+    taken = copied(training.model, training.optimizer)
     training.model.to(torch.float64)
     with raises(ConfigError, "fork.moved"):
         taken.restore()
 
 
 def test_what_cannot_be_put_back_is_refused():
-    training = Training()
+    training = Loop()
     with raises(ConfigError, "fork.no-state-dict", "int", "state_dict"):
-        Fork.take(training.model, training.optimizer, also=[3])
+        copied(training.model, training.optimizer, also=[3])
 
 
 def test_no_room_is_an_error_before_anything_is_copied(monkeypatch, tmp_path):
-    training = Training()
+    training = Loop()
     monkeypatch.setattr(bytes_apart, "host_room", lambda: 1000)
     with raises(OutOfMemoryError, "memory.host-copy"):
-        Fork.take(training.model, training.optimizer)
+        copied(training.model, training.optimizer)
     monkeypatch.setattr(
         bytes_apart.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
     )
     with raises(StorageError, "storage.full", "0 MiB"):
-        Fork.take(training.model, training.optimizer, where=tmp_path / "new")
+        copied(training.model, training.optimizer, where=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
