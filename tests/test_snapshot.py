@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
-from narrowgauge.snapshot import Snapshot, Training, bytes_apart, snapshot_bytes
+from narrowgauge.snapshot import Snapshot, Training, block_storage, snapshot_bytes
 from tests.compare import assert_same
 from tests.raising import raises
 from tests.selection import quick
@@ -158,7 +158,7 @@ def test_a_folder_holds_the_copy_and_keeps_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_copies_longer_than_a_block_come_back(monkeypatch):
-    monkeypatch.setattr(bytes_apart, "BLOCK", 1000)
+    monkeypatch.setattr(block_storage, "BLOCK", 1000)
     is_taken_back(Loop())
 
 
@@ -287,11 +287,11 @@ def test_what_cannot_be_put_back_is_refused():
 
 def test_no_room_is_an_error_before_anything_is_copied(monkeypatch, tmp_path):
     training = Loop()
-    monkeypatch.setattr(bytes_apart, "host_room", lambda: 1000)
+    monkeypatch.setattr(block_storage, "free_host_bytes", lambda: 1000)
     with raises(OutOfMemoryError, "memory.host-copy"):
         copied(training.model, training.optimizer)
     monkeypatch.setattr(
-        bytes_apart.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
+        block_storage.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
     )
     with raises(StorageError, "storage.full", "0 MiB"):
         copied(training.model, training.optimizer, where=tmp_path / "new")
@@ -299,5 +299,5 @@ def test_no_room_is_an_error_before_anything_is_copied(monkeypatch, tmp_path):
 
 
 def test_the_room_of_this_host_is_known():
-    room = bytes_apart.host_room()
+    room = block_storage.free_host_bytes()
     assert room is None or 0 < room < 2**60

@@ -45,7 +45,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import set_generators
 from narrowgauge.optim.base import NarrowOptimizer
 from narrowgauge.optim.size import bytes_to_come
-from narrowgauge.snapshot.copies import CopyApart, CopyBeside, storages
+from narrowgauge.snapshot.copies import OffDeviceCopy, OnDeviceCopy, storages
 from narrowgauge.snapshot.parts import Parts, Scope, Training, tensors_of
 
 __all__ = ["NAME", "Scope", "Snapshot", "Training", "snapshot_bytes"]
@@ -60,7 +60,7 @@ class Snapshot:
     training: Training
     scope: Scope
     _parts: Parts
-    _copy: CopyApart | CopyBeside | None
+    _copy: OffDeviceCopy | OnDeviceCopy | None
 
     @classmethod
     def take(
@@ -74,22 +74,22 @@ class Snapshot:
         ConfigError for objects that cannot be restored.
         """
         parts = Parts(training, scope)
-        copy: CopyApart | CopyBeside | None = None
+        copy: OffDeviceCopy | OnDeviceCopy | None = None
         if scope is Scope.STEPS:
             pinned = where == "host" and any(each.is_cuda for each in tensors_of(training))
-            copy = CopyApart(parts.tensors, where, pinned, NAME)
+            copy = OffDeviceCopy(parts.tensors, where, pinned, NAME)
         elif parts.tensors:
-            copy = CopyBeside.of(parts.tensors)
+            copy = OnDeviceCopy.of(parts.tensors)
         return cls(training, scope, parts, copy)
 
-    def taken_again(self) -> Snapshot:
+    def retake(self) -> Snapshot:
         """Another snapshot of the present content, for REPLAY alone.
 
         Uses the tensors and rank states that this snapshot found, so it walks no modules. Take a
         new one after a layer got another recipe.
         """
         assert self.scope is Scope.REPLAY
-        copy = self._copy.taken_again() if isinstance(self._copy, CopyBeside) else None
+        copy = self._copy.retake() if isinstance(self._copy, OnDeviceCopy) else None
         return Snapshot(
             self.training, self.scope, Parts(self.training, self.scope, self._parts), copy
         )
@@ -121,7 +121,7 @@ class Snapshot:
         Swapping twice changes nothing. Needs no further memory, except for tensors that were
         created since.
         """
-        assert isinstance(self._copy, CopyApart)
+        assert isinstance(self._copy, OffDeviceCopy)
         self._begin()
         now = Parts(self.training, self.scope)
         self._copy.exchange(keeps_copy=False)
@@ -134,7 +134,7 @@ class Snapshot:
         """Refuses tensors that moved, and settles step counts that an optimizer has not read."""
         if self.scope is not Scope.STEPS:
             return
-        assert isinstance(self._copy, CopyApart)
+        assert isinstance(self._copy, OffDeviceCopy)
         if self._copy.has_moved():
             raise ConfigError(
                 "fork: a tensor lies elsewhere than when the copy was taken: the model was moved or converted since. Take the copy anew.",
@@ -160,7 +160,7 @@ class Snapshot:
 def snapshot_bytes(model: nn.Module, optimizer: Any, also: Iterable[Any] = ()) -> int:
     """Size of a STEPS copy before it is taken, also for an optimizer that has not stepped yet.
 
-    `bytes_apart.refuse_room` compares it with the available space.
+    `block_storage.require_free_space` compares it with the available space.
     """
     parts = Parts(Training(model=model, optimizer=optimizer, also=tuple(also)), Scope.STEPS)
     found = sum(flat.numel() for flat in storages(parts.tensors).values())

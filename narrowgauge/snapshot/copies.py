@@ -1,4 +1,7 @@
-"""Copies of tensor bytes: apart, in host memory or a file, and beside the tensors on their device.
+"""Copies of tensor bytes.
+
+    OffDeviceCopy   in host memory or in a file
+    OnDeviceCopy    on the device of the tensors
 
 Both write back into the same memory, so addresses stay valid. Tensors that share a storage are
 copied once.
@@ -14,17 +17,17 @@ import torch
 from torch import Tensor
 
 from narrowgauge.nn import coded_weight
-from narrowgauge.snapshot.bytes_apart import BytesApart
+from narrowgauge.snapshot.block_storage import BlockStorage
 
 Key = tuple[torch.device, int]  # device and address of a storage
 
 
-class CopyApart:
-    """Copy of whole storages in host memory or in a file (`BytesApart`)."""
+class OffDeviceCopy:
+    """Copy of whole storages in host memory or in a file (`BlockStorage`)."""
 
     def __init__(self, tensors: list[Tensor], where: str | Path, pinned: bool, name: str) -> None:
         self._tensors, self._storages = tensors, storages(tensors)
-        self._apart, self._name = BytesApart(where, pinned), name
+        self._apart, self._name = BlockStorage(where, pinned), name
         self._copies: dict[Key, list[Tensor]] = {}  # storage -> blocks of bytes
         self._fill(self._storages)
 
@@ -71,7 +74,7 @@ class CopyApart:
 
 
 @dataclass
-class CopyBeside:
+class OnDeviceCopy:
     """Copy of small tensors on their own devices. Restoring writes only tensors that changed.
 
     flats   views of the tensors' bytes, by device
@@ -82,7 +85,7 @@ class CopyBeside:
     copies: dict[torch.device, Tensor]
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> CopyBeside:
+    def of(cls, tensors: Iterable[Tensor]) -> OnDeviceCopy:
         flats: dict[torch.device, list[Tensor]] = {}
         seen: set[tuple[torch.device, int, int]] = set()
         for flat in (
@@ -93,8 +96,8 @@ class CopyBeside:
                 flats.setdefault(flat.device, []).append(flat)
         return cls(flats, _concatenated(flats))
 
-    def taken_again(self) -> CopyBeside:
-        return CopyBeside(self.flats, _concatenated(self.flats))
+    def retake(self) -> OnDeviceCopy:
+        return OnDeviceCopy(self.flats, _concatenated(self.flats))
 
     @property
     def nbytes(self) -> int:

@@ -129,9 +129,7 @@ class StepQueue:
     def snapshot(self, training: Training) -> Snapshot:
         """Copies on the device what a repetition of the next step needs."""
         newest = self._newest
-        self._newest = (
-            Snapshot.take(training, Scope.REPLAY) if newest is None else newest.taken_again()
-        )
+        self._newest = Snapshot.take(training, Scope.REPLAY) if newest is None else newest.retake()
         return self._newest
 
     def read(self) -> list[list[float]]:

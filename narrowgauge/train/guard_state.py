@@ -14,7 +14,7 @@ from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError, OutOfMemoryError
 from narrowgauge.snapshot import NAME
-from narrowgauge.snapshot.bytes_apart import refuse_room
+from narrowgauge.snapshot.block_storage import require_free_space
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.checkpoint_ref import NUMBERS, STEPS
@@ -103,8 +103,8 @@ def place_of_copy(nbytes: int, folder: Path, ranks: Ranks) -> str | Path:
     """
     total = nbytes * (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks.world > 1 else 1)
     try:
-        refuse_room(total, "host", NAME)
+        require_free_space(total, "host", NAME)
     except OutOfMemoryError:
-        refuse_room(total, folder, NAME)
+        require_free_space(total, folder, NAME)
         return folder
     return "host"

@@ -444,7 +444,7 @@ def test_what_is_refused_before_the_first_step(make, settings, words):
 
 def test_a_copy_that_fits_nowhere_is_refused_before_the_first_step(make, monkeypatch):
     config = make("nowhere", guard="every=2,steps=2")
-    monkeypatch.setattr(guard_state, "refuse_room", refusing("host", "disk"))
+    monkeypatch.setattr(guard_state, "require_free_space", refusing("host", "disk"))
     with pytest.raises(StorageError, match="disk"):
         loop.run(config)
     assert not tiny.losses(Path(config.output))
@@ -454,7 +454,7 @@ def test_a_copy_that_fits_nowhere_is_refused_before_the_first_step(make, monkeyp
 def test_a_copy_goes_to_the_disk_where_the_host_has_no_room(make, monkeypatch, capfd):
     reference, config = make("reference", steps=8), make("disk", steps=8, guard="every=2,steps=2")
     assert loop.run(reference) == 0
-    monkeypatch.setattr(guard_state, "refuse_room", refusing("host"))
+    monkeypatch.setattr(guard_state, "require_free_space", refusing("host"))
     assert loop.run(config) == 0
     same(config, reference)
     assert f"wait in {config.output}, since the host has no room" in capfd.readouterr().err

@@ -60,7 +60,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.snapshot import Snapshot, Training, snapshot_bytes
-from narrowgauge.snapshot.bytes_apart import refuse_room
+from narrowgauge.snapshot.block_storage import require_free_space
 from narrowgauge.structure import require_module
 
 Step = Callable[[Any], Any]
@@ -139,7 +139,7 @@ class Guard:
         self._is_wide, self._given = False, ""
         refuse(model, self._optimizers, self.also, found.recipe)
         self.nbytes = snapshot_bytes(model, optimizer, self.also)
-        refuse_room(COPIES * self.nbytes, where, "a check of the guard")
+        require_free_space(COPIES * self.nbytes, where, "a check of the guard")
 
     def __call__(self, batch: Any) -> Any:
         """Call `step(batch)` with the due parts of a check before and after it.

@@ -14,7 +14,7 @@ import narrowgauge as ng
 from narrowgauge.diagnose.guard.settings import GuardSettings
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from narrowgauge.ops.registry import Device
-from narrowgauge.snapshot import bytes_apart
+from narrowgauge.snapshot import block_storage
 from tests.compare import assert_same
 from tests.processes import PYTHON, run
 from tests.raising import coded, raises
@@ -382,11 +382,11 @@ def test_a_state_that_no_guard_gave_is_refused(change):
 
 
 def test_no_room_is_refused_before_the_first_step(monkeypatch, tmp_path):
-    monkeypatch.setattr(bytes_apart, "host_room", lambda: 1000)
+    monkeypatch.setattr(block_storage, "free_host_bytes", lambda: 1000)
     with raises(OutOfMemoryError, "memory.host-copy"):
         Loop()
     monkeypatch.setattr(
-        bytes_apart.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
+        block_storage.storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
     )
     with pytest.raises(StorageError):
         Loop(where=tmp_path)

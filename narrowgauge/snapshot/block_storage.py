@@ -26,7 +26,7 @@ SPARE = 0.9  # of the free host memory; the rest is left for other allocations
 LIMITS = Path("/sys/fs/cgroup")
 
 
-class BytesApart:
+class BlockStorage:
     """Blocks of bytes that can grow.
 
     where   "host", or a folder on the disk
@@ -47,7 +47,7 @@ class BytesApart:
         total = sum(sizes)
         if total == 0:
             return [[] for _ in sizes]
-        refuse_room(total, self.where, what)
+        require_free_space(total, self.where, what)
         blocks = list(
             self._of_host(total) if self.where == "host" else self._of_file(total, Path(self.where))
         )
@@ -98,13 +98,13 @@ class BytesApart:
         return iter(whole.split(BLOCK))
 
 
-def refuse_room(nbytes: int, where: str | Path, what: str) -> None:
+def require_free_space(nbytes: int, where: str | Path, what: str) -> None:
     """Raise OutOfMemoryError or StorageError if `nbytes` do not fit in memory or on the disk."""
     if where != "host":
         folder = Path(where)
         nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         storage.require_space(nearest, nbytes, what)
-    elif (room := host_room()) is not None and nbytes > SPARE * room:
+    elif (room := free_host_bytes()) is not None and nbytes > SPARE * room:
         raise OutOfMemoryError(
             f"{what} needs {nbytes / 2**30:.2f} GiB of the host's memory, and {room / 2**30:.2f} GiB are free. "
             "Name a folder on a disk for it, or train with states that are narrower.",
@@ -112,7 +112,7 @@ def refuse_room(nbytes: int, where: str | Path, what: str) -> None:
         )
 
 
-def host_room() -> int | None:
+def free_host_bytes() -> int | None:
     """Free host memory of this process in bytes, by the kernel and by its control group.
 
     None: not known.
