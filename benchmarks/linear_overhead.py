@@ -1,4 +1,4 @@
-"""What a small Linear costs besides arithmetic: calls of Python, moves between files, depth, lines imported, and time beside nn.Linear.
+"""What a small Linear costs besides arithmetic: calls of Python, moves between files, depth, statements imported, and time beside nn.Linear.
 
     python -m benchmarks.linear_overhead                         counts and times on this CPU
     python -m benchmarks.linear_overhead --recipe int4-hq-lss
@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import tokenize
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -50,33 +48,24 @@ ROWS, WIDTH, ROUNDS, GPU_ROUNDS = 32, 64, 60, 60
 LAYERS, STEPS, PAIRS = 24, 40, 5  # of --base
 ADVANCED = ("fp8-current", "fp8-delayed", "int8", "int4-hq-bs")
 
-# Prints how many lines of code `import narrowgauge.nn.linear` reads.
+# Prints how many statements `import narrowgauge.nn.linear` reads.
 IMPORTED = """
 import sys
 import narrowgauge.nn.linear
 files = [m.__file__ for name, m in sys.modules.items() if name.partition(".")[0] == "narrowgauge"]
-from benchmarks.linear_overhead import code_lines
-print(sum(code_lines(open(file, encoding="utf-8").read()) for file in files))
+from benchmarks.linear_overhead import statements
+print(sum(statements(open(file, encoding="utf-8").read()) for file in files))
 """
-# Tokens that are no code.
-QUIET = (
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
-    tokenize.ENDMARKER,
-)  # fmt: skip
-
-
-def code_lines(source: str) -> int:
-    """Lines of a module's source without blank lines, comments and docstrings."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in QUIET:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                lines.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return len(lines)
+def statements(source: str) -> int:
+    """Statements of a module's source without docstrings: a count that its formatting does not change."""
+    tree = ast.parse(source)
+    counted = sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return counted - sum(
+        ast.get_docstring(node, clean=False) is not None
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+    )
 
 
 def counted(run: Callable[[], Any]) -> dict[str, int]:
@@ -287,7 +276,7 @@ def measured(recipe: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True
     )
-    found["imported_lines"] = int(done.stdout)
+    found["imported_statements"] = int(done.stdout)
     return found
 
 
