@@ -56,6 +56,8 @@ files = [m.__file__ for name, m in sys.modules.items() if name.partition(".")[0]
 from benchmarks.linear_overhead import statements
 print(sum(statements(open(file, encoding="utf-8").read()) for file in files))
 """
+
+
 def statements(source: str) -> int:
     """Statements of a module's source without docstrings: a count that its formatting does not change."""
     tree = ast.parse(source)
