@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from benchmarks.linear_overhead import IMPORTED, statements, counted, python_calls, trip
+from benchmarks.linear_overhead import IMPORTED, counted, python_calls, statements, trip
 from narrowgauge import recipes
 from narrowgauge.addresses import validity
 from narrowgauge.nn import linear_function
