@@ -1,4 +1,4 @@
-"""What a small Linear costs besides arithmetic: calls of Python, moves between files, depth, statements imported, and time beside nn.Linear.
+"""Overhead of a small Linear: calls of Python, moves between files, depth, statements imported, time beside nn.Linear.
 
     python -m benchmarks.linear_overhead                         counts and times on this CPU
     python -m benchmarks.linear_overhead --recipe int4-hq-lss
