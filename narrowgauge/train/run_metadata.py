@@ -232,6 +232,8 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "parameters": trainer.setup.parameters,
         "model": _of_model(model) | known["model"],
         "task": trainer.task.name,
+        "loss_unit": trainer.task.entry.loss_unit,
+        "f1_over": trainer.task.entry.f1_over,
         "best": trainer.checkpoints.best.metric,
         "data": known["data"],
         "trivial": trainer.task.trivial(),

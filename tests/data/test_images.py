@@ -12,8 +12,8 @@ import torch
 from narrowgauge.data import Classification
 from narrowgauge.data.image_files import pictures
 from narrowgauge.data.image_sizes import Preprocessing
-from narrowgauge.data.images import ImageBatches, prepare_images
 from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.train.tasks.image_classification import ImageBatches, prepare_images
 from tests.raising import coded, raises
 
 Image = pytest.importorskip("PIL.Image")
@@ -237,7 +237,7 @@ def test_turned_pictures_stand_and_transparent_ones_are_counted(tmp_path):
 
 
 def test_the_cache_is_used_and_made_again_when_a_byte_of_it_changes(folder, tmp_path, monkeypatch):
-    from narrowgauge.data import images
+    from narrowgauge.train.tasks import image_classification as images
 
     first = read(folder, tmp_path)
     with monkeypatch.context() as patched:
@@ -261,7 +261,7 @@ def test_a_disk_without_room_is_told_before_anything_is_decoded(folder, tmp_path
 
 
 def test_pictures_that_change_while_they_are_read(folder, tmp_path, monkeypatch):
-    from narrowgauge.data import images
+    from narrowgauge.train.tasks import image_classification as images
 
     real, seen = images.decoded, []
 

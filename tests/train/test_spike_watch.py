@@ -15,9 +15,9 @@ from narrowgauge.diagnose import lineage
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop, spike_watch
-from narrowgauge.train.tasks import writing
 from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Feed, StepBatch
+from narrowgauge.train.tasks.text import TextFeed
 from narrowgauge.train.trainer import Trainer
 from tests.train import faulty_run, spiking_run, tiny
 from tests.train.spiking_run import LONG, PLANTED
@@ -268,11 +268,11 @@ def test_a_reference_that_left_out_other_batches_is_no_pair_of_its_steps(make, m
     """The batch is corrupt while the narrow run trains, and whole when its reference does: one leaves it out, the other does not."""
     config = make("pair", on_spike="skip", compare="bf16", **LONG)
     run, reference = Path(config.output), Path(config.output) / "compare-bf16"
-    whole = writing.TextFeed.draw
+    whole = TextFeed.draw
     spiking_run.corrupt(monkeypatch)
-    corrupt = writing.TextFeed.draw
+    corrupt = TextFeed.draw
     monkeypatch.setattr(
-        writing.TextFeed,
+        TextFeed,
         "draw",
         lambda feed, step: (whole if reference.exists() else corrupt)(feed, step),
     )
