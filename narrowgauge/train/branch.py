@@ -253,7 +253,7 @@ def _same(what: str, old: Any, new: Any) -> bool:
         return bool(old.format == new.format)
     if what == "Amax windows":
         windows = [
-            {role: window for role, (window, _) in each.recipe.windows().items()}
+            {role: window for role, (window, _) in each.recipe.delayed_scaling().items()}
             for each in (old, new)
         ]
         return windows[0] == windows[1]

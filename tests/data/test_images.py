@@ -165,6 +165,9 @@ def spoilt(name, folder):
         Image.fromarray(np.full((4, 4), 40000, np.uint16)).save(place)
     elif name == "a bomb":
         Image.new("1", (20000, 10000)).save(place)
+    elif name == "half a bomb":
+        # Pillow warns above MAX_IMAGE_PIXELS and raises above twice as many.
+        Image.new("1", (10000, Image.MAX_IMAGE_PIXELS // 10000 + 10)).save(place)
     elif name == "postscript":
         write(place, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     elif name == "another file":
@@ -186,6 +189,7 @@ def spoilt(name, folder):
         ("a flipped byte", coded("image.undecodable")),
         ("16 bits", coded("image.depth", "8 bits")),
         ("a bomb", coded("image.too-large")),
+        ("half a bomb", coded("image.too-large")),
         ("postscript", coded("image.undecodable")),
         ("another file", coded("image.suffix")),
         ("beside", coded("image.no-class")),
