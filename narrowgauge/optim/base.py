@@ -98,7 +98,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         # A tensor during training, so that no host sync is needed. A loaded state gives a float.
         self.norm_before: Tensor | float | None = None
         super().__init__(
-            self._not_empty(params, defaults["embeddings"]), defaults | {"form": moments.FORM}
+            self._not_empty(params, defaults["embeddings"]),
+            defaults | {"form": moments.FORM, "previous_lr": 0.0},
         )
         self._refuse_master_without_effect()
 
@@ -265,13 +266,21 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 loss = closure() if self.stepping is None else self.stepping.run(closure)
         if self.stepping is not None:
             self.stepping.end_step()
-        if not self._begin():
-            return loss
-        if self.holding is not None:
-            self.holding.step()
-        self._step([each for each in self._numbered() if each[0].grad is not None])
-        self._left_out.end()
+        if self._begin():
+            if self.holding is not None:
+                self.holding.step()
+            self._step([each for each in self._numbered() if each[0].grad is not None])
+            self._left_out.end()
+        self._record_learning_rates()
         return loss
+
+    def _record_learning_rates(self) -> None:
+        """Store the learning rates for `rules.fall` at the next call.
+
+        Skipped calls count: on a GPU the host does not know which steps were skipped.
+        """
+        for group in self.param_groups:
+            group["previous_lr"] = float(group["lr"])
 
     def _begin(self) -> bool:
         """Return False if the host sees that this step must be skipped; see `left_out`."""

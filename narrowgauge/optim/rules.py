@@ -23,6 +23,10 @@ then add up to a bounded sum. A moment below all codes leaves Adam without momen
 still moves. The method is error feedback (1-bit SGD, arXiv 1901.09847) with the error kept in the
 weight instead of a buffer.
 
+The later steps return the correction only if they come at the same learning rate. Where a schedule
+lets it fall, the terms of K_t get the factor max(0, 1 - FALL j f), f = lr_{t-1} / lr_t - 1. At a
+constant or rising rate f = 0.
+
 Bound of m. With quantized states, m is clamped to the range that AdamW can reach. By
 Cauchy-Schwarz, over the gradients of steps 1 ... t,
 
@@ -59,6 +63,11 @@ from narrowgauge.optim.moments import square_root
 
 # Terms of K_t that are summed exactly; the rest is a geometric series.
 LAG_TERMS = 128
+# Six times the fall of the last step. FALL = 1 predicts a linear schedule, but a correction before
+# the last steps is noise of K_t roundings that no later step returns. In the closed loop of
+# benchmarks/adam_loop.py (betas 0.9 and 0.95, learning rate 0.03) 0, 1, 2, 3, 4, 6 and 8 ended at
+# 180, 30, 7.6, 3.3, 2.0, 1.2 and 1.1 times torch's distance. Walks at a constant rate do not change.
+FALL = 6.0
 # Factor of the bound for rounding errors of m and v, and the largest bound that float32 can
 # multiply by a root.
 SLACK, MOST = 1 + 2.0**-8, 2.0**120
@@ -154,9 +163,17 @@ def bound(beta1: float, beta2: float, step: int) -> float:
     return min((1 - beta1) * math.sqrt(total / (1 - beta2)) * SLACK, MOST)
 
 
+def fall(group: Mapping[str, Any]) -> float:
+    """lr_{t-1} / lr_t - 1 of a group whose learning rate falls, else 0."""
+    now, before = float(group["lr"]), group.get("previous_lr", 0.0)
+    return before / now - 1 if before > now > 0 else 0.0
+
+
 @lru_cache(maxsize=64)
-def lags(beta1: float, beta2: float, step: int) -> tuple[float, float]:
+def lags(beta1: float, beta2: float, step: int, fall: float = 0.0) -> tuple[float, float]:
     """(K_t, K_t where v decays) of AdamW: LAG_TERMS terms and a geometric series for the rest.
+
+    fall  of the learning rate, see the module
 
     If b1^2 >= b2, the second sum diverges, and the first is used instead.
     """
@@ -166,20 +183,23 @@ def lags(beta1: float, beta2: float, step: int) -> tuple[float, float]:
     power, power2 = beta1**step, beta2**step
     now, now2, falls, falls_both = 1 - power, math.sqrt(1 - power2), 1.0, 1.0
     total = total_of_decay = 0.0
-    for _ in range(LAG_TERMS):
+    left = 1.0
+    for j in range(1, LAG_TERMS + 1):
         power, power2, falls, falls_both = (
             power * beta1,
             power2 * beta2,
             falls * beta1,
             falls_both * ratio,
         )
-        share = now / (1 - power)
+        left = max(0.0, 1 - FALL * fall * j)
+        share = now / (1 - power) * left
         total += falls * share
         total_of_decay += falls_both * share * math.sqrt(1 - power2) / now2
-    total += falls * beta1 / (1 - beta1)
+    total += left * falls * beta1 / (1 - beta1)
     if ratio == 1.0:
         return total, total
-    return total, total_of_decay + falls_both * ratio / (1 - ratio) * math.sqrt(1 - power2) / now2
+    rest = left * falls_both * ratio / (1 - ratio) * math.sqrt(1 - power2) / now2
+    return total, total_of_decay + rest
 
 
 def _with_betas(group: Mapping[str, Any], lr: float, **others: Any) -> Constants:
@@ -196,7 +216,7 @@ def _with_betas(group: Mapping[str, Any], lr: float, **others: Any) -> Constants
 def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     step_size, correction = -lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-    lag, lag_of_decay = lags(beta1, beta2, step)
+    lag, lag_of_decay = lags(beta1, beta2, step, fall(group))
     return _with_betas(
         group, lr, eps=group["eps"], step_size=step_size, correction=correction, bound=bound(beta1, beta2, step), lag=lag,
         lag_of_decay=lag_of_decay,

@@ -208,6 +208,11 @@ def _other_options(
             f"norm_before={norm!r}, which is no norm of a gradient. The state is damaged: load another checkpoint, or start with a fresh "
             "state."
         )
+    rate = saved.get("previous_lr", 0.0)
+    if not isinstance(rate, float) or not 0 <= rate < float("inf"):
+        yield (
+            f"previous_lr={rate!r}, which is no learning rate. The state is damaged: load another checkpoint, or start with a fresh state."
+        )
     for name, value in saved.items():
         if reason := param_groups.refuse_word(name, value):
             yield f"{name}={value!r}, {reason}"

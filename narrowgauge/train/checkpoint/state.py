@@ -253,7 +253,17 @@ FACTS = record(
 # The optimizer itself checks `form`. All others must be equal: load_state_dict would silently
 # replace this run's weight_decay or betas.
 FREE = frozenset(
-    {"lr", "capturable", "fused", "foreach", "why", "form", "norm_before", "dampening"}
+    {
+        "lr",
+        "previous_lr",
+        "capturable",
+        "fused",
+        "foreach",
+        "why",
+        "form",
+        "norm_before",
+        "dampening",
+    }
 )
 NOT_NEGATIVE = re.compile(
     r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$"
