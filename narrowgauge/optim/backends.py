@@ -36,9 +36,9 @@ from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.selfcheck import Kind, compare
+from narrowgauge.optim.skipped_steps import LeftOut
 from narrowgauge.optim.step import ParamStep, step_in_torch
 
 

@@ -14,7 +14,7 @@ safetensors. States of a DTensor parameter are DTensors with the same placements
 embeddings known by name stay in float32.
 
 The step does not search gradients for NaN or infinity, because the search would cost another pass.
-Clipping or a GradScaler does it, and `left_out` describes skipped steps. A non-finite gradient is
+Clipping or a GradScaler does it, and `skipped_steps` describes skipped steps. A non-finite gradient is
 never hidden: float32 states become non-finite in that element, quantized states in the whole tile.
 """
 
@@ -30,13 +30,22 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import holds_numbers, identity, in_memory
 from narrowgauge.errors import ConfigError, OptionError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, former, moments, noise, param_groups, rules, shards, states
+from narrowgauge.optim import (
+    backends,
+    moments,
+    noise,
+    old_states,
+    param_groups,
+    rules,
+    shards,
+    states,
+)
 from narrowgauge.optim.cuda_graph import ReplayedStep
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.masters import Master
 from narrowgauge.optim.moments import States
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.skipped_steps import LeftOut
 from narrowgauge.optim.state_dict import forms_of, placed, refuse_state, upgraded
 from narrowgauge.optim.step import DTYPES, ParamStep, new_state
 
@@ -68,8 +77,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     casting      WeightCasts if the step also casts weights, else None
     stepping     InBackward if the optimizer steps inside backward, else None
     holding      HeldGradients if gradients are stored in FP8, else None
-    found_inf    0-d float that skips the next step if it is not 0, or None; see `left_out`
-    halted       0-d float that skips all further steps if it is not 0, or None; see `left_out`
+    found_inf    0-d float that skips the next step if it is not 0, or None; see `skipped_steps`
+    halted       0-d float that skips all further steps if it is not 0, or None; see `skipped_steps`
     norm_before  gradient norm of the previous step for clip="previous", else None
     """
 
@@ -92,7 +101,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.casting: WeightCasts | None = None
         self.stepping: Stepping | None = None
         self.holding: Holding | None = None
-        # Set by a scaler or the trainer, see `left_out`.
+        # Set by a scaler or the trainer, see `skipped_steps`.
         self.found_inf: Tensor | None = None
         self.halted: Tensor | None = None
         # A tensor during training, so that no host sync is needed. A loaded state gives a float.
@@ -169,10 +178,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             # `torch.save` of a whole optimizer bypasses load_state_dict, so its earlier form is
             # converted here.
-            if "states" in group and former.is_former(group):
+            if "states" in group and old_states.is_former(group):
                 for parameter in group["params"]:
                     if parameter in self.state:
-                        self.state[parameter] = former.converted(
+                        self.state[parameter] = old_states.converted(
                             self.state[parameter], group, self._rule_of(group)
                         )
                 group["form"] = moments.FORM
@@ -283,7 +292,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             group["previous_lr"] = float(group["lr"])
 
     def _begin(self) -> bool:
-        """Return False if the host sees that this step must be skipped; see `left_out`."""
+        """Return False if the host sees that this step must be skipped; see `skipped_steps`."""
         flags, known = [x for x in (self.found_inf, self.halted) if x is not None], self._left_out
         # Also True without any flag. On a GPU, reading a flag would be a host sync.
         sees = all(map(known.seen_by_host, flags))

@@ -21,10 +21,10 @@ from torch import Tensor
 from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, moments, noise, shards
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import Encoded, Moment, States
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.shards import Part
+from narrowgauge.optim.skipped_steps import LeftOut
 
 # Of weights and gradients, with their numbers in the kernels.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -64,7 +64,7 @@ class ParamStep:
     constants          scalars of the current step
     step_key           noise key of the current step
     if_left_out        (constants, step_key) for one, two, ... skipped earlier steps, see
-                       `left_out`
+                       `skipped_steps`
     number             noise number of the parameter, from its name or its position in the
                        groups; see `noise.of_name`
     native             data that a compiled backend caches here

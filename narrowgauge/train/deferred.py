@@ -28,7 +28,7 @@ from narrowgauge.snapshot import Scope, Snapshot, Training
 from narrowgauge.train.tasks.task import StepBatch
 
 # Limits the micro-batches held in host memory, and the unsettled step counts of the optimizer
-# (`optim.left_out`)
+# (`optim.skipped_steps`)
 MOST = 64
 
 

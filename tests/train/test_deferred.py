@@ -15,7 +15,7 @@ from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.ops.registry import Device
 from narrowgauge.optim import backends
-from narrowgauge.optim.left_out import LeftOut
+from narrowgauge.optim.skipped_steps import LeftOut
 from narrowgauge.plan.trace import recording
 from narrowgauge.train import deferred, loop, step
 from narrowgauge.train import trainer as trainer_module

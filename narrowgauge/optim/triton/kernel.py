@@ -12,7 +12,7 @@ memory.
     tables     float32 [84]             constants of the expanded E4M3, see
                `moments.expansion_tables`
     left_out   int64 [2] or None        1 if this step is skipped; number n of skipped earlier
-               steps, see `optim.left_out`. The constants for n skipped steps lie n HEAD entries
+               steps, see `optim.skipped_steps`. The constants for n skipped steps lie n HEAD entries
                before step_args
 
 The order of operations is the order of `rules`, without contraction, with correctly rounded square

@@ -27,9 +27,9 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import Kernels, launch
 from narrowgauge.optim import masters, moments, noise, rules
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.selfcheck import Kind
+from narrowgauge.optim.skipped_steps import LeftOut
 from narrowgauge.optim.step import DTYPES, ParamStep
 from narrowgauge.recipe import DelayedScaling
 

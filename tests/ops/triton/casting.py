@@ -25,7 +25,7 @@ from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.selfcheck import examine as examined
 from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
-from narrowgauge.optim.left_out import LeftOut
+from narrowgauge.optim.skipped_steps import LeftOut
 from narrowgauge.optim.triton import kernel as triton_kernel
 from narrowgauge.recipe import Cast, DelayedScaling
 from narrowgauge.scaling import POW2

@@ -27,7 +27,6 @@ from narrowgauge.optim import (
     AdamW,
     Lion,
     base,
-    left_out,
     moments,
     param_groups,
     rules,
@@ -223,7 +222,7 @@ def compare_left_out(
     for interpreted in (True, False):
         parameters, guards = weights(dtype), Guards()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(left_out.LeftOut, "seen_by_host", lambda self, flag: False)
+            patch.setattr(skipped_steps.LeftOut, "seen_by_host", lambda self, flag: False)
             if interpreted:
                 parameters = [nn.Parameter(guards.home(p.detach())) for p in parameters]
                 patch.setattr(base, "new_state", guards.new_state)

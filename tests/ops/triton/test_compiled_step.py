@@ -8,8 +8,8 @@ from torch import nn
 
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import AdamW, Lion
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.skipped_steps import LeftOut
 from narrowgauge.optim.triton import launch
 from tests.ops.triton.compiling import TARGETS, Compiled, compiled
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.optim import SGD, AdamW, Lion, left_out
-from narrowgauge.optim.left_out import LeftOut
+from narrowgauge.optim import SGD, AdamW, Lion, skipped_steps
+from narrowgauge.optim.skipped_steps import LeftOut
 from tests.compare import assert_same
 
 FLAGS = (0.0, 1.0, 0.0, math.inf, math.nan, 0.0)
@@ -66,7 +66,7 @@ def test_it_is_as_if_the_step_was_never_called(monkeypatch, rule, states, master
 
 def test_the_host_settles_where_it_must_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(LeftOut, "seen_by_host", lambda self, flag: False)
-    monkeypatch.setattr(left_out, "MOST", 3)
+    monkeypatch.setattr(skipped_steps, "MOST", 3)
     monkeypatch.setattr(AdamW, "_counts_on_device", lambda self: True)
     looks = []
     monkeypatch.setattr(LeftOut, "count", lambda self: looks.append(self.uncertain) or 0)

@@ -75,7 +75,7 @@ class LeftOut:
         return self._flags is not None
 
     def on(self, device: torch.device) -> Tensor:
-        """Tensor `left_out` on `device`; see the module."""
+        """Tensor `skipped_steps` on `device`; see the module."""
         assert self._flags is not None
         return self._flags.to(device)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import AdamW, Lion
-from narrowgauge.optim.carried import carry
+from narrowgauge.optim.transfer import carry
 from tests.compare import assert_same
 from tests.raising import raises
 
