@@ -109,10 +109,10 @@ class Rule:
     name         name in groups and saved states
     moments      names of the state tensors, at most two
     constants    (group, step) -> scalars of a step; steps count from 1
-    update       (weight, gradient, first moment, second moment, constants, holds) -> (weight,
+    update       (weight, gradient, first moment, second moment, constants, clamps) -> (weight,
                  first, second, decays[, lag]), all float32 of one shape. decays: True where the
                  first moment only decays. lag: see the module, only if the weight is to be
-                 corrected. holds: True if a moment is quantized, so m is clamped. A
+                 corrected. clamps: True if a moment is quantized, so m is clamped. A
                  moment that the rule does not keep is zeros, and its result is ignored
     draws_first  round the first moment stochastically, regardless of `decays`
     granularity  "element": update accepts any slice of a tensor; "matrix": it needs the whole
@@ -223,14 +223,14 @@ def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
     )  # fmt: skip
 
 
-def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
     decays = only_decays(g, m)
     m = m + (g - m) * c.one_minus_beta1
     # This order of products is torch's addcmul; another order changes the last bit.
     v = v * c.beta2 + g * c.one_minus_beta2 * g
     # Not torch.sqrt, which is not correctly rounded on a CPU; the kernels must match bit for bit.
     root = square_root(v)
-    if not holds:
+    if not clamps:
         return w * c.decay + m * c.step_size / (root * c.correction + c.eps), m, v, decays
     limit = root * c.bound
     # A NaN in m or v compares as False, so it is not clamped and stays visible.
@@ -249,7 +249,7 @@ def _lion_constants(group: Mapping[str, Any], step: int) -> Constants:
     return _with_betas(group, float(group["lr"]), step_size=-float(group["lr"]))
 
 
-def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
+def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
     direction = m + (g - m) * c.one_minus_beta1
     # NaN stays, unlike torch.sign
     sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
@@ -270,7 +270,7 @@ def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
     )
 
 
-def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, holds: bool) -> Updated:
+def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
     # SGD's m is a sum of gradients, so a settled m is 1 / (1 - mu) gradients. Without the factor,
     # 4-bit tiles grow without end (weights walked 36 times too far).
     decays = only_decays(g, m, c.one_minus_beta1)

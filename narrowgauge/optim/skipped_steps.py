@@ -8,9 +8,9 @@
 
 On a CPU the host reads the flags. On a GPU that would be a sync, so the host counts the step as
 taken. Beside the constants of the step it sends those for one, two, ... skipped steps since the
-host last read the count (`ParamStep.if_left_out`). The kernel selects by a count on the device:
+host last read the count (`ParamStep.if_skipped`). The kernel selects by a count on the device:
 
-    left_out   int64 [2]   1 if this step is skipped, else 0; number of skipped steps before it,
+    skipped   int64 [2]   1 if this step is skipped, else 0; number of skipped steps before it,
                since `settle`
 
 `settle` reads the count and corrects the step counters; `state_dict` calls it. The optimizer itself
@@ -31,7 +31,7 @@ from narrowgauge.addresses import holds_numbers
 MOST = 64
 
 
-class LeftOut:
+class SkippedSteps:
     """Skipped-step bookkeeping of one optimizer since it last settled.
 
     uncertain  number of counted steps that the device may have skipped

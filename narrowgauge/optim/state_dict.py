@@ -130,7 +130,7 @@ def upgraded(
         return state_dict
     state, groups = dict(state_dict["state"]), []
     for saved, group in zip(state_dict["param_groups"], own, strict=True):
-        is_former, rule = old_states.is_former(saved), rule_of(group)
+        is_old, rule = old_states.is_old(saved), rule_of(group)
         for place, parameter in zip(saved["params"], group["params"], strict=True):
             found = state.get(place)
             if not found:
@@ -150,8 +150,8 @@ def upgraded(
                 and not shards.is_sharded(found["master"])
             ):
                 found["master"] = masters.decode_vector(found["master"], found.pop("master_scale"))
-            state[place] = old_states.converted(found, saved, rule) if is_former else found
-        groups.append({**saved, "form": moments.FORM} if is_former else saved)
+            state[place] = old_states.converted(found, saved, rule) if is_old else found
+        groups.append({**saved, "form": moments.FORM} if is_old else saved)
     return {**state_dict, "state": state, "param_groups": groups}
 
 

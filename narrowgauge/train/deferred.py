@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.snapshot import Scope, Snapshot, Training
 from narrowgauge.train.tasks.task import StepBatch
 
@@ -83,7 +83,7 @@ class SkipFlags:
         """
         asked: Any = optimizer
         # torch's fused optimizers know only found_inf, so `halted` is merged into it.
-        if isinstance(optimizer, NarrowOptimizer):
+        if isinstance(optimizer, LowPrecisionOptimizer):
             asked.halted, asked.found_inf = self.halted, self.found_inf if self.scales else None
         else:
             asked.found_inf = torch.maximum(self.halted, self.found_inf)

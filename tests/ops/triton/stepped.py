@@ -31,6 +31,7 @@ from narrowgauge.optim import (
     param_groups,
     rules,
     selfcheck,
+    skipped_steps,
 )
 from narrowgauge.optim.backends import CHECK
 from narrowgauge.optim.masters import KINDS
@@ -210,7 +211,7 @@ def compare_replayed() -> None:
 
 
 @narrow
-def compare_left_out(
+def compare_skipped(
     rule: str, states: str, master: str | None, dtype: torch.dtype, halts: bool = False
 ) -> None:
     """Steps that a flag on the device leaves out, beside those of an optimizer that is never called for them.
@@ -222,7 +223,7 @@ def compare_left_out(
     for interpreted in (True, False):
         parameters, guards = weights(dtype), Guards()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(skipped_steps.LeftOut, "seen_by_host", lambda self, flag: False)
+            patch.setattr(skipped_steps.SkippedSteps, "seen_by_host", lambda self, flag: False)
             if interpreted:
                 parameters = [nn.Parameter(guards.home(p.detach())) for p in parameters]
                 patch.setattr(base, "new_state", guards.new_state)
@@ -403,11 +404,11 @@ def cases() -> Iterator[Case]:
     for rule, states, master, dtype in LEFT_OUT:
         yield (
             f"left out {rule} {states} {master}",
-            lambda call=(rule, states, master, dtype): compare_left_out(*call),
+            lambda call=(rule, states, master, dtype): compare_skipped(*call),
         )
     yield (
         "halted",
-        lambda: compare_left_out("adamw", "8bit", "stochastic", torch.bfloat16, halts=True),
+        lambda: compare_skipped("adamw", "8bit", "stochastic", torch.bfloat16, halts=True),
     )
     yield "groups", compare_groups
     yield "replayed", compare_replayed
