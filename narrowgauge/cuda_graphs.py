@@ -411,7 +411,11 @@ class GraphedStep:
         """The optimizer's step in a form that a graph can replay, or None for a torch optimizer."""
         # Called outside a capture: this memory must not come from the graphs' pool, which a later
         # graph may reuse.
-        return self.optimizer.replayable() if isinstance(self.optimizer, LowPrecisionOptimizer) else None
+        return (
+            self.optimizer.replayable()
+            if isinstance(self.optimizer, LowPrecisionOptimizer)
+            else None
+        )
 
     def _shares_casts(self) -> bool:
         """True if several micro-batches of a step share the weight casts of some layer."""

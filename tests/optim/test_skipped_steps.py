@@ -38,6 +38,8 @@ def trained(options: dict[str, Any], rule: str, calls: str, absent: int | None =
             parameters[1].grad = None
         optimizer.param_groups[0]["lr"] *= 0.9
         if calls == "taken" and flag:
+            # The learning rate of a skipped call counts: on a GPU the host does not know of the skip.
+            optimizer.param_groups[0]["previous_lr"] = optimizer.param_groups[0]["lr"]
             continue
         if calls != "taken":
             optimizer.found_inf = torch.tensor(flag)

@@ -245,6 +245,8 @@ def compare_skipped(
                     optimizer.step()
                 elif not (any(flags[: step + 1]) if halts else flag):
                     optimizer.step()
+                else:
+                    optimizer.param_groups[0]["previous_lr"] = optimizer.param_groups[0]["lr"]
         guards.check()
         state = optimizer.state_dict()["state"]
         if halts:  # of a run that has ended nobody counts on
