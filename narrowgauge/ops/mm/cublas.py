@@ -45,9 +45,9 @@ from torch.nn.functional import ScalingType, SwizzleType, pad
 
 from narrowgauge.addresses import dry_run_on, tell_launch, type_of
 from narrowgauge.formats import E4M3
+from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.ops.mm.definition import framed, times_scales
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
-from narrowgauge.ops.pieces import cuts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.scaling import to_exponents
 
@@ -187,7 +187,7 @@ def _mx(
     if headroom or kind == "mxfp4":
         dtype = torch.bfloat16 if kind == "mxfp4" else torch.float32
     out = scaled_mm(mx_operand(lhs), mx_operand(rhs), bias, dtype)
-    slices = cuts(out) if headroom else []
+    slices = row_chunks(out) if headroom else []
     if len(slices) > 1 and out.dtype == wanted:
         for each in slices:
             out[each] = _times(out[each], headroom)

@@ -155,15 +155,15 @@ def quantize(
 ) -> QTensor:
     """See `ops.quantize`, which checks the arguments.
 
-    On a GPU, process pieces; results are bit-identical.
+    On a GPU, process chunks of rows; results are bit-identical.
     """
     shape = (x.shape[0], x.shape[1])
     given = None if amax is None else amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
     if x.numel() > PIECE:
-        from narrowgauge.ops.quantize.in_pieces import slices_of, work
+        from narrowgauge.ops.quantize.chunked import chunks_of, quantize_chunked
 
-        if len(slices := slices_of(x, cast)) > 1:
-            return work(
+        if len(slices := chunks_of(x, cast)) > 1:
+            return quantize_chunked(
                 (calibrated_amax, filled, _amax, scales, encoded),
                 slices,
                 x,

@@ -347,7 +347,7 @@ def compare_rotated(order: int, dtype: torch.dtype) -> None:
             x += torch.randint(-9, 10, shape) * 2.0**-12
         hadamard, scale = Hadamard(block=order, signs="random"), torch.tensor([[0.7]])
         signs = draw_signs(hadamard, shape[1], x.device)
-        got = encoding.in_triton(x, hadamard, signs, scale, INT4, True, True)
+        got = encoding.run_triton(x, hadamard, signs, scale, INT4, True, True)
         expected = rotate_and_encode(
             x, hadamard, signs, scale, INT4, packed=True, bits=True, backend="reference"
         )
