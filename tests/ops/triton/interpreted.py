@@ -198,7 +198,9 @@ def cast_in_turns(call: Any, programs: int, waits: bool = True) -> Any:
         patch.setattr(kernel, "rewrite", whole)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_launch, "_at_once", lambda pieces, *_: (min(pieces, programs), 8))
+        patch.setattr(
+            triton_launch, "_cooperative_grid", lambda pieces, *_: (min(pieces, programs), 8)
+        )
         patch.setattr(triton_launch, "launch", launched)
         return call()
 
