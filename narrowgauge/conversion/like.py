@@ -29,7 +29,7 @@ from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.caches import SharedInputs
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.linear_state import ADDED
+from narrowgauge.nn.state_loading import ADDED
 from narrowgauge.structure import plain_name, require_module
 
 Kind = TypeVar("Kind", nn.Linear, nn.Embedding)

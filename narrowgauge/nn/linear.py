@@ -552,7 +552,7 @@ class QLinear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        from narrowgauge.nn.linear_state import load
+        from narrowgauge.nn.state_loading import load
 
         load(self, super()._load_from_state_dict, state_dict, prefix, *rest)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.nn.linear_state import added, words
+from narrowgauge.nn.state_loading import added, words
 
 
 def warn_of_ranks(layers: Collection[Any]) -> None:
