@@ -127,7 +127,7 @@ class FusedModule(FusedForward):
         Readers with the same recipe get the first reader's amax state.
         """
         # The cache goes by the tensor itself, so y must be the object that the readers receive.
-        inputs = None if reader.shared_inputs is None else reader.shared_inputs.of(y)
+        inputs = None if reader.state.shared_inputs is None else reader.state.shared_inputs.of(y)
         if inputs is None or y.shape[-1] != reader.in_features:
             return
         if operand.casts.is_empty:
@@ -298,9 +298,11 @@ class _Function(torch.autograd.Function):
         )
         for layer, each in zip(fused.sources, gradients, strict=False):
             if each.plain is not None:
-                shared: Any = layer.shared_inputs
+                assert isinstance(layer, QLinear) and layer.state.shared_inputs is not None
                 # The source's backward finds the cast by this gradient tensor.
-                shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
+                layer.state.shared_inputs.gradients.put(
+                    each.value, Casts(each.plain, each.transposed, each.amax)
+                )
         return (
             None,
             None,
@@ -331,7 +333,7 @@ def refuse_reader(layer: QLinear) -> str | None:
         return f"recipe {layer.recipe.name} works on the codes of a rotated or learned cast"
     if _observer_needs_input(layer):
         return "an observer needs its input in backward"
-    if layer.shared_inputs is None:
+    if layer.state.shared_inputs is None:
         return "shares no inputs"
     rotates_saved_input = (
         layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
@@ -382,7 +384,7 @@ def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
     ):
         return None
     gy = layer.plan(layer.weight.device).gy
-    if layer.shared_inputs is None or not layer.weight.requires_grad:
+    if layer.state.shared_inputs is None or not layer.weight.requires_grad:
         return None
     if not gy.pairs or gy.rows is None or gy.rows.rounding != "nearest":
         return None

@@ -86,16 +86,16 @@ class InputCasts:
 
         Memory is then free before the input itself is. reader: the layer, after it took its casts.
         """
-        if reader.reads_last:
+        if reader.state.is_last_reader:
             self.made.clear()
 
     def close(self) -> None:
         """Note which layer read the entry last, for `was_read` in the next pass."""
         readers = [each for found in self.readers.values() if (each := found()) is not None]
         for each in readers:
-            # nn.Module.__setattr__ fails at interpreter exit: an input may be
-            # freed after torch's globals.
-            each.__dict__["reads_last"] = each is readers[-1]
+            # A field of `state`, since nn.Module.__setattr__ fails at interpreter exit: an input may
+            # be freed after torch's globals.
+            each.state.is_last_reader = each is readers[-1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:
         """Attach casts to the input, for every layer whose operand has the same key."""

@@ -195,8 +195,7 @@ class FrozenWeight(LayerState):
 
     def drop(self, layer: QLinear) -> None:
         """Detach the codes: the layer computes with its weight from now on."""
-        del layer.frozen  # from _modules; the next line sets a plain attribute
-        layer.frozen = None
+        layer.put_submodule("frozen", None)
         layer.empty_cache()
 
     def move(self, layer: QLinear, moving: Callable[[], object]) -> None:
@@ -292,7 +291,7 @@ def refuse(layer: QLinear) -> str:
     recipe: Recipe | None = layer.recipe
     if recipe is None:
         return "no recipe casts it"
-    if layer.gathered is not None or type(layer.weight).__name__ == "DTensor":
+    if layer.state.gathered is not None or type(layer.weight).__name__ == "DTensor":
         return "ranks share it"
     if recipe.backward == "straight-through":
         return f"{recipe.name} multiplies straight-through, which needs the weight in backward"

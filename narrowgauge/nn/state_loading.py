@@ -14,11 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-ADDED = {
-    "scaling": "amax windows",
-    "steps": "learned steps",
-    "sampling": "readings of the sampler",
-}  # submodule -> its name in messages
+from narrowgauge.nn.converted_state import ADDED
 
 
 def added(layer: Any) -> dict[str, Tensor]:
@@ -51,11 +47,11 @@ def load(
         rest[2][:] = [key for key in rest[2] if key != f"{prefix}weight"]  # the codes stand for it
     if whole is not None:
         state_dict[f"{prefix}weight"] = whole
-    if layer.gathered is not None:
-        layer.gathered.invalidate()
+    if layer.state.gathered is not None:
+        layer.state.gathered.invalidate()
     if not layer.weight.is_meta and any(each.is_meta for each in added(layer).values()):
         # load_state_dict(assign=True) replaces the tensors it loads. The others are still on meta.
-        layer.steps = None
+        layer.put_submodule("steps", None)
         layer.renew_state()
     own = {f"{prefix}{name}": value for name, value in added(layer).items()}
     given = {

@@ -39,7 +39,7 @@ def built(recipe: str, shared: bool = True) -> nn.Module:
     model = ng.convert(Attention(), recipe)
     if not shared:
         for layer in layers(model):
-            layer.shared_inputs = None
+            layer.state.shared_inputs = None
     return model
 
 
@@ -146,19 +146,25 @@ def test_windows_that_share_end_as_those_that_do_not():
 def test_casts_go_with_the_last_reader_of_the_pass_before():
     """x itself may live on, where it is kept for backward."""
     model = built("fp8-row")
-    shared, x = model.q.shared_inputs, torch.randn(TOKENS, WIDTH)
+    shared, x = model.q.state.shared_inputs, torch.randn(TOKENS, WIDTH)
     model(x)
     assert shared._entry.made
     ng.advance(model)
     model(x)
-    assert not shared._entry.made and [each.reads_last for each in (model.q, model.k, model.v)] == [
+    assert not shared._entry.made and [
+        each.state.is_last_reader for each in (model.q, model.k, model.v)
+    ] == [
         False,
         False,
         True,
     ]
     model.q(x)
     model.v(x * 2)
-    assert [each.reads_last for each in (model.q, model.k, model.v)] == [True, False, True]
+    assert [each.state.is_last_reader for each in (model.q, model.k, model.v)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("through", ["reentrant", "non-reentrant"])
@@ -237,7 +243,7 @@ def test_backward_does_not_hold_the_casts_of_inputs():
 def test_copies_share_among_themselves_and_begin_empty():
     model = built("int4-hq-bs")
     model(torch.randn(TOKENS, WIDTH))
-    original = layers(model)[0].shared_inputs
+    original = layers(model)[0].state.shared_inputs
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        (one,) = {id(layer.shared_inputs) for layer in layers(twin)}
-        assert one != id(original) and layers(twin)[0].shared_inputs._entry is None
+        (one,) = {id(layer.state.shared_inputs) for layer in layers(twin)}
+        assert one != id(original) and layers(twin)[0].state.shared_inputs._entry is None
