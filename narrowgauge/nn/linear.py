@@ -359,7 +359,7 @@ class QLinear(nn.Linear):
             if (window := self.window("x")) is not None:
                 context.x_window = self._window_key(window, inputs)
             if context.cache is not None and context.cache.recasts and recipe.save == "quantized":
-                from narrowgauge.nn.kept_inputs import stays  # for recipes that save codes of x
+                from narrowgauge.nn.keep_policy import stays  # for recipes that save codes of x
 
                 context.keeps_x = stays(x)
             if context.grads and self.training and self._remembers:
