@@ -8,7 +8,7 @@
 
 `lookup(operand)` returns a Casts object, possibly empty, to which new casts are added, or None for
 an unknown tensor. Other sources (gathered codes, codes of a message) implement `lookup` and are
-listed in `LinearContext.sources`.
+listed in `CastSources`.
 
 All caches compare one key, `addresses.validity`. It contains `_version`, which does
 not change on writes through `.data`, NumPy or raw pointers, so `weight_cache` compares
@@ -106,7 +106,7 @@ class InputCasts:
 def _precast_key(operand: Operand) -> Key:
     """The settings on which layers must agree to use one cast of x by its producer."""
     plan = operand.plan
-    cols = plan.cols if operand.keeps_codes else None
+    cols = plan.cols if operand.saves_codes else None
     return plan.rows, plan.rows_expand, cols, cols is not None and plan.transposes
 
 

@@ -35,6 +35,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn import coded_weight
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.coded_weight import CodedWeight
+from narrowgauge.nn.linear_context import CastSources
 from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
@@ -312,7 +313,7 @@ def _cast(layer: QLinear, weight: Tensor) -> QTensor:
     """Quantize such a weight as the `output` GEMM would, [N, K]."""
     context = layer.context(weight)
     # Neither read nor fill the caches: the weight may be another than the layer's.
-    context.sources, context.cache = {}, None
+    context.sources = CastSources()
     operand = find("w", weight.detach(), context, (False, False), layer.amax_state("w"))
     found = operand.rows(Rotation.draw(context.plan.w.rows_rotate, weight))
     assert isinstance(found, QTensor)

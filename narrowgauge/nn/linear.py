@@ -6,7 +6,7 @@ they are passed. linear_function.py has the GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,20 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.caches import NUMBERS, InputCasts
 from narrowgauge.nn.converted_state import ADDED, SUBMODULES, StateField
+from narrowgauge.nn.keep_policy import WeightCodes, keep_policy, resolved
+from narrowgauge.nn.linear_context import (
+    NO_PROGRESS,
+    ONE_RANK,
+    CastSources,
+    LinearContext,
+    RankOptions,
+    RecipeProgress,
+)
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.linear_state import LinearState
+from narrowgauge.nn.observer import Observation, Observer, needs_x
 from narrowgauge.nn.operands import Casts
-from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
-from narrowgauge.nn.weight_codes import WeightCodes, chosen
+from narrowgauge.nn.plan import PRODUCTS, LinearPlan
 from narrowgauge.ops.registry import device_facts, imported
 from narrowgauge.recipe import Recipe
 
@@ -57,8 +66,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
         imported(_REFUSALS, "refuse_recipe")(recipe)
     _check(x, weight, bias, recipe)
     plan = plan_of(recipe, x.device, wrapper(x, weight))
-    is_cpu = device_facts(x.device.type, x.device.index).type == "cpu"
-    context = LinearContext(plan, _out_dtype(x), keeps_x=is_cpu and not plan.x.transposes)
+    keep = keep_policy(
+        save=recipe.save,
+        casts_once=plan.x.transposes,
+        device_type=device_facts(x.device.type, x.device.index).type,
+        weight_codes="auto",
+        weight="recast" if is_compiling() else "none",
+    )
+    context = LinearContext(plan=plan, out_dtype=_out_dtype(x), keep=keep)
     y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, None, None, None)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -75,7 +90,7 @@ class QLinear(nn.Linear):
     observer       receives every operand in eager mode, and results if it has `multiplied`; see
                    `Observer` and `observer.ProductObserver`
     is_suspended   True: compute as nn.Linear
-    weight_codes   "auto", "recast" or "step", see `weight_codes`
+    weight_codes   "auto", "recast" or "step", see `keep_policy`
     reason         why `convert` chose another recipe than requested, for `describe`; '' if it did
                    not
     decision       decision of recipe "auto" (narrowgauge.conversion.auto.Decision), else None
@@ -245,7 +260,9 @@ class QLinear(nn.Linear):
     @property
     def code_source(self) -> Any:
         """The holder of the weight's codes while the parameter has no memory; None if it has."""
-        return self.state.gathered if (frozen := self.frozen) is None else frozen
+        # Not by the property `frozen`: every call of the layer and every step come here.
+        frozen: Any = self._modules.get("frozen")
+        return self.state.gathered if frozen is None else frozen
 
     @contextmanager
     def keeping_apart(self) -> Iterator[None]:
@@ -270,22 +287,9 @@ class QLinear(nn.Linear):
         weight = self._parameters.get("weight")
         device = (self.weight if weight is None else weight).device
         return (
-            chosen(self.state.weight_codes, device_facts(device.type, device.index).type)
+            resolved(self.state.weight_codes, device_facts(device.type, device.index).type)
             == "recast"
         )
-
-    def _keeps_x(self, plan: LinearPlan, device: torch.device) -> bool:
-        """True on a CPU if x.T needs its own cast and weight_codes is not "recast".
-
-        See `LinearContext`.
-        """
-        if (
-            plan.x.transposes
-            or plan.recipe.save != "quantized"
-            or self.state.weight_codes == "recast"
-        ):
-            return False
-        return device_facts(device.type, device.index).type == "cpu"
 
     def kept_casts(self) -> list[Casts]:
         return [] if self.state.cache is None else [self.state.cache.casts]
@@ -355,14 +359,10 @@ class QLinear(nn.Linear):
                 state.shared_inputs is not None
                 and (inputs := state.shared_inputs.of(x, self, owner)) is not None
             ):
-                context.sources["x"] = [inputs]
+                context.sources.by_role["x"] = [inputs]
             if (window := self.window("x")) is not None:
-                context.x_window = self._window_key(window, inputs)
-            if context.cache is not None and context.cache.recasts and recipe.save == "quantized":
-                from narrowgauge.nn.keep_policy import stays  # for recipes that save codes of x
-
-                context.keeps_x = stays(x)
-            if context.grads and self.training and self._remembers:
+                context.sources.x_history_key = self._history_key(window, inputs)
+            if context.keep.grads and self.training and self._remembers:
                 if state.step_ended:
                     state.step_ended = False
                 self._expect_advance(weight)
@@ -376,12 +376,14 @@ class QLinear(nn.Linear):
         except (RuntimeError, TypeError) as error:
             raise imported(_TRANSFORMS, "explained")(error, x, weight, bias)  # noqa: B904
         finally:
-            context.sources.pop("x", None)  # backward holds the context, which must not hold casts
+            context.sources.by_role.pop(
+                "x", None
+            )  # backward holds the context, which must not hold casts
             if inputs is not None:
                 inputs.was_read(self)
 
-    def _window_key(self, window: AmaxHistory, inputs: InputCasts | None) -> Hashable:
-        """Return `LinearContext.x_window` and note that the amax history recorded this input."""
+    def _history_key(self, window: AmaxHistory, inputs: InputCasts | None) -> Hashable:
+        """Return `CastSources.x_history_key` and note that the amax history recorded this input."""
         lineage, groups = (
             window.lineage(),
             () if (peers := self.state.peers) is None else tuple(map(id, peers.groups)),
@@ -403,37 +405,10 @@ class QLinear(nn.Linear):
         """
         state = self.state
         assert state.recipe is not None
-        steps, sampling, out_dtype = self.steps, self.sampling, _out_dtype(x)
-        is_cold, sampled = (
-            steps is not None and steps.is_cold,
-            () if sampling is None else sampling.active,
-        )
         if is_compiling():
-            plan = plan_of(state.recipe, x.device)
-            by_rows = state.peers is not None
-            found = LinearContext(
-                plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows
-            )
-            found.keeps_x = self._keeps_x(plan, x.device)
-            device = self.weight.device.type
-            found.keeps_w = (
-                self.code_source is None
-                and chosen(state.weight_codes, device, compiled=True) == "step"
-            )
-            if (source := self.code_source) is not None:
-                found.sources, found.cache = {"w": [source]}, source
-            return found
-        source = self.code_source
+            return self._compiled_context(x)
+        source, steps, out_dtype = self.code_source, self.steps, _out_dtype(x)
         cache = cache if source is None else source
-        sources: dict[str, list[Any]] = {}
-        if cache is not None:
-            sources["w"] = [cache]
-            if state.precast is not None and source is None:
-                from narrowgauge.nn.weight_cache import PrecastSource
-
-                sources["w"].insert(0, PrecastSource(state.precast, cache))
-        if state.shared_inputs is not None:
-            sources["gy"] = [state.shared_inputs.gradients]
         weight = self._parameters.get("weight")
         # A float32 layer on a CPU dequantizes to float32 once, instead of converting bfloat16
         # values in every GEMM: six conversions less per call (docs/log.md).
@@ -442,15 +417,87 @@ class QLinear(nn.Linear):
             and weight is not None
             and weight.dtype == torch.float32
         )
-        shows_results = hasattr(state.observer, "multiplied")
-        watches = shows_results and getattr(state.observer, "keeps_inputs", True)
         plan = self.plan(x.device, wrapper(x, weight), wide and type_of(x.device) == "cpu")
+        observer, peers = state.observer, state.peers
+        keep = keep_policy(
+            save=state.recipe.save,
+            casts_once=plan.x.transposes,
+            device_type=device_facts(x.device.type, x.device.index).type,
+            weight_codes=state.weight_codes,
+            weight="none" if cache is None else "recast" if cache.recasts else "step",
+            observer_needs_x=observer is not None and needs_x(observer),
+            grads=torch.is_grad_enabled(),
+            x=x,
+        )
         return LinearContext(
-            plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, state.observer, is_cold, sampled,
-            () if steps is None or cache is None else steps.version(),
-            None if state.peers is None else state.peers.stream(x.device), state.peers is not None, None,
-            watches or self._keeps_x(plan, x.device), False, watches, shows_results=shows_results,
-        )  # fmt: skip
+            plan=plan,
+            out_dtype=out_dtype,
+            records=self.training,
+            keep=keep,
+            sources=self._sources(cache, source is None),
+            progress=self._progress(() if steps is None or cache is None else steps.version()),
+            ranks=ONE_RANK
+            if peers is None
+            else RankOptions(stream=peers.stream(x.device), sums_by_row=True),
+            observation=None if observer is None else Observation(observer),
+        )
+
+    def _compiled_context(self, x: Tensor) -> LinearContext:
+        """Compiled code has no caches and no observer, and draws from torch's generator."""
+        state, source = self.state, self.code_source
+        assert state.recipe is not None
+        plan = plan_of(state.recipe, x.device)
+        caches = (
+            source is not None
+            or resolved(state.weight_codes, self.weight.device.type, compiled=True) == "step"
+        )
+        keep = keep_policy(
+            save=state.recipe.save,
+            casts_once=plan.x.transposes,
+            device_type=device_facts(x.device.type, x.device.index).type,
+            weight_codes=state.weight_codes,
+            weight="step" if caches else "recast",
+        )
+        sources = CastSources()
+        if source is not None:
+            sources = CastSources(by_role={"w": [source]}, weight_cache=source)
+        return LinearContext(
+            plan=plan,
+            out_dtype=_out_dtype(x),
+            records=self.training,
+            keep=keep,
+            sources=sources,
+            progress=self._progress(()),
+            ranks=RankOptions(sums_by_row=state.peers is not None),
+        )
+
+    def _sources(self, weight_cache: Any, has_weight: bool) -> CastSources:
+        """The caches of one call in eager code.
+
+        weight_cache  WeightCache or holder of the weight's codes, or None
+        has_weight    False if the parameter has no memory
+        """
+        state = self.state
+        by_role: dict[str, Sequence[Any]] = {}
+        if weight_cache is not None:
+            by_role["w"] = [weight_cache]
+            if state.precast is not None and has_weight:
+                from narrowgauge.nn.weight_cache import PrecastSource
+
+                by_role["w"] = [PrecastSource(state.precast, weight_cache), weight_cache]
+        if state.shared_inputs is not None:
+            by_role["gy"] = [state.shared_inputs.gradients]
+        return CastSources(by_role=by_role, weight_cache=weight_cache)
+
+    def _progress(self, steps_version: tuple[int, ...]) -> RecipeProgress:
+        steps, sampling = self.steps, self.sampling
+        if steps is None and sampling is None:
+            return NO_PROGRESS
+        return RecipeProgress(
+            is_cold=steps is not None and steps.is_cold,
+            sampled=() if sampling is None else sampling.active,
+            steps_version=steps_version,
+        )
 
     def _expect_advance(self, weight: Tensor) -> None:
         """Warn once of a training loop without `advance`: the weight changes and no step ends."""

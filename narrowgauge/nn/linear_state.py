@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     import torch
 
     from narrowgauge.nn.caches import SharedInputs
-    from narrowgauge.nn.plan import LinearPlan, Observer
+    from narrowgauge.nn.keep_policy import WeightCodes
+    from narrowgauge.nn.observer import Observer
+    from narrowgauge.nn.plan import LinearPlan
     from narrowgauge.nn.reached import Watch
     from narrowgauge.nn.step_watch import StepWatch
     from narrowgauge.nn.weight_cache import WeightCache
-    from narrowgauge.nn.weight_codes import WeightCodes
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
     from narrowgauge.recipe import Recipe
 

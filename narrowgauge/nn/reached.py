@@ -71,9 +71,9 @@ def end_step(layers: dict[QLinear, str]) -> None:
         if (
             state.was_called
             or not others
-            or layer.recipe is None
+            or state.recipe is None
             or state.is_suspended
-            or _casts_nothing(layer.recipe)
+            or _casts_nothing(state.recipe)
         ):
             if state.was_called:
                 state.steps_without_call = 0

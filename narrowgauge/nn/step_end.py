@@ -81,8 +81,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
     # All ranks must run these collectives in one order, and a dict may order them differently.
     for state in sorted(states.values(), key=lambda each: each.creation_index):
         state.end_step(layers.keys())
-    learned = [(name, layer.steps) for layer, name in layers.items() if layer.steps is not None]
-    samplings = [layer.sampling for layer in layers if layer.sampling is not None]
+    # Most recipes add no submodule, and a property costs a call for each layer and step.
+    with_state = {layer: name for layer, name in layers.items() if layer._modules}
+    learned = [(name, layer.steps) for layer, name in with_state.items() if layer.steps is not None]
+    samplings = [layer.sampling for layer in with_state if layer.sampling is not None]
     for layer in layers:
         layer.end_step()
     for _, steps in learned:
@@ -95,7 +97,7 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    if windows := [each for layer in layers for each in (layer.scaling or {}).values()]:
+    if windows := [each for layer in with_state for each in (layer.scaling or {}).values()]:
         from narrowgauge.nn.amax_history import roll_history
 
         roll_history(windows)

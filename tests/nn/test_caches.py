@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.keep_policy import KeepPolicy
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.linear_function import plan_of
 from narrowgauge.nn.operands import Operand
-from narrowgauge.nn.plan import LinearContext
 from tests.compare import assert_same
 
 TOKENS, WIDTH = 24, 64
@@ -226,7 +227,8 @@ def test_the_entry_goes_with_its_tensor():
     shared, x = SharedInputs(), torch.randn(3)
     share = shared.of(x)
     plan = plan_of(recipes.FP8_CURRENT, x.device)
-    operand = Operand(x, plan.x, LinearContext(plan, torch.float32), (True, True), None)
+    context = LinearContext(plan=plan, out_dtype=torch.float32, keep=KeepPolicy())
+    operand = Operand(x, plan.x, context, (True, True), None)
     assert share is not None and share.lookup(operand) is share.lookup(operand) is not None
     del x, operand
     gc.collect()
@@ -237,7 +239,7 @@ def test_backward_does_not_hold_the_casts_of_inputs():
     model = built("fp8-current")
     layer = layers(model)[0]
     y = layer(torch.randn(TOKENS, WIDTH, requires_grad=True))
-    assert "x" not in y.grad_fn.context.sources
+    assert "x" not in y.grad_fn.context.sources.by_role
 
 
 def test_copies_share_among_themselves_and_begin_empty():
