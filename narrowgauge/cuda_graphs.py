@@ -105,9 +105,9 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
             continue
         seen.add(recipe.name)
         which = f"recipe {recipe.name} (first in {name})"
-        if recipe.steps():
+        if recipe.learned_steps():
             reasons.append(f"{which} learns steps, which the host initialises from the data")
-        if recipe.samples():
+        if recipe.samplers():
             reasons.append(f"{which} samples rows, which the host decides after each step")
     if isinstance(optimizer, NarrowOptimizer):
         if optimizer.stepping is not None:

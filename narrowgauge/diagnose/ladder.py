@@ -23,7 +23,8 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import count, decimals, loss_value, plural, signed
 from narrowgauge.diagnose.forms import listed, number, record, refuse, table, text
-from narrowgauge.diagnose.same_curve import DIFFERS, SAME, SMALL, UNKNOWN, SameCurve, judge
+from narrowgauge.diagnose.same_curve import CurveComparison, judge
+from narrowgauge.diagnose.verdict import EQUIVALENT, UNKNOWN
 
 AGAIN, WIDE, CONTROL, RECIPE, PRODUCT = "again", "bf16", "control", "recipe:", "product:"
 ELSEWHERE = (
@@ -138,7 +139,7 @@ class Ladder:
         # 3: again, bf16 and control.
         return 3 + len(chain(self.recipe)) + len(PRODUCTS) if self.recipe else 2
 
-    def against_bf16(self, name: str = AGAIN) -> SameCurve:
+    def against_bf16(self, name: str = AGAIN) -> CurveComparison:
         wide, control = self.rungs[WIDE].curve, self.rungs[CONTROL].curve
         return judge(self.rungs[name].curve, wide, [(control, wide)])
 
@@ -148,7 +149,7 @@ class Ladder:
         The recipe's curve is above BF16's by more than control, or differs by more than the margin.
         """
         own = self.against_bf16()
-        return own.name == DIFFERS or (own.name == SMALL and own.difference > 0)
+        return own.differs or (own.is_within_margin and own.difference > 0)
 
     def mends(self, name: str) -> bool:
         """True if a rung fixes the run: it is close to BF16 and leaves less than REST of the gap.
@@ -161,7 +162,7 @@ class Ladder:
         # Tried and lost: "within the margin" alone, which a gap of 0.0110 passed at 0.0105 by
         # chance (margin 0.0107), and "within control" alone, which sound FP8 GEMMs of the recipe
         # (0.0003 to 0.0005) failed (docs/log.md).
-        return found.name in (SAME, SMALL) and abs(found.difference) < REST * abs(own.difference)
+        return found.outcome == EQUIVALENT and abs(found.difference) < REST * abs(own.difference)
 
     def mended(self) -> list[str]:
         """Rungs that fix the run, recipes first."""
@@ -191,29 +192,29 @@ class Ladder:
         if not self.recipe:
             return f"No product of the run is narrower than 16 bits, so it is not the number format. {ELSEWHERE}"
         own, wide = self.against_bf16(), self.rungs[WIDE]
-        if own.name == UNKNOWN:
+        if own.outcome == UNKNOWN:
             return own.sentence()
-        if own.name == SAME:
+        if own.is_within_control:
             return f"{own.sentence()} {ELSEWHERE}"
         found = self.mended()
         if wide.lost and not self.rungs[AGAIN].lost:
             return f"BF16 itself diverges, at step {count(wide.lost)}, and the run does not: it is no reference. {ELSEWHERE}"
         if not self.is_behind():
             return own.sentence()
-        if own.name == SMALL:
+        if own.is_within_margin:
             return f"{own.sentence()} {self._of_small(own, found)}"
         if not found:
             return f"{own.sentence()} No recipe and no single product mends it: only BF16 does."
         return f"{own.sentence()} The first change that mends it: {change_words(found[0])}."
 
-    def _of_small(self, own: SameCurve, found: list[str]) -> str:
+    def _of_small(self, own: CurveComparison, found: list[str]) -> str:
         if not found:
             return "No rung brings it within control, or halves it."
         # Below the margin several rungs may pass by chance, so the smallest remaining gap is
         # reported.
         name = min(found, key=lambda each: abs(self.against_bf16(each).difference))
         best, words = self.against_bf16(name), change_words(name)
-        if best.name == SAME:
+        if best.is_within_control:
             return f"It comes within control with {words}."
         left, whole = (signed(each.difference, decimals(each.difference)) for each in (best, own))
         return f"Most of it goes with {words}: {left} of {whole} nats are left."

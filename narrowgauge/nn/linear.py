@@ -62,7 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     ShapeError for a wrong last axis, and ConfigError for a recipe with state
     (delayed scaling, learned steps, sampling), which requires a QLinear.
     """
-    if not isinstance(recipe, Recipe) or recipe.has_memory:
+    if not isinstance(recipe, Recipe) or recipe.has_state:
         imported(_REFUSALS, "refuse_recipe")(recipe)
     _check(x, weight, bias, recipe)
     plan = plan_of(recipe, x.device, wrapper(x, weight))
@@ -196,7 +196,11 @@ class QLinear(nn.Linear):
         device, recipe = self.weight.device, self.recipe
         windows, steps, samples = {}, {}, {}
         if recipe is not None:
-            windows, steps, samples = recipe.windows(), recipe.steps(), recipe.samples()
+            windows, steps, samples = (
+                recipe.delayed_scaling(),
+                recipe.learned_steps(),
+                recipe.samplers(),
+            )
         self.put_submodule("scaling", None)
         self.put_submodule("sampling", None)
         if windows:

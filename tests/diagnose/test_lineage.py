@@ -95,7 +95,7 @@ def test_without_a_control_the_next_step_is_named(family):
     found = lineage.compare(family(0.03)[:2])
     assert (
         "--recipe bf16 --micro-batches 2" in found.notes[0]
-        and found.judged[0].curve.name == "unknown"
+        and found.judged[0].curve.outcome == "unknown"
     )
 
 

@@ -22,10 +22,10 @@ from narrowgauge.cli import main
 from narrowgauge.diagnose import seeds, seeds_text, sensitivity
 from narrowgauge.diagnose.guard import check
 from narrowgauge.diagnose.guard.evidence import Evidence
-from narrowgauge.diagnose.guard.verdict import WITHIN
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.seeds import Runs, judge
 from narrowgauge.diagnose.sensitivity import NOT_LEARNT, POSITIVE_CONTROL
+from narrowgauge.diagnose.verdict import EQUIVALENT
 
 GREEN = {seeds.EQUIVALENT, seeds.NOT_WORSE, seeds.IDENTICAL, seeds.BETTER}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -213,7 +213,7 @@ def test_no_study_or_report_that_cannot_tell_is_green(design, tmp_path):
     assert several.notice(verdict)["kind"] in ("warn", "bad")
     page = several.write(found, tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="notice same"' not in page and 'class="verdict same"' not in page
-    if verdict.cannot_tell:
+    if verdict.is_insensitive:
         assert NOT_LEARNT in seeds_text.heading(verdict) and NOT_LEARNT in page
         assert seeds_text.sentences(verdict).rstrip().endswith(".") and verdict.assay.flaws
 
@@ -261,7 +261,7 @@ def test_no_run_that_cannot_tell_is_certified_by_its_guard(name):
     if design.task == "regression" or not design.logs_steps:
         curve = [curve[-1]] * steps
     assert all(
-        verdict.name != WITHIN for verdict in guarded(curve, design.trivial.get("loss", 5.0))
+        verdict.outcome != EQUIVALENT for verdict in guarded(curve, design.trivial.get("loss", 5.0))
     )
 
 
@@ -283,7 +283,7 @@ def test_a_run_that_has_learnt_is_certified():
     draw = random.Random(0)
     curve = [Design().curve(step, draw) for step in range(1, 121)]
     verdicts = guarded(curve, 5.0)
-    assert verdicts[-1].name == WITHIN and verdicts[-1].certified == verdicts[-1].margin
+    assert verdicts[-1].outcome == EQUIVALENT and verdicts[-1].certified == verdicts[-1].margin
     evidence = Evidence()
     evidence.first = curve[:16]
     other = Evidence()
@@ -293,7 +293,10 @@ def test_a_run_that_has_learnt_is_certified():
 
 def test_a_guarded_run_that_hardly_moves_says_why():
     verdict = guarded([3.0 + 0.01 * (step % 2) for step in range(60)], None)[-1]
-    assert verdict.cannot_tell and "this run has not learnt enough to tell" in verdict.sentence
+    assert (
+        verdict.verdict.is_insensitive
+        and "this run has not learnt enough to tell" in verdict.sentence
+    )
     assert (
         "has fallen by 0.0000 nats" in verdict.sentence
         and "larger learning rate" in verdict.sentence
@@ -303,7 +306,7 @@ def test_a_guarded_run_that_hardly_moves_says_why():
 # Designs that can tell
 
 
-def as_before(verdict: seeds.Verdict) -> str:
+def as_before(verdict: seeds.SeedComparison) -> str:
     """The name that the t tests alone give, with the margin that was asked for."""
     harm = [verdict.sign * each for each in verdict.differences]
     margin = verdict.margin.of(

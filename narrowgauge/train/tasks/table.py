@@ -10,14 +10,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from narrowgauge import data
 from narrowgauge.data.batches import Indices
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.config.task_names import WRITING
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, check_sizes, pretrained
 from narrowgauge.train.tasks.feed import TableFeed
@@ -48,8 +47,6 @@ class TableTask(TrainTask):
     validation: data.Examples
     longest: int | None
     known: dict[str, Any]
-
-    default_metric: ClassVar[str] = "loss"
 
     @classmethod
     @abstractmethod
@@ -117,7 +114,7 @@ class TableTask(TrainTask):
         0.062 nats higher on Multi30k after 500 steps (docs/log.md, "Steps of one length teach
         writing later").
         """
-        asked = self.config.batch_order or ("shuffled" if self.name in WRITING else "length")
+        asked = self.config.batch_order or ("shuffled" if self.entry.generates else "length")
         return "shuffled" if asked == "shuffled" else "length"
 
     @cached_property
@@ -203,7 +200,7 @@ class TableTask(TrainTask):
         by_length = replace(self._batching, order="length")
         sorted_ = self._planned(by_length, 0, config.micro_batches).padding.planned.percent
         later = (
-            "; models that began at random learnt to write later so" if self.name in WRITING else ""
+            "; models that began at random learnt to write later so" if self.entry.generates else ""
         )
         return [f"{said} batch_order = 'length' would pad {sorted_:.0f} %{later}."]
 
