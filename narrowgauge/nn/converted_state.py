@@ -6,6 +6,8 @@ of a conversion do with it:
     PROGRESS    counters and flags of the training. Copied with the layer, restored by every snapshot
     SETTING     chosen by the user or by `convert`. Copied; restored after a forward and backward
                 pass, not after steps, since a run may switch recipes before it rewinds
+    OBSERVED    facts about the program that trains, as a layer that is never called. As SETTING:
+                steps that are rewound were computed by the same program
     PER_STEP    as PROGRESS, but a copy of the layer starts without it
     CACHE       can be computed again. Not copied; restored after a pass; steps drop it
     ATTACHED    owned by an observer, an optimizer or `distribute`. Neither copied nor restored
@@ -53,6 +55,7 @@ class Lifetime(NamedTuple):
 
 PROGRESS = {"lifetime": Lifetime(is_copied=True, after_pass=True, after_steps=True)}
 SETTING = {"lifetime": Lifetime(is_copied=True, after_pass=True, after_steps=False)}
+OBSERVED = SETTING
 PER_STEP = {"lifetime": Lifetime(is_copied=False, after_pass=True, after_steps=True)}
 CACHE = {"lifetime": Lifetime(is_copied=False, after_pass=True, after_steps=False)}
 ATTACHED = {"lifetime": Lifetime(is_copied=False, after_pass=False, after_steps=False)}

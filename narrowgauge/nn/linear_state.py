@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.nn.converted_state import ATTACHED, CACHE, LASTING, SETTING, ConvertedState
+from narrowgauge.nn.converted_state import (
+    ATTACHED,
+    CACHE,
+    LASTING,
+    OBSERVED,
+    SETTING,
+    ConvertedState,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -61,11 +68,11 @@ class LinearState(ConvertedState):
     gathered: Any = field(default=None, metadata=ATTACHED)
     cache: WeightCache | None = field(default=None, metadata=CACHE)
     step_watch: StepWatch | None = field(default=None, metadata=CACHE)
-    is_last_reader: bool = False
-    was_called: bool = False
-    steps_without_call: int = 0
-    is_bypassed: bool = False
+    is_last_reader: bool = field(default=False, metadata=OBSERVED)
+    was_called: bool = field(default=False, metadata=OBSERVED)
+    steps_without_call: int = field(default=0, metadata=OBSERVED)
+    is_bypassed: bool = field(default=False, metadata=OBSERVED)
     weight_watch: Watch | None = field(default=None, metadata=ATTACHED)
-    float16_steps: int = 0
+    float16_steps: int = field(default=0, metadata=OBSERVED)
     warned_of_eval: bool = field(default=False, metadata=LASTING)
     warned_of_float16: bool = field(default=False, metadata=LASTING)
