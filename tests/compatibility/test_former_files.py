@@ -80,7 +80,8 @@ def test_a_finished_run_resumes_evaluates_and_reports(folder, name):
 
 def test_runs_of_a_former_tree_are_compared(folder, capsys):
     assert main(["compare", *RUNS]) == EXIT_UNKNOWN
-    assert all(name in capsys.readouterr().out for name in RUNS)
+    words = capsys.readouterr().out
+    assert all(name in words for name in RUNS)
 
 
 @pytest.mark.parametrize("recipe", ng.recipes.names())

@@ -98,6 +98,7 @@ def main(folder: Path) -> None:
         subprocess.run([sys.executable, *command.split()], cwd=folder, check=True)
         # Resume, evaluate and compare read neither.
         (folder / name / "report.html").unlink()
+        (folder / name / "lock").unlink()
         shutil.rmtree(folder / name / "final")
     shutil.rmtree(folder / "cache")
     torch.save(states(), folder / "states.pt")
