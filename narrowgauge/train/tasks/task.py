@@ -81,7 +81,7 @@ class Feed(ABC):
 
     share: tuple[int, int] = (0, 1)
 
-    def mine(self, parts: int) -> range:
+    def own_parts(self, parts: int) -> range:
         """Indices of this rank's micro-batches in a step of `parts` micro-batches.
 
         Every rank gets ceil(parts / ranks) indices. An index may be >= parts; the feed then yields
@@ -170,7 +170,7 @@ class TrainTask(ABC):
         """Number of optimizer steps in `epochs` passes over the training data."""
 
     @abstractmethod
-    def tokens_at_once(self) -> int:
+    def tokens_per_forward(self) -> int:
         """Rows of the activation matrices in one forward pass.
 
         For tables this is the mean over the micro-batches of the first epoch.

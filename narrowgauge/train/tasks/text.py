@@ -24,7 +24,9 @@ class TextFeed(Feed):
     parts: int
 
     def draw(self, step: int) -> StepBatch:
-        batches = [self.batches.batch(step, part, self.parts) for part in self.mine(self.parts)]
+        batches = [
+            self.batches.batch(step, part, self.parts) for part in self.own_parts(self.parts)
+        ]
         inputs = self.batches.batch_size * self.batches.sequence_length
         return StepBatch(batches, inputs, examples=self.batches.windows_of(step))
 
@@ -70,7 +72,7 @@ class TextTask(TrainTask):
     def steps(self, epochs: int) -> int:
         return math.ceil(epochs * self._batches().windows / self.config.batch_size)
 
-    def tokens_at_once(self) -> int:
+    def tokens_per_forward(self) -> int:
         return self.config.batch_size * self.config.sequence_length // self.config.micro_batches
 
     def summary(self) -> str:
