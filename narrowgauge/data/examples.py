@@ -4,6 +4,7 @@
     examples[0]           {"input_ids": int64 array, "labels": int64 array}, -100 without loss
     examples.lengths      tokens of each example, for `plan` and `LengthBatchSampler`
     examples.strata       groups of their labels, for the same
+    coloured_sample(tokenizer, **examples[0])   its tokens with a loss, for the console
 
 The cache key covers everything that determines the ids: the files' bytes, the tokenizer, the task
 with its columns, the chat template and the options. Rows that are too long or have no target raise
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from narrowgauge.data.batches import Indices
+from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
 from narrowgauge.data.example_arrays import ExampleArrays
@@ -35,6 +36,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
+    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1  # version of the arrays' layout; part of the key
@@ -329,3 +331,45 @@ class _Job:
                 code="examples.none-left",
             )
         return notes
+
+
+# Visible signs for control characters, which a terminal would execute. A line end is kept as well.
+SIGNS = (
+    {code: chr(0x2400 + code) for code in range(32)}
+    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+    | {0x7F: "␡", ord("\t"): "→\t", ord("\n"): "↵\n"}
+)
+
+
+def coloured_sample(
+    tokenizer: Any, input_ids: Sequence[int], labels: Sequence[int] | None, *, tokens: int = 200
+) -> Text:
+    """The first `tokens` tokens as rich Text: green with a loss, dim without, reversed if special.
+
+    labels  as in an `Examples` item; None: no token has a loss
+
+    Bars separate tokens. Double brackets mark tokens with a loss in logs without colours. A
+    byte-level token that is part of a character shows as U+FFFD. rich comes with
+    narrowgauge[train].
+    """
+    from rich.text import Text
+
+    special = set(tokenizer.all_special_ids)
+    text, learning = Text(), False
+    shown = list(input_ids[:tokens])
+    for place, id in enumerate(shown):
+        learnt = labels is not None and int(labels[place]) != IGNORED
+        if learnt != learning:
+            text.append("⟦" if learnt else "⟧", "bold")
+        elif place:
+            text.append("|", "dim")
+        style = ("bold green" if learnt else "dim") + (" reverse" if int(id) in special else "")
+        text.append(tokenizer.decode([int(id)]).translate(SIGNS), style)
+        learning = learnt
+    if text.plain.endswith("\n"):
+        text.right_crop(1)  # the caller's print adds a line end
+    if learning:
+        text.append("⟧", "bold")
+    if len(shown) < len(input_ids):
+        text.append(f" ... {len(input_ids) - len(shown)} more", "dim")
+    return text

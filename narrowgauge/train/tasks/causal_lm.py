@@ -33,8 +33,8 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.feed import TableFeed
-from narrowgauge.train.tasks.sampling import sample
 from narrowgauge.train.tasks.table import TableTask
+from narrowgauge.train.tasks.text import sample
 
 STRADDLING = (
     "{count} examples have a token across the border of prompt and completion; it counts as prompt, and what it holds of the "
