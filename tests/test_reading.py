@@ -29,22 +29,23 @@ from narrowgauge.conversion import measure
 from narrowgauge.data import cache as data_cache
 from narrowgauge.data import documents, image_files, image_sizes, records, tokenizer
 from narrowgauge.diagnose import lineage, study_file
-from narrowgauge.diagnose.ladder import Ladder, Rung
 from narrowgauge.diagnose.runs import encode, read_metrics, read_run
 from narrowgauge.distributed import storage as distributed
 from narrowgauge.errors import ConfigError, NarrowgaugeError, StorageError
+from narrowgauge.lab import debug
+from narrowgauge.lab.ladder import Ladder, Rung
+from narrowgauge.lab.study import pool, progress
+from narrowgauge.lab.study.plan import Job
 from narrowgauge.ops.cpp import build
 from narrowgauge.report import run_data
 from narrowgauge.storage import reading
-from narrowgauge.train import debug, model_files, run_folder
+from narrowgauge.train import model_files, run_folder
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.evaluation import command
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.planning import cache as plan_cache
-from narrowgauge.train.study import pool, progress
-from narrowgauge.train.study.plan import Job
 
 PACKAGE = Path(narrowgauge.__file__).parent
 HANG_S = 20

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.diagnose.format_text import decimals, loss_value, plural, signed
-from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN
+from narrowgauge.diagnose.guard_settings import LEAST_MARGIN, MARGIN
 from narrowgauge.diagnose.sensitivity import Assay
 from narrowgauge.diagnose.verdict import (
     BETTER,

@@ -133,7 +133,7 @@ class QLinear(nn.Linear):
         self.is_suspended = False
         self.reason = ""
         self.decision: object | None = None
-        # conversion._restore and diagnose.blame.undisturbed list these
+        # conversion._restore and lab.blame.undisturbed list these
         # attributes: add new ones there.
         self.precast: PrecastWeight | None = None
         self.shared_inputs: SharedInputs | None = None
