@@ -175,6 +175,7 @@ def judge(
             if lost[0]
             else (BETTER, REFERENCE_DIVERGED)
         )
+        # The margin is NaN: there is no mean loss of which it could be a share.
         return CurveComparison(
             outcome=outcome,
             detail=detail,

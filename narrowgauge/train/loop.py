@@ -2,9 +2,11 @@
 
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -79,14 +81,32 @@ class Extensions:
 ALONE = Extensions()
 
 
-def run(config: TrainConfig, extensions: Extensions = ALONE) -> int:
+def _of_former_calls(config: TrainConfig) -> Extensions:
+    """Extensions for calls of `run` from before the lab had a package of its own."""
+    needs = [name for name in ("guard", "on_spike", "parent") if getattr(config, name)]
+    if not needs:
+        return ALONE
+    warnings.warn(
+        f"{', '.join(needs)}: call narrowgauge.lab.training.run(config) in place of train.loop.run.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    # By name, as no other code of this package may: remove it with the deprecation.
+    found: Extensions = import_module("narrowgauge.lab.training").EXTENSIONS
+    return found
+
+
+def run(config: TrainConfig, extensions: Extensions | None = None) -> int:
     """Trains the run of `config` and its optional reference run, and writes the report.
 
-    Returns the exit code. Settings that need the lab are refused without its extensions.
+    Returns the exit code.
+
+    extensions  parts from the lab; None: those that the settings need, with a DeprecationWarning
 
     Under torchrun every rank calls this function. Rank 0 alone writes files and prints.
     """
     config = resolved(config)
+    extensions = extensions or _of_former_calls(config)
     several = under_torchrun()
     try:
         # StopRequest is outermost: torchrun sends SIGTERM to the remaining ranks while they still
