@@ -1,5 +1,5 @@
 """Former place of `narrowgauge.lab.blame_checkpoint`."""
 
-from narrowgauge.moved import moved
+from narrowgauge.diagnose.moved import moved
 
 __getattr__ = moved(__name__, "narrowgauge.lab.blame_checkpoint")
