@@ -17,7 +17,7 @@ from narrowgauge.conversion.switching import switch
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from narrowgauge.lab import probe, training
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.train import checkpoint_ref, guard_state
+from narrowgauge.train import checkpoint_ref
 from narrowgauge.train.config.settings import replace
 from tests.lab.killed_guard import SICK, hurt
 from tests.raising import coded, raises
@@ -445,7 +445,7 @@ def test_what_is_refused_before_the_first_step(make, settings, words):
 
 def test_a_copy_that_fits_nowhere_is_refused_before_the_first_step(make, monkeypatch):
     config = make("nowhere", guard="every=2,steps=2")
-    monkeypatch.setattr(guard_state, "require_free_space", refusing("host", "disk"))
+    monkeypatch.setattr(probe, "require_free_space", refusing("host", "disk"))
     with pytest.raises(StorageError, match="disk"):
         training.run(config)
     assert not tiny.losses(Path(config.output))
@@ -455,7 +455,7 @@ def test_a_copy_that_fits_nowhere_is_refused_before_the_first_step(make, monkeyp
 def test_a_copy_goes_to_the_disk_where_the_host_has_no_room(make, monkeypatch, capfd):
     reference, config = make("reference", steps=8), make("disk", steps=8, guard="every=2,steps=2")
     assert training.run(reference) == 0
-    monkeypatch.setattr(guard_state, "require_free_space", refusing("host"))
+    monkeypatch.setattr(probe, "require_free_space", refusing("host"))
     assert training.run(config) == 0
     same(config, reference)
     assert f"wait in {config.output}, since the host has no room" in capfd.readouterr().err
