@@ -43,7 +43,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import set_generators
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.size import bytes_to_come
 from narrowgauge.snapshot.copies import OffDeviceCopy, OnDeviceCopy, storages
 from narrowgauge.snapshot.parts import Parts, Scope, Training, tensors_of
@@ -141,7 +141,7 @@ class Snapshot:
                 code="fork.moved",
             )
         for each in self.training.optimizers:
-            if isinstance(each, NarrowOptimizer):
+            if isinstance(each, LowPrecisionOptimizer):
                 each.settle()
 
     def _end(self) -> None:
@@ -151,8 +151,8 @@ class Snapshot:
             for module in part.modules() if isinstance(part, nn.Module) else ():
                 if isinstance(module, QLinear):
                     module.empty_cache()
-                    if module.shared_inputs is not None:
-                        module.shared_inputs.clear()
+                    if module.state.shared_inputs is not None:
+                        module.state.shared_inputs.clear()
                 elif isinstance(module, LayerState):
                     module.reread()
 
