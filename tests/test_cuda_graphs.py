@@ -143,7 +143,7 @@ def test_weights_are_cast_once_in_a_step(monkeypatch, micro):
     assert step.graphs.captured["forward and backward"] == 1
     assert step.graphs.captured.get("casts of the weights", 0) == (micro > 1)
     layer = model[0]
-    assert layer._cache.casts.is_empty, (
+    assert layer.state.cache.casts.is_empty, (
         "what a graph has made is out of reach between its parts, as for an evaluation"
     )
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_captured_raises_and_is_not_run_in_its_place():
     ):
         step.accumulate(batch)
     assert runs == [4]
-    assert all(layer._cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
+    assert all(layer.state.cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
 
 
 def test_casts_of_weights_do_not_outlive_an_update():
@@ -300,9 +300,11 @@ def test_casts_of_weights_do_not_outlive_an_update():
     model(torch.randn(4, 32))
     step.update()
     model(torch.randn(4, 32))
-    assert any(not layer._cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
+    assert any(
+        not layer.state.cache.casts.is_empty for layer in model if isinstance(layer, QLinear)
+    )
     step.update()
-    assert all(layer._cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
+    assert all(layer.state.cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
 
 
 def test_discarded_gradients_are_zero_and_stay_the_same_tensors():
