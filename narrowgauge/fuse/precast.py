@@ -2,7 +2,7 @@
 
 With a kernel, the function is one autograd function:
 
-    forward   y and the first reader's cast in one pass; the cast is cached for y (`nn.caches`)
+    forward   y and the first reader's cast in one pass; the cast is cached for y (`nn.cast_sources`)
     backward  gradients of the inputs, and their casts for the Linears that produced these inputs
 
 Without a kernel, the module's own code computes y, and the cast is made as the reader would.
@@ -21,13 +21,13 @@ from narrowgauge.addresses import in_memory
 from narrowgauge.fuse.forward import OWN_CODE, FusedForward, Fusion
 from narrowgauge.fuse.saving import RecomputedOutput, SavedLayout, quantize_input
 from narrowgauge.nn import transforms
-from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
-from narrowgauge.nn.caches import CacheStats
+from narrowgauge.nn.cast_sources import CacheStats
 from narrowgauge.nn.keep_policy import SavePolicy, producer_policy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.observer import needs_x
 from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.nn.recompute import Origin
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.definition import ACTIVATIONS

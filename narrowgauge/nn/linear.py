@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 from narrowgauge.addresses import is_compiling, type_of, wrapper
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
-from narrowgauge.nn.caches import NUMBERS, InputCasts
+from narrowgauge.nn.cast_sources import NUMBERS, InputCasts
 from narrowgauge.nn.converted_state import ADDED, SUBMODULES, StateField
 from narrowgauge.nn.keep_policy import WeightCodes, keep_policy, resolved
 from narrowgauge.nn.linear_context import (

@@ -7,7 +7,7 @@
     grad_weight  = mm(gy.cols, x.cols)             [N, K]      gy.T @ x
 
 Each operand is rotated along its contracted axis, if the recipe rotates, and then quantized.
-`operands` implements the casts and `caches` finds existing ones. With backward="straight-through"
+`operands` implements the casts and `cast_sources` finds existing ones. With backward="straight-through"
 (straight_through.py) the backward GEMMs read the codes of the forward pass. Their results are
 gradients of the dequantized operands, which `gradient` converts to gradients of x and w.
 
@@ -28,11 +28,11 @@ from narrowgauge.nn.autograd_rules import (
     column_sums,
     no_double_backward,
 )
-from narrowgauge.nn.kept_products import KEEPER
 from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.operands import KINDS, Casts, find
 from narrowgauge.nn.plan import LinearPlan
 from narrowgauge.nn.rotation import NONE, Rotation
+from narrowgauge.nn.saved_outputs import KEEPER
 from narrowgauge.recipe import Recipe
 
 

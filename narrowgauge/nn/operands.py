@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import PIECE, in_memory, is_compiling, type_of
-from narrowgauge.nn.again import Again, Origin, Saved
 from narrowgauge.nn.keep_policy import SavedInput
 from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.plan import PRODUCTS, OperandPlan
+from narrowgauge.nn.recompute import Again, Origin, Saved
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
-from narrowgauge.nn.again import Again, Saved
+from narrowgauge.nn.compiled_draws import tied
 from narrowgauge.nn.keep_policy import forward_codes
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand
+from narrowgauge.nn.recompute import Again, Saved
 from narrowgauge.nn.rotation import Rotation
-from narrowgauge.nn.tied_draws import tied
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
 from narrowgauge.ops.mm import high_precision

@@ -1,6 +1,6 @@
 """Cache of a weight's casts within one optimizer step, for later forward passes and for backward.
 
-`caches` lists the order of all caches. The key of a weight, `addresses.validity`, contains
+`cast_sources` lists the order of all caches. The key of a weight, `addresses.validity`, contains
 `_version`, which does not change on writes through `.data`, NumPy or raw pointers. A forward pass
 therefore reuses casts of a weight only if its bytes are unchanged (`ops.fingerprint`):
 
