@@ -27,7 +27,7 @@ from narrowgauge.nn.keep_policy import SavePolicy, producer_policy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.observer import needs_x
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.recompute import Origin
+from narrowgauge.nn.recompute import RecomputeSource
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.definition import ACTIVATIONS
@@ -262,7 +262,7 @@ class _Function(torch.autograd.Function):
         if ctx.recomputed is not None:
             ctx.recomputed.layout = ctx.layout
             # Detached: cached tensors must not keep the autograd graph alive.
-            casts.origin = Origin(
+            casts.source = RecomputeSource(
                 tuple(None if each is None else each.detach() for each in flat), ctx.recomputed
             )
         fill(operand, value)
@@ -347,7 +347,7 @@ def fill(operand: Operand, y: Tensor) -> None:
     if operand.casts.rows is None:
         operand.read()
         operand.rows(Rotation())
-    if operand.casts.origin is None:
+    if operand.casts.source is None:
         operand.saved()
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.recompute import Again, Saved
+from narrowgauge.nn.recompute import Recompute, Saved
 from narrowgauge.ops.norm_act import FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.spec import Given, Kept, Statistics
 from narrowgauge.ops.quantize import quantize
@@ -105,7 +105,7 @@ def _scale(codes: QTensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @dataclass(eq=False)
-class RecomputedOutput(Again):
+class RecomputedOutput(Recompute):
     """Recomputes y and its cast, for one call of a fused function.
 
     kind          the function

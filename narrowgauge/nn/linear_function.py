@@ -74,7 +74,12 @@ class LinearFunction(torch.autograd.Function):
                 context.observation.result("output", bias, y)
         if keeper is not None:
             keeper.end(y)
-        ctx.context, ctx.wants, ctx.x_kept, ctx.again = context, wants, len(kept), x_operand.again
+        ctx.context, ctx.wants, ctx.x_kept, ctx.recompute = (
+            context,
+            wants,
+            len(kept),
+            x_operand.recompute,
+        )
         ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype if bias is not None and needs[2] else None
         # Not in save_for_backward, which raises if a saved tensor was written before backward:
         # other micro-batches update this one.
@@ -92,7 +97,7 @@ class LinearFunction(torch.autograd.Function):
         # The tensors saved for x come first. The weight is the second tensor saved for w.
         recipe, weight, stream = plan.recipe, saved[ctx.x_kept + 1], context.ranks.stream
         x = plan.x.kind(None, plan.x, context, wants, None)
-        x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.again)
+        x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.recompute)
         w = plan.w.kind(None, plan.w, context, wants, None).restore(
             saved[ctx.x_kept :], weight.shape, gy
         )
