@@ -23,7 +23,7 @@ from narrowgauge.optim import masters, rules, shards, states
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
 
-# Value of `kept_as` for a parameter whose states stay float32 for this reason.
+# Value of `state_format` for a parameter whose states stay float32 for this reason.
 CUT = "shards cut its tiles"
 # Elements. Below, a quantized state saves too little for its error (the bound of bitsandbytes and
 # torchao).
@@ -226,7 +226,7 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
+def state_format(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
     """Return (states of a parameter, reason for them).
 
     The shape of the whole parameter decides, so all shardings get the same format.
@@ -263,12 +263,12 @@ def master_of(parameter: Tensor, group: Mapping[str, Any], tile: int) -> masters
     return asked
 
 
-def tell_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
+def warn_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
     """Warn of parameters that keep float32 states because column shards cut tiles.
 
     Only the first rank of their mesh warns.
     """
-    found = [parameter for parameter in group["params"] if kept_as(parameter, group)[1] == CUT]
+    found = [parameter for parameter in group["params"] if state_format(parameter, group)[1] == CUT]
     if found and not any(found[0].device_mesh.get_coordinate() or ()):
         tile = states.named(group["states"]).tile
         warnings.warn(
