@@ -10,7 +10,6 @@ import difflib
 import inspect
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import OptionError, closest
+from narrowgauge.errors import OptionError, SlowerWarning, closest, warn
 from narrowgauge.optim import masters, rules, shards, states
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
@@ -271,10 +270,11 @@ def tell_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
     found = [parameter for parameter in group["params"] if kept_as(parameter, group)[1] == CUT]
     if found and not any(found[0].device_mesh.get_coordinate() or ()):
         tile = states.named(group["states"]).tile
-        warnings.warn(
+        warn(
             f"{kind}: {len(found)} of {len(group['params'])} parameters keep float32 states: shards of their columns cut tiles of "
             f"{tile}, for example of {list(found[0].shape)} in {list(shards.local(found[0]).shape)}. Shard their rows, or into columns "
             "that are multiples of it.",
-            RuntimeWarning,
+            code="optim.cut-tiles",
             stacklevel=2,
+            category=SlowerWarning,
         )

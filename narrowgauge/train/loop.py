@@ -10,7 +10,7 @@ import torch
 
 import narrowgauge
 from narrowgauge import storage
-from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError
+from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError, Reason
 from narrowgauge.report import page
 from narrowgauge.train import branch, run_metadata, spike_watch, stepping
 from narrowgauge.train.config import toml
@@ -119,7 +119,9 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
             try:
                 ranks.first(lambda: _write_report(folder))
             except NarrowgaugeError as second:  # the NumericsError matters more
-                error.add_note(f"The report was not written: {second}")
+                error.add_note(
+                    Reason("report.not-written", f"The report was not written: {second}")
+                )
             raise
         ranks.first(lambda: _write_report(folder))
         if code:

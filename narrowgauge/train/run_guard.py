@@ -44,7 +44,7 @@ from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
 from narrowgauge.diagnose.guard.verdict import REFERENCE, WORSE, Verdict
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.sensitivity import ENDS, trivial_of
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import CheckpointError, ConfigError, Reason
 from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train.blamed import STEPS, blame_run
 from narrowgauge.train.callback import Callback
@@ -344,7 +344,10 @@ class Guard(Callback):
             self.running = CheckProgress.of(known["running"], terms(self.trainer, self.settings))
         if known["running"] and self.running is None:
             tell(
-                "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
+                Reason(
+                    "guard.check-dropped",
+                    "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches.",
+                )
             )
 
     def on_saved(self) -> None:

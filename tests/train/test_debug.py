@@ -106,15 +106,15 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
         "control",
     ]
     assert len(taken) >= 4 and json.loads((run / "debug-4.json").read_text())["rungs"][:2] == rungs
-    with RunFolder.claim(run, resume=True), pytest.raises(BusyError, match="is training there"):
+    with RunFolder.claim(run, resume=True), raises(BusyError, "run.busy", run):
         debug(run, 4)
-    for at, words in (
-        (3, "no checkpoint at or before step 3. .* has checkpoints of step 4, 8,"),
-        (20, "has 2 steps between its checkpoint of step 20 and its end"),
+    for at, expected in (
+        (3, coded("run.no-checkpoint", "step 3", "4, 8")),
+        (20, coded("debug.too-few-steps", "2 steps", "20")),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with raises(ConfigError, expected):
             debug(run, at)
-    with pytest.raises(ConfigError, match="both are at least 1"):
+    with raises(ConfigError, "debug.counts"):
         debug(run, 4, 0)
 
 

@@ -28,7 +28,7 @@ from narrowgauge.diagnose.blame.measure import Product
 from narrowgauge.diagnose.blame.report import Blame, Confirmation
 from narrowgauge.diagnose.blame.undisturbed import undisturbed
 from narrowgauge.diagnose.blame.watch import OPERANDS, Key, converted, of_all_ranks, watching
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import require_module
 
@@ -75,7 +75,10 @@ def blame(
     # Each rank has only its part of the gradient, so a comparison would need collectives per
     # suspect.
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        note = "Suspects are not confirmed on several ranks, of which each has its part of the gradient."
+        note = Reason(
+            "blame.unconfirmed",
+            "Suspects are not confirmed on several ranks, of which each has its part of the gradient.",
+        )
         return Blame(found.findings, (), (*found.notes, note), found.step)
     return Blame(
         found.findings, tuple(by_gradient(model, compute, suspects)), found.notes, found.step
@@ -125,12 +128,19 @@ def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -
             for name in each.active
         )
         notes.append(
-            f"{len(sampling)} layers sample rows of the gradient, which adds a variance of up to {most:.2g} of its square. That averages "
-            "out over steps and is not counted: products are judged by the rows that they read."
+            Reason(
+                "blame.sampling",
+                f"{len(sampling)} layers sample rows of the gradient, which adds a variance of up "
+                f"to {most:.2g} of its square. That averages "
+                "out over steps and is not counted: products are judged by the rows that they read.",
+            )
         )
     if unseen := [name for name, _ in layers if (name, "output") not in products]:
         notes.append(
-            f"{len(unseen)} converted layers were not called in the step, {unseen[0]} the first."
+            Reason(
+                "blame.not-called",
+                f"{len(unseen)} converted layers were not called in the step, {unseen[0]} the first.",
+            )
         )
     for product in OPERANDS:
         narrow = sum(
@@ -139,13 +149,19 @@ def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -
         )
         if 0 < narrow < SMALLEST:
             notes.append(
-                f"Of {product} {narrow} products are narrow, too few to judge one by the others: give a healthy step as baseline."
+                Reason(
+                    "blame.too-few",
+                    f"Of {product} {narrow} products are narrow, too few to judge one by the others: give a healthy step as baseline.",
+                )
             )
     if any(product == "output" for _, product in products) and not any(
         name != "output" for _, name in products
     ):
         notes.append(
-            "No gradient was seen: the step has no backward pass, or nothing of these layers trains."
+            Reason(
+                "blame.no-gradient",
+                "No gradient was seen: the step has no backward pass, or nothing of these layers trains.",
+            )
         )
     return notes
 

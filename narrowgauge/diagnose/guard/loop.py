@@ -31,7 +31,6 @@ default process group, so all ranks get the same verdict.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +55,7 @@ from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slo
 from narrowgauge.diagnose.guard.settings import GuardSettings, chosen, refuse_counts
 from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.diagnose.sensitivity import ENDS
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason, warn
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.snapshot import Snapshot, Training, snapshot_bytes
@@ -298,9 +297,10 @@ class Guard:
         if self._tell is not None:
             self._tell(event)
         elif verdict.name == WORSE:
-            warnings.warn(
+            warn(
                 f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence} "
                 f"{GROWN if grows_into_steps(self.model, verdict) else SEQUEL}",
+                code="guard.worse",
                 stacklevel=4,
             )
 
@@ -348,7 +348,10 @@ class Guard:
         except BaseException as error:
             end.restore()
             error.add_note(
-                "It was raised while a guard took the steps of its check in BF16; the run is at its narrow end again."
+                Reason(
+                    "guard.reference-failed",
+                    "It was raised while a guard took the steps of its check in BF16; the run is at its narrow end again.",
+                )
             )
             raise
 
