@@ -20,7 +20,8 @@ maximum, 2.13 saturates and turns infinity into 448. Values passed to that cast 
 representable, and for these all releases agree.
 
 float64 input is converted to float32 first (two roundings). Formats are data: a new format is a
-constant at the end of this file.
+constant at the end of this file. Casts, kernels, GEMMs, optimizer-independent tests and reports read
+its fields or iterate over `ALL`, and name no format.
 """
 
 from __future__ import annotations
@@ -78,6 +79,16 @@ class Format:
         raise TypeError(
             f"{type(self).__name__} does not define its codes; use one of {', '.join(NAMES)}."
         )
+
+    @property
+    def is_signed(self) -> bool:
+        """True if the format has negative numbers, as the operand of a GEMM needs them."""
+        return True
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code that `encode` gives a NaN, its sign bit aside; None if the format has no NaN."""
+        return None
 
     @property
     def smallest(self) -> float:
@@ -162,6 +173,11 @@ class FloatFormat(Format):
             )
 
     @property
+    def nan_code(self) -> int | None:
+        # All bits below the sign: torch's casts to e4m3 and e5m2 and the GPU's give the same code.
+        return 2 ** (self.bits - 1) - 1 if self.has_nan else None
+
+    @property
     def bias(self) -> int:
         return 2 ** (self.exponent - 1) - 1
 
@@ -215,8 +231,8 @@ class FloatFormat(Format):
         # y is representable here, so both branches are exact: no rounding happens below.
         subnormal = (y.abs() * (1 / self.smallest)).to(torch.int32)
         magnitude = torch.where(y.abs() < self.smallest_normal, subnormal, normal)
-        if self.has_nan:
-            magnitude = torch.where(y.isnan(), 2 ** (self.bits - 1) - 1, magnitude)
+        if self.nan_code is not None:
+            magnitude = torch.where(y.isnan(), self.nan_code, magnitude)
         sign = y.signbit().to(torch.int32) << (self.bits - 1)
         return (magnitude | sign).to(torch.uint8)
 
@@ -242,7 +258,8 @@ class FloatFormat(Format):
 class IntFormat(Format):
     """Symmetric integers -max ... max.
 
-    Codes beyond that range are never produced, in particular two's complement's most negative one.
+    A code is a two's complement number of `bits` bits. Codes beyond the range are never produced, in
+    particular the most negative one. Stored codes are int8, the sign extended.
     """
 
     @property
@@ -261,11 +278,17 @@ class IntFormat(Format):
         return codes.to(torch.float32)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
-        return self._from_nibble(codes).float() if self.bits == 4 else codes.to(torch.int8).float()
+        return self._sign_extended(codes).float()
 
     def _from_nibble(self, nibbles: Tensor) -> Tensor:
-        # Sign-extends a 4-bit two's complement number without a branch.
-        return (((nibbles & 0xF) ^ 8).to(torch.int8) - 8).to(self.storage)
+        return self._sign_extended(nibbles)
+
+    def _sign_extended(self, codes: Tensor) -> Tensor:
+        """Sign-extend two's complement numbers of `bits` bits to `storage`, without a branch."""
+        sign = 2 ** (self.bits - 1)
+        # With 8 bits the conversion and the sum wrap around, which undo each other. Written as a sum:
+        # torch takes -128 as an int8, but not 128.
+        return (((codes & (2 * sign - 1)) ^ sign).to(torch.int8) + -sign).to(self.storage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +298,14 @@ class ExponentFormat(Format):
     `encode` takes the nearest power of two, ties to the even code. Zero becomes the smallest power,
     a negative number becomes NaN.
     """
+
+    @property
+    def is_signed(self) -> bool:
+        return False
+
+    @property
+    def nan_code(self) -> int | None:
+        return 255
 
     @property
     def smallest(self) -> float:
@@ -295,13 +326,15 @@ class ExponentFormat(Format):
         )
         # Tested on the bits: under flush-to-zero a subnormal compares equal to zero.
         negative = x.signbit() & (bits > 0)
-        return torch.where(x.isnan() | negative, 255, code).to(torch.uint8)
+        return torch.where(x.isnan() | negative, self.nan_code, code).to(torch.uint8)
 
     def _decode_bits(self, codes: Tensor) -> Tensor:
         bits = torch.where(
             codes == 0, 0x00400000, codes << FLOAT32_MANTISSA
         )  # 2**-127 is subnormal in float32
-        return torch.where(codes == 255, float("nan"), bits.to(torch.int32).view(torch.float32))
+        return torch.where(
+            codes == self.nan_code, float("nan"), bits.to(torch.int32).view(torch.float32)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +353,10 @@ class TableFormat(Format):
                 "distinct levels in ascending order.",
                 code="format.levels",
             )
+
+    @property
+    def is_signed(self) -> bool:
+        return self.levels[0] < 0
 
     @property
     def smallest(self) -> float:
@@ -444,6 +481,10 @@ ALL: tuple[Format, ...] = tuple(
     each for each in list(globals().values()) if isinstance(each, Format)
 )
 NAMES: tuple[str, ...] = tuple(format.name for format in ALL)
+# Formats of elements; an ExponentFormat holds scales alone.
+ELEMENTS: tuple[Format, ...] = tuple(
+    format for format in ALL if not isinstance(format, ExponentFormat)
+)
 
 
 def get(name: str) -> Format:

@@ -16,12 +16,12 @@ a variant.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, NoReturn
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.formats import DYNAMIC_UNSIGNED, E8M0, Format, IntFormat
+from narrowgauge.formats import Format, IntFormat
 from narrowgauge.scaling import FP32, WHOLE, ScaleRule
 
 __all__ = [
@@ -438,6 +438,7 @@ class Recipe:
     """The three GEMMs of a Linear.
 
     name         name that users pass
+    summary      one line for lists of recipes. Two recipes that differ in it alone are equal
     save         form in which x is saved for `grad_weight`. The gradients are bit-identical.
                  "original": the tensor itself, which its producer often saves anyway; cast again in
                  backward. "quantized": its 8-bit codes, a quarter to half of the bytes, without a
@@ -456,6 +457,7 @@ class Recipe:
     """
 
     name: str
+    summary: str = field(default="", compare=False, repr=False)
     output: Gemm = Gemm()
     grad_input: Gemm = Gemm()
     grad_weight: Gemm = Gemm()
@@ -506,7 +508,7 @@ class Recipe:
 
     def _check_operands(self) -> None:
         for role, cast in self._casts():
-            if cast.format in (E8M0, DYNAMIC_UNSIGNED):
+            if not cast.format.is_signed:
                 self._refuse(
                     "recipe.unsigned-format",
                     f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.",
@@ -664,7 +666,10 @@ class Recipe:
                 for name in ("grad_input", "grad_weight")
                 if name not in changes
             }
-        return replace(self, name=self.name + suffix, save=save, backward=backward, **gemms)
+        # The summary describes the recipe without the changes.
+        return replace(
+            self, name=self.name + suffix, summary="", save=save, backward=backward, **gemms
+        )
 
 
 def _recast(gemm: Gemm) -> Gemm:

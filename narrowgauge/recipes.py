@@ -1,4 +1,4 @@
-"""The named recipes. A new recipe is a constant here, listed in ALL.
+"""The named recipes. A new recipe is one constant here, above ALL, with its name and its summary.
 
     get("fp8-current")    the recipe
     names()               all names, in the order of the table in the README
@@ -35,29 +35,13 @@ from narrowgauge.scaling import (
     WHOLE,
 )
 
-SUMMARIES: dict[str, str] = {
-    "bf16": "every operand in bfloat16, of a float16 model in float16: the reference that the others are compared with",
-    "fp8-delayed": "one scale per tensor, from the largest magnitudes of earlier steps",
-    "fp8-current": "one scale per tensor, from the tensor at hand",
-    "fp8-current-fast": "as fp8-current, all three products added by FP8 tensor cores in 14 bits",
-    "fp8-row": "one power-of-two scale per row of each operand",
-    "fp8-block": "1x128 tiles for activations and gradients, 128x128 for weights",
-    "mxfp8": "1x32 tiles with 8-bit exponents as scales (OCP MX)",
-    "int8": "8-bit integers, one scale per row of each operand",
-    "int4-hq-bs": "4-bit integers after a Hadamard rotation, gradients split into two 4-bit digits",
-    "int4-hq-lss": "the same with learned steps and rows of the gradient sampled by leverage score",
-    "int4-lsq-luq": "4-bit integers with learned steps, gradients in powers of two (the paper's baseline)",
-    "int4-minmax-sr": "as int4-hq-bs, gradients rounded stochastically to 4 bits, one scale per tensor",
-    "int4-row-sr": "as int4-hq-bs, gradients rounded stochastically to 4 bits, one scale per token",
-    "nvfp4": "4-bit floats in 1x16 tiles, weights 16x16, e4m3 scales; gradients rounded stochastically",
-    "mxfp4": "4-bit floats in 1x32 tiles, powers of two; Hadamard; backward rounded stochastically",
-}
+BF16 = Recipe(
+    name="bf16",
+    summary="every operand in bfloat16, of a float16 model in float16: the reference that the others are compared with",
+)
 
 
-BF16 = Recipe(name="bf16")
-
-
-def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
+def _per_tensor(name: str, summary: str, calibrate: Current | Window) -> Recipe:
     """E4M3 forward and E5M2 gradients ("hybrid"), one float32 scale per tensor.
 
     TransformerEngine, torchao, MS-AMP, Colossal-AI and COAT all use this split: with one scale for
@@ -75,11 +59,16 @@ def _per_tensor(name: str, calibrate: Current | Window) -> Recipe:
     backward = Gemm(lhs=gradient, rhs=forward)
     output = Gemm(lhs=forward, rhs=forward, fast_accumulate=True)
     return Recipe(
-        name=name, output=output, grad_input=backward, grad_weight=backward, save="quantized"
+        name=name,
+        summary=summary,
+        output=output,
+        grad_input=backward,
+        grad_weight=backward,
+        save="quantized",
     )
 
 
-def _uniform(name: str, cast: Cast, fast_accumulate: bool = False) -> Recipe:
+def _uniform(name: str, summary: str, cast: Cast, fast_accumulate: bool = False) -> Recipe:
     """The same cast for all six operands.
 
     Each tensor is cast twice, along different axes, both times from the original. Backward saves
@@ -88,28 +77,38 @@ def _uniform(name: str, cast: Cast, fast_accumulate: bool = False) -> Recipe:
     """
     gemm = Gemm(lhs=cast, rhs=cast)
     output = replace(gemm, fast_accumulate=fast_accumulate)
-    return Recipe(name=name, output=output, grad_input=gemm, grad_weight=gemm, save="quantized")
+    return Recipe(
+        name=name,
+        summary=summary,
+        output=output,
+        grad_input=gemm,
+        grad_weight=gemm,
+        save="quantized",
+    )
 
 
-FP8_DELAYED = _per_tensor("fp8-delayed", Window())
-FP8_CURRENT = _per_tensor("fp8-current", CURRENT)
+FP8_DELAYED = _per_tensor(
+    "fp8-delayed", "one scale per tensor, from the largest magnitudes of earlier steps", Window()
+)
+FP8_CURRENT = _per_tensor("fp8-current", "one scale per tensor, from the tensor at hand", CURRENT)
 # Colossal-AI's choice; on Hopper the two backward GEMMs become 1.1 to 1.2 times as fast (torchao
 # issue 2377, published). docs/convergence.md compares its final loss with fp8-current's. The error
 # of a GEMM grows with the length of the contracted axis, here also with the tokens of a step.
 FP8_CURRENT_FAST = replace(
     FP8_CURRENT,
     name="fp8-current-fast",
+    summary="as fp8-current, all three products added by FP8 tensor cores in 14 bits",
     grad_input=replace(FP8_CURRENT.grad_input, fast_accumulate=True),
     grad_weight=replace(FP8_CURRENT.grad_weight, fast_accumulate=True),
 )
 # One scale per row of each operand [outer, contracted], a power of two by default in torchao and
 # here. E4M3 everywhere, as in torchao, since a row's range is small.
-FP8_ROW = _uniform("fp8-row", Cast(format=E4M3, tile=(1, WHOLE), scale=POW2), fast_accumulate=True)
-INT8_ROW = _uniform("int8", Cast(format=INT8, tile=(1, WHOLE)))
-# OCP MX: 1x32 tiles along the contracted axis. E8M0 scales are rounded up ("RCEIL"), not down as in
-# the OCP text: rounding down saturates the top of a tile and was seen to diverge in training (arXiv
-# 2506.08027). E4M3 for all six operands, as in TransformerEngine and torchao.
-MXFP8 = _uniform("mxfp8", Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL))
+FP8_ROW = _uniform(
+    "fp8-row",
+    "one power-of-two scale per row of each operand",
+    Cast(format=E4M3, tile=(1, WHOLE), scale=POW2),
+    fast_accumulate=True,
+)
 
 # DeepSeek-V3's tiles: 1x128 along the contracted axis, 128x128 for weights so that one copy serves
 # both GEMMs. E4M3 for gradients too: tiles this small do not need the range of E5M2 (DeepSeek-V3,
@@ -121,66 +120,29 @@ _VECTOR = Cast(format=E4M3, tile=(1, 128), scale=POW2)
 _SQUARE = Cast(format=E4M3, tile=(128, 128), scale=POW2)
 FP8_BLOCK = Recipe(
     name="fp8-block",
+    summary="1x128 tiles for activations and gradients, 128x128 for weights",
     output=Gemm(lhs=_VECTOR, rhs=_SQUARE),
     grad_input=Gemm(lhs=_VECTOR, rhs=_SQUARE),
     grad_weight=Gemm(lhs=_VECTOR, rhs=_VECTOR),
     save="quantized",
 )
 
-# "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149): E2M1 in tiles of 16, e4m3 scales, one float32 above them.
-#
-# As in the paper: weights in 16x16, so that forward and backward use the same values; activations
-# in 1x16; both rounded to nearest, since stochastic rounding of them diverges (appendix E.3).
-# Gradients are rounded stochastically in both GEMMs that read them. A Hadamard rotation of 16 with
-# TransformerEngine's fixed signs is in grad_weight alone: elsewhere it degrades the loss (E.4.1).
-# The last 15 % of the blocks stay in bf16 (E.2), and so do the heads.
-#
-# Changed here: the scales of stochastic casts are rounded up, not to nearest. Rounding to nearest
-# lets 3 % of the elements exceed 6, saturate, and bias the gradient. A headroom of 17/16 would cure
-# that for ordinary tiles only, at a larger variance. Scales rounded up are valid NVFP4 scales. x is
-# saved as it is: grad_weight rotates it and tiles it along another axis. Saving 4-bit codes of that
-# is one `replace` away (save="quantized").
-_NV_VECTOR = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
-_NV_SQUARE = Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL)
-_NV_GRADIENT = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic")
-NVFP4 = Recipe(
-    name="nvfp4",
-    output=Gemm(lhs=_NV_VECTOR, rhs=_NV_SQUARE),
-    grad_input=Gemm(lhs=_NV_GRADIENT, rhs=_NV_SQUARE),
-    grad_weight=Gemm(lhs=_NV_GRADIENT, rhs=_NV_VECTOR, rotate=Hadamard(block=16, signs="fixed")),
-    wide_blocks=WideBlocks(),
+# OCP MX: 1x32 tiles along the contracted axis. E8M0 scales are rounded up ("RCEIL"), not down as in
+# the OCP text: rounding down saturates the top of a tile and was seen to diverge in training (arXiv
+# 2506.08027). E4M3 for all six operands, as in TransformerEngine and torchao.
+MXFP8 = _uniform(
+    "mxfp8",
+    "1x32 tiles with 8-bit exponents as scales (OCP MX)",
+    Cast(format=E4M3, tile=(1, 32), scale=E8M0_CEIL),
 )
-
-# OCP MXFP4: E2M1 in 1x32 tiles with power-of-two scales, all six operands, after Hadamard
-# rotations.
-#
-# Backward follows "Training LLMs with MXFP4" (arXiv 2502.20586): blocks of 64 with new random signs
-# at every GEMM, so that outliers spread; stochastic rounding of both operands with a headroom of
-# 4/3 (the paper's 3/4 before, 16/9 after). Headroom is needed because scales rounded down saturate
-# up to a quarter of the range and so bias the gradient. E8M0_CEIL without headroom is as good:
-# relative to amax its scales have the same distribution, and its error is the same.
-#
-# Forward is in 4 bits too, hence the name without a qualifier; the paper leaves it in 8 or 16. It
-# is rounded to nearest after a fixed rotation of 32, as in Quartet (arXiv 2505.14669), but with
-# scales rounded up. In a language model of 0.1 M parameters (one seed, 200 steps, noise of 0.02)
-# the loss was 0.000 nats from that of an MXFP8 forward; with scales rounded down 0.018, and with
-# Quartet's clipped-RMS scale, without its clip masks, 0.044. The paper's forward is
-# `MXFP4.with_gemm(output=MXFP8.output)`.
-_MX_FORWARD = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
-_MX_BACKWARD = Cast(
-    format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3
-)
-_MX_GRADIENT = Gemm(lhs=_MX_BACKWARD, rhs=_MX_BACKWARD, rotate=Hadamard(block=64, signs="random"))
-MXFP4 = Recipe(
-    name="mxfp4",
-    output=Gemm(lhs=_MX_FORWARD, rhs=_MX_FORWARD, rotate=Hadamard(block=32)),
-    grad_input=_MX_GRADIENT,
-    grad_weight=_MX_GRADIENT,
+INT8_ROW = _uniform(
+    "int8", "8-bit integers, one scale per row of each operand", Cast(format=INT8, tile=(1, WHOLE))
 )
 
 
 def _int4(
     name: str,
+    summary: str,
     forward: Cast,
     rotate: Hadamard | None,
     grad_input: Cast,
@@ -212,6 +174,7 @@ def _int4(
     """
     return Recipe(
         name=name,
+        summary=summary,
         output=Gemm(lhs=forward, rhs=forward, rotate=rotate),
         grad_input=Gemm(lhs=grad_input, rhs=forward, sample=sample),
         grad_weight=Gemm(lhs=grad_weight, rhs=forward, sample=sample),
@@ -231,28 +194,119 @@ _LUQ = Cast(format=E3M0, rounding="stochastic")
 _SR = Cast(format=INT4, rounding="stochastic")
 _TOKENS = Cast(format=INT4, tile=(1, WHOLE), rounding="stochastic")
 _TOKENS_TRANSPOSED = Cast(format=INT4, tile=(WHOLE, 1), rounding="stochastic")
-INT4_HQ_BS = _int4("int4-hq-bs", _RMS, Hadamard(), _SPLIT, _SPLIT)
-INT4_HQ_LSS = _int4("int4-hq-lss", _LSQ, Hadamard(), _SPLIT, _SPLIT, LeverageScore())
-INT4_LSQ_LUQ = _int4("int4-lsq-luq", _LSQ, None, _LUQ, _LUQ)
-INT4_MINMAX_SR = _int4("int4-minmax-sr", _RMS, Hadamard(), _SR, _SR)
-INT4_ROW_SR = _int4("int4-row-sr", _RMS, Hadamard(), _TOKENS, _TOKENS_TRANSPOSED)
+INT4_HQ_BS = _int4(
+    "int4-hq-bs",
+    "4-bit integers after a Hadamard rotation, gradients split into two 4-bit digits",
+    _RMS,
+    Hadamard(),
+    _SPLIT,
+    _SPLIT,
+)
+INT4_HQ_LSS = _int4(
+    "int4-hq-lss",
+    "the same with learned steps and rows of the gradient sampled by leverage score",
+    _LSQ,
+    Hadamard(),
+    _SPLIT,
+    _SPLIT,
+    LeverageScore(),
+)
+INT4_LSQ_LUQ = _int4(
+    "int4-lsq-luq",
+    "4-bit integers with learned steps, gradients in powers of two (the paper's baseline)",
+    _LSQ,
+    None,
+    _LUQ,
+    _LUQ,
+)
+INT4_MINMAX_SR = _int4(
+    "int4-minmax-sr",
+    "as int4-hq-bs, gradients rounded stochastically to 4 bits, one scale per tensor",
+    _RMS,
+    Hadamard(),
+    _SR,
+    _SR,
+)
+INT4_ROW_SR = _int4(
+    "int4-row-sr",
+    "as int4-hq-bs, gradients rounded stochastically to 4 bits, one scale per token",
+    _RMS,
+    Hadamard(),
+    _TOKENS,
+    _TOKENS_TRANSPOSED,
+)
 
-ALL: tuple[Recipe, ...] = (
-    BF16, FP8_DELAYED, FP8_CURRENT, FP8_CURRENT_FAST, FP8_ROW, FP8_BLOCK, MXFP8, INT8_ROW,
-    INT4_HQ_BS, INT4_HQ_LSS, INT4_LSQ_LUQ, INT4_MINMAX_SR, INT4_ROW_SR, NVFP4, MXFP4,
-)  # fmt: skip
+# "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149): E2M1 in tiles of 16, e4m3 scales, one float32 above them.
+#
+# As in the paper: weights in 16x16, so that forward and backward use the same values; activations
+# in 1x16; both rounded to nearest, since stochastic rounding of them diverges (appendix E.3).
+# Gradients are rounded stochastically in both GEMMs that read them. A Hadamard rotation of 16 with
+# TransformerEngine's fixed signs is in grad_weight alone: elsewhere it degrades the loss (E.4.1).
+# The last 15 % of the blocks stay in bf16 (E.2), and so do the heads.
+#
+# Changed here: the scales of stochastic casts are rounded up, not to nearest. Rounding to nearest
+# lets 3 % of the elements exceed 6, saturate, and bias the gradient. A headroom of 17/16 would cure
+# that for ordinary tiles only, at a larger variance. Scales rounded up are valid NVFP4 scales. x is
+# saved as it is: grad_weight rotates it and tiles it along another axis. Saving 4-bit codes of that
+# is one `replace` away (save="quantized").
+_NV_VECTOR = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
+_NV_SQUARE = Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL)
+_NV_GRADIENT = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic")
+NVFP4 = Recipe(
+    name="nvfp4",
+    summary="4-bit floats in 1x16 tiles, weights 16x16, e4m3 scales; gradients rounded stochastically",
+    output=Gemm(lhs=_NV_VECTOR, rhs=_NV_SQUARE),
+    grad_input=Gemm(lhs=_NV_GRADIENT, rhs=_NV_SQUARE),
+    grad_weight=Gemm(lhs=_NV_GRADIENT, rhs=_NV_VECTOR, rotate=Hadamard(block=16, signs="fixed")),
+    wide_blocks=WideBlocks(),
+)
+
+# OCP MXFP4: E2M1 in 1x32 tiles with power-of-two scales, all six operands, after Hadamard
+# rotations.
+#
+# Backward follows "Training LLMs with MXFP4" (arXiv 2502.20586): blocks of 64 with new random signs
+# at every GEMM, so that outliers spread; stochastic rounding of both operands with a headroom of
+# 4/3 (the paper's 3/4 before, 16/9 after). Headroom is needed because scales rounded down saturate
+# up to a quarter of the range and so bias the gradient. E8M0_CEIL without headroom is as good:
+# relative to amax its scales have the same distribution, and its error is the same.
+#
+# Forward is in 4 bits too, hence the name without a qualifier; the paper leaves it in 8 or 16. It
+# is rounded to nearest after a fixed rotation of 32, as in Quartet (arXiv 2505.14669), but with
+# scales rounded up. In a language model of 0.1 M parameters (one seed, 200 steps, noise of 0.02)
+# the loss was 0.000 nats from that of an MXFP8 forward; with scales rounded down 0.018, and with
+# Quartet's clipped-RMS scale, without its clip masks, 0.044. The paper's forward is
+# `MXFP4.with_gemm(output=MXFP8.output)`.
+_MX_FORWARD = Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL)
+_MX_BACKWARD = Cast(
+    format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3
+)
+_MX_GRADIENT = Gemm(lhs=_MX_BACKWARD, rhs=_MX_BACKWARD, rotate=Hadamard(block=64, signs="random"))
+MXFP4 = Recipe(
+    name="mxfp4",
+    summary="4-bit floats in 1x32 tiles, powers of two; Hadamard; backward rounded stochastically",
+    output=Gemm(lhs=_MX_FORWARD, rhs=_MX_FORWARD, rotate=Hadamard(block=32)),
+    grad_input=_MX_GRADIENT,
+    grad_weight=_MX_GRADIENT,
+)
+
+# All recipes above in definition order, which is the order of the README's table: the registry that
+# the CLI, reports, self-checks and tests use.
+ALL: tuple[Recipe, ...] = tuple(
+    each for each in list(globals().values()) if isinstance(each, Recipe)
+)
 
 # A recipe that is bad on purpose (a positive control, `diagnose.sensitivity`). A study trains it
 # beside the others and gives no verdict unless it detects that this recipe is worse. grad_output
 # takes the values -1, 0 and 1 times its amax; nearest rounding drops every element below half of
 # amax, so most of the learning signal is gone. The forward pass is bf16's, so a model that learns
 # nothing has bf16's losses and is distinguishable from no other recipe. With a broken forward pass,
-# rounding alone would give the control away before any learning. Not in ALL: nobody should train
-# with it. Its codes are stored in int8, so every integer kernel works.
+# rounding alone would give the control away before any learning. Below ALL, hence not in it: nobody
+# should train with it. Its codes are stored in int8, so every integer kernel works.
 _TERNARY = Cast(format=replace(INT8, name="ternary", max=1))
 POSITIVE_CONTROL = replace(
     BF16,
     name="positive-control",
+    summary="bad on purpose: grad_output in {-1, 0, 1} times its amax",
     grad_input=replace(BF16.grad_input, lhs=_TERNARY),
     grad_weight=replace(BF16.grad_weight, lhs=_TERNARY),
 )

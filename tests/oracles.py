@@ -7,14 +7,26 @@ compared as uint8, values as float32; `plain` makes all NaNs one, since payload 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 
 import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import DYNAMIC_SIGNED, DYNAMIC_UNSIGNED, NF4, Format, TableFormat
+from narrowgauge import formats
+from narrowgauge.formats import (
+    DYNAMIC_SIGNED,
+    DYNAMIC_UNSIGNED,
+    NF4,
+    ExponentFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    TableFormat,
+)
 from narrowgauge.recipe import Cast
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -24,31 +36,36 @@ E4M3_VALUES = np.unique(
 NAN = float("nan")
 INF = float("inf")
 
+
+def _ml_dtype(format: Format) -> type | None:
+    """ml_dtypes' type with these fields and this largest value; None: it has none, and searches are the oracle."""
+    if not isinstance(format, FloatFormat | ExponentFormat):
+        return None
+    for name in dir(ml_dtypes):
+        each = getattr(ml_dtypes, name)
+        if not name.startswith("float") or not isinstance(each, type):
+            continue
+        facts = ml_dtypes.finfo(each)
+        fields = (format.exponent, format.mantissa) if isinstance(format, FloatFormat) else (8, 0)
+        if (facts.bits, facts.nexp, facts.nmant) == (format.bits, *fields) and float(
+            facts.max
+        ) == format.max:
+            return each
+    return None
+
+
+# Name of a format -> the type of ml_dtypes with the same numbers. Formats that it lacks are absent.
 ML_DTYPES: dict[str, type] = {
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-    "int4": ml_dtypes.int4,
+    format.name: found for format in formats.ALL if (found := _ml_dtype(format)) is not None
 }
 
-# The smallest scale of a tile: float32's smallest normal over half of the format's smallest step.
-SMALLEST_SCALE = {
-    "e4m3": 2.0**-116,  # 2**-126 / 2**-10
-    "e5m2": 2.0**-109,
-    "e3m2": 2.0**-121,
-    "e2m3": 2.0**-122,
-    "e2m1": 2.0**-124,
-    "e3m0": 2.0**-123,
-    "int8": 2.0**-125,
-    "int4x2": 2.0**-125,
-    "int4": 2.0**-125,
-    "nf4": 2.0**-121,  # 2**-126 / 0.0398 is 2**-121.35
-    "dynamic-signed": 2.0**-104,  # 2**-126 / 2.75e-7 is 2**-104.2
-    "dynamic-unsigned": 2.0**-103,  # 2**-126 / 1.625e-7 is 2**-103.4
-}
+
+@cache
+def smallest_scale(format: Format) -> float:
+    """Smallest power of two that lifts half of the format's smallest step to float32's smallest normal, 2**-126."""
+    values = format.values().double().numpy()
+    step = Fraction(float(np.abs(values[np.isfinite(values) & (values != 0)]).min()))
+    return float(Fraction(2) ** ceil_log2(Fraction(2) ** -125 / step))
 
 
 def plain(x: Tensor) -> Tensor:
@@ -91,12 +108,10 @@ def boundaries(format: Format) -> Tensor:
 
 
 def codes_by_ml_dtypes(x: Tensor, format: Format) -> Tensor:
-    """uint8 codes by ml_dtypes, for x already within +-max; integers are rounded by NumPy (half to even) first."""
+    """uint8 codes by ml_dtypes, for x already within +-max; of integers int8 by NumPy (half to even)."""
     values = x.numpy()
-    if format.name == "int8":
+    if isinstance(format, IntFormat):
         return torch.from_numpy(np.rint(values).astype(np.int8).view(np.uint8))
-    if format.name == "int4":
-        return torch.from_numpy(np.rint(values).astype(ml_dtypes.int4).view(np.uint8) & 0xF)
     return torch.from_numpy(values.astype(ML_DTYPES[format.name]).view(np.uint8))
 
 
@@ -129,11 +144,7 @@ def nearest_by_search(x: Tensor, format: Format) -> Tensor:
         ]
     )
     chosen = torch.from_numpy(chosen).float().reshape(x.shape)
-    return (
-        torch.copysign(chosen, x)
-        if format.name.startswith("e") and format.name != "e8m0"
-        else chosen
-    )
+    return torch.copysign(chosen, x) if isinstance(format, FloatFormat) else chosen
 
 
 def round_half_away(x: Tensor, format: Format) -> Tensor:
@@ -205,7 +216,7 @@ def exact_scale(rule: str, amax: float, format: Format) -> float:
         return NAN
     if amax < 2.0**-126:
         return 1.0
-    smallest, ratio = Fraction(SMALLEST_SCALE[format.name]), Fraction(amax) / Fraction(format.max)
+    smallest, ratio = Fraction(smallest_scale(format)), Fraction(amax) / Fraction(format.max)
     if rule == "fp32":
         return to_float32(min(max(ratio, smallest), Fraction(2) ** 126))
     if rule in ("pow2", "e8m0-ceil"):
@@ -224,7 +235,7 @@ def exact_two_level(
     largest = float(amax.max(initial=0.0)) if not np.isnan(amax).any() else NAN
     if not math.isfinite(largest):
         return np.full_like(amax, NAN), NAN
-    smallest = Fraction(SMALLEST_SCALE[format.name]) * 2**9
+    smallest = Fraction(smallest_scale(format)) * 2**9
     whole = 1.0
     if largest >= 2.0**-126:
         whole = to_float32(max(Fraction(largest) / Fraction(448 * format.max), smallest))
@@ -273,6 +284,26 @@ def quantize_by_loop(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | No
 
 
 def decoded(x: Tensor, format: Format) -> Tensor:
-    """The value each x is rounded to, NaN included: kept by e4m3 and e5m2, zero elsewhere."""
+    """The value each x is rounded to, NaN included: kept by formats that have one, zero elsewhere."""
     nearest = nearest_by_search(torch.where(x.isnan(), 0.0, x), format)
-    return torch.where(x.isnan(), NAN if format.name in ("e4m3", "e5m2") else 0.0, nearest)
+    has_nan = bool(format.values().isnan().any())
+    return torch.where(x.isnan(), NAN if has_nan else 0.0, nearest)
+
+
+# --- the quality of a cast --------------------------------------------------------------------------------------------------
+
+
+def gaussian_sqnr_db(cast: Cast) -> float:
+    """dB of a normal tensor [128, 256] over the error of its cast; the expected error of a stochastic one."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((128, 256)).astype(np.float32))
+    _, scales, whole = quantize_by_loop(x, replace(cast, rounding="nearest"))
+    a, b = (size if tile == -1 else tile for size, tile in zip(x.shape, cast.tile, strict=True))
+    scale = scales.double().numpy().repeat(a, axis=0)[:128].repeat(b, axis=1)[:, :256]
+    scale = scale * (1.0 if whole is None else float(whole))
+    values = finite_values(cast.format)
+    y = np.clip(x.double().numpy() / scale, values[0], values[-1])
+    above = np.searchsorted(values, y).clip(1, len(values) - 1)
+    down, up = y - values[above - 1], values[above] - y
+    # A stochastic cast goes up with probability down / (down + up): its mean squared error is down * up.
+    error = down * up if cast.rounding == "stochastic" else np.minimum(down, up) ** 2
+    return float(10 * np.log10((x.double().numpy() ** 2).sum() / (error * scale**2).sum()))

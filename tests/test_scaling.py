@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge import formats, scaling
-from narrowgauge.formats import E2M1, E4M3, E5M2, E8M0, INT8, NF4
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT8, NF4
 from narrowgauge.scaling import (
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
@@ -29,20 +29,19 @@ from tests.oracles import (
     FLOAT32_MAX,
     INF,
     NAN,
-    SMALLEST_SCALE,
     exact_scale,
     exact_two_level,
     from_bits,
     neighbours,
     plain,
     random_bit_patterns,
+    smallest_scale,
     to_float32,
 )
 
-ELEMENTS = tuple(format for format in formats.ALL if format is not E8M0)
 ONE_LEVEL = (FP32, POW2, E8M0_CEIL, E8M0_FLOOR)
 FORMATS = (E4M3, E5M2, E2M1, INT8)
-every_format = pytest.mark.parametrize("format", ELEMENTS, ids=str)
+every_format = pytest.mark.parametrize("format", formats.ELEMENTS, ids=str)
 every_rule = pytest.mark.parametrize("rule", ONE_LEVEL, ids=str)
 
 positive_floats = st.floats(min_value=0, max_value=FLOAT32_MAX, width=32, allow_subnormal=True)
@@ -77,7 +76,7 @@ def test_scales_follow_their_definition(rule, format):
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @every_rule
 def test_the_table_in_the_module(rule, format):
-    smallest = SMALLEST_SCALE[format.name]
+    smallest = smallest_scale(format)
     amax = torch.tensor([0.0, 1e-40, INF, NAN, 2.0**-126, FLOAT32_MAX])
     zero, subnormal, infinite, nan, tiny, huge = rule(amax, format).tolist()
     assert zero == subnormal == 1.0
@@ -105,7 +104,7 @@ def test_a_power_of_two_scale_never_saturates_and_is_minimal(format, amax):
     assert math.frexp(scale)[0] == 0.5
     if scale < 2.0**126:  # tables have max 1 and would need 2**128
         assert Fraction(amax) / Fraction(scale) <= Fraction(format.max)
-    if scale > SMALLEST_SCALE[format.name] and amax >= 2.0**-126:
+    if scale > smallest_scale(format) and amax >= 2.0**-126:
         assert Fraction(amax) / (Fraction(scale) / 2) > Fraction(format.max)
 
 
@@ -113,7 +112,7 @@ def test_a_power_of_two_scale_never_saturates_and_is_minimal(format, amax):
 def test_rounding_down_saturates_at_most_as_far_as_documented(format):
     """amax / scale < 2 * 2**floor(log2 max): at most 512/448 in e4m3, 65536/57344 in e5m2, 8/6 in e2m1, 128/127 in int8."""
     amax = edges(format)
-    amax = amax[amax >= format.max * SMALLEST_SCALE[format.name]]
+    amax = amax[amax >= format.max * smallest_scale(format)]
     ratio = amax.double() / E8M0_FLOOR(amax, format).double()
     top = 2.0 ** math.floor(math.log2(format.max))
     assert (ratio >= top).all() and (ratio < 2 * top).all()
@@ -150,11 +149,25 @@ def test_rules_take_any_float_type_and_shape():
         )
 
 
+def test_smallest_scales_by_hand():
+    """2**-126 over half of the smallest step: 2**-10 in e4m3; of tables the next power of two above."""
+    expected = {
+        "e4m3": 2.0**-116,
+        "e5m2": 2.0**-109,
+        "e2m1": 2.0**-124,
+        "int8": 2.0**-125,
+        "nf4": 2.0**-121,  # 2**-126 / 0.0398 is 2**-121.35
+        "dynamic-signed": 2.0**-104,  # 2**-126 / 2.75e-7 is 2**-104.2
+    }
+    for name, scale in expected.items():
+        assert smallest_scale(formats.get(name)) == scale
+
+
 @every_format
 def test_at_the_smallest_scale_nothing_is_subnormal(format):
     """What makes flush-to-zero harmless: subnormals round to zero, and no decoded value is below float32's normals."""
     smallest = scaling.smallest_scale(format)
-    assert smallest == SMALLEST_SCALE[format.name] and math.frexp(smallest)[0] == 0.5
+    assert smallest == smallest_scale(format) and math.frexp(smallest)[0] == 0.5
     largest_subnormal = from_bits([0x007FFFFF, 0x807FFFFF])
     assert (format.round(largest_subnormal / smallest) == 0).all()
     assert format.smallest * smallest >= 2.0**-126
@@ -288,10 +301,10 @@ def test_power_of_two_scales_equal_those_of_transformer_engine(format):
     amax = amax[amax.isfinite() & (amax > 0)]
     ours = POW2(amax, format)
     theirs = torch.from_numpy(decode_scale_by_transformer_engine(amax.numpy(), format.max))
-    above_floor = amax.double() > format.max * SMALLEST_SCALE[format.name]
+    above_floor = amax.double() > format.max * smallest_scale(format)
     assert_same(ours[above_floor], theirs[above_floor])
     below = ours[~above_floor]
-    assert ((below == SMALLEST_SCALE[format.name]) | (amax[~above_floor] < 2.0**-126)).all()
+    assert ((below == smallest_scale(format)) | (amax[~above_floor] < 2.0**-126)).all()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def recipes(name: str = "", /) -> int:
 
     shown = [registry.get(each) for each in ((name,) if name else registry.names())]
     for recipe in shown:
-        print(f"{recipe.name}: {registry.SUMMARIES[recipe.name]}")
+        print(f"{recipe.name}: {recipe.summary}")
         for product, gemm in recipe.gemms().items():
             print(
                 f"    {product:<12} {gemm}"

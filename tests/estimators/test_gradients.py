@@ -19,9 +19,6 @@ from tests.estimators.proof import assert_biased, assert_unbiased
 
 SIGMAS = {"near-uniform": 0.5, "heavy-tailed": 2.5}
 TOKENS, OUT, IN = 61, 23, 17
-ROUNDING_FORMATS = [
-    format for format in formats.ALL if format is not formats.E8M0
-]  # a format of scales
 
 QUANTIZERS = {
     "min-max": estimators.integers,
@@ -76,7 +73,7 @@ def noisy(quantizer, x: Tensor):
 
 
 @by_tail
-@pytest.mark.parametrize("format", ROUNDING_FORMATS, ids=str)
+@pytest.mark.parametrize("format", formats.ELEMENTS, ids=str)
 def test_stochastic_rounding_of_a_format(format, sigma):
     x = operands(sigma)[0]
     values = format.values()

@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from narrowgauge import recipes
 from narrowgauge.conversion import advance, convert, suspended
 from narrowgauge.errors import ConfigError, ShapeError
-from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
+from narrowgauge.formats import E4M3, E5M2
 from narrowgauge.nn import linear_function
 from narrowgauge.nn.linear import QLinear, linear
 from narrowgauge.recipe import Cast, Gemm, Recipe
 from tests.compare import assert_same, sqnr_db
+from tests.oracles import gaussian_sqnr_db
 from tests.raising import raises
 
 SHAPES = [(48, 64, 32), (33, 130, 70), (1, 16, 16), (7, 5, 3)]  # tokens, in_features, out_features
@@ -56,17 +57,28 @@ def exact(layer: QLinear, x: torch.Tensor, gy: torch.Tensor) -> dict[str, torch.
 def floor_db(gemm: Gemm) -> float:
     """What rounding alone leaves, less 1.5 dB for small samples.
 
-    A product of two operands with independent relative noise of powers p1, p2 has p1 + p2. One Gaussian operand was measured at
-    31.5 dB in e4m3, 25.5 in e5m2, 40 in int8 with row scales (tail of a row decides) and 50 in bfloat16; in e2m1 with tiles
-    at least 18.7, rounded stochastically 15.4.
+    A product of two operands with independent relative noise of powers p1, p2 has p1 + p2. The noise of a cast is that of a
+    normal tensor by the format's values (`gaussian_sqnr_db`); bfloat16 was measured at 50 dB.
     """
-    powers = {(E4M3, "nearest"): 31.5, (E5M2, "nearest"): 25.5, (INT8, "nearest"): 40.0}
-    powers |= {(E2M1, "nearest"): 18.7, (E2M1, "stochastic"): 15.4}
     noise = [
-        10 ** (-(powers[cast.format, cast.rounding] if cast else 50.0) / 10)
-        for cast in (gemm.lhs, gemm.rhs)
+        10 ** (-(gaussian_sqnr_db(cast) if cast else 50.0) / 10) for cast in (gemm.lhs, gemm.rhs)
     ]
     return float(-10 * torch.log10(torch.tensor(sum(noise)))) - 1.5
+
+
+@pytest.mark.parametrize(
+    ("cast", "db"),
+    [
+        (recipes.FP8_CURRENT.output.lhs, 31.5),
+        (recipes.FP8_CURRENT.grad_input.lhs, 25.5),
+        (recipes.MXFP4.output.lhs, 18.7),
+        (recipes.MXFP4.grad_input.lhs, 15.4),
+    ],
+    ids=str,
+)
+def test_the_floor_of_a_cast_is_the_measured_one(cast: Cast, db: float) -> None:
+    """As measured through `quantize` before the floors had a formula."""
+    assert gaussian_sqnr_db(cast) == pytest.approx(db, abs=0.2)
 
 
 @pytest.mark.parametrize("recipe", RECAST, ids=lambda recipe: recipe.name)

@@ -11,8 +11,8 @@ Results are bit-identical to the reference, in one or two launches.
     blocks, 2 level  maxima, cast                     2, like a tensor
 
 Two launches, maxima and cast, replace one that would exceed its limit of 64 registers: for
-stochastic rounding, for sides that are no multiple of 16, and for rows with x.T in formats of less
-than 8 bits.
+stochastic rounding, for sides that are no multiple of 16, and for rows with x.T in formats outside
+`cast_constants.IN_64_REGISTERS`.
 
 Sizes of the pieces, none measured on a GPU:
 
@@ -386,8 +386,7 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
-    # Codes of less than 8 bits spill in this kernel (E2M1 on 10.0: 56 bytes).
-    if amax is None and C.bits == 8 and _is_at_once(matrix, C):
+    if amax is None and C.in_64_registers and _is_at_once(matrix, C):
         programs = _at_once(programs, sizes["warps"], x.device)[0]
         given = (
             matrix,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from narrowgauge.formats import E4M3, FloatFormat, IntFormat
+from narrowgauge.formats import E4M3, E5M2, INT4X2, INT8, FloatFormat, IntFormat
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import LEAST_CAPABILITY, has_conversions
 from narrowgauge.recipe import Cast
@@ -21,6 +21,12 @@ from narrowgauge.scaling import (
 )
 
 TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
+# Formats that GPUs convert to and from by an instruction, with the same largest value and NaN. Other
+# formats of 8 bits, such as e3m4, are rounded in integer arithmetic on every GPU.
+CONVERTED = (E4M3, E5M2)
+# Formats for which `amax_and_cast` was compiled without spilling from its 64 registers on every GPU,
+# for scales of rows too. E2M1 spills 56 bytes on 10.0; a format that is not listed takes two launches.
+IN_64_REGISTERS = (E4M3, E5M2, INT8, INT4X2)
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,13 @@ class CastConstants:
     bias: int
     bits: int  # bits of a code
     largest: float  # largest magnitude of the format
-    has_nan: bool  # True if NaN has a code
+    nan_code: int  # code of NaN without its sign; 0 if the format has no NaN
     decoded: bool  # True: store decoded values in a float dtype instead of codes
     # True: round up with the probability of the fraction; else to nearest, ties to even.
     stochastic: bool
-    hardware: bool  # True: use the GPU's own conversions, where Triton compiles to them
+    # True: use the GPU's own conversions, where Triton compiles to them (`CONVERTED`).
+    hardware: bool
+    in_64_registers: bool  # True if `amax_and_cast` does not spill (`IN_64_REGISTERS`)
     # True for Triton's interpreter. Its fma rounds the product, and its bfloat16 products are wrong
     # (3.9).
     interpreted: bool
@@ -85,12 +93,11 @@ def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False)
         bias=format.bias if isinstance(format, FloatFormat) else 0,
         bits=format.bits,
         largest=float(format.max),
-        has_nan=isinstance(format, FloatFormat) and format.has_nan,
+        nan_code=format.nan_code or 0,
         decoded=decoded,
         stochastic=cast.rounding == "stochastic",
-        hardware=isinstance(format, FloatFormat)
-        and format.bits == 8
-        and has_conversions(capability),
+        hardware=format in CONVERTED and has_conversions(capability),
+        in_64_registers=format in IN_64_REGISTERS,
         interpreted=capability < LEAST_CAPABILITY,
         power=cast.scale.power_of_two,
         carry=0 if cast.scale in (FP32, E8M0_FLOOR) else ceil_carry(format),

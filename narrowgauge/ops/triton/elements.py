@@ -2,9 +2,9 @@
 
 C: see `CastConstants`.
 
-With C.hardware the GPU converts to e4m3 and e5m2; its conversions saturate and keep NaN as ours do.
-Otherwise the code is computed in integer arithmetic, with shift = 23 - mantissa and |y| at most the
-format's largest value:
+With C.hardware the format is e4m3 or e5m2 and the GPU converts; its conversions saturate and keep
+NaN as ours do. Otherwise the code is computed in integer arithmetic, with shift = 23 - mantissa and
+|y| at most the format's largest value:
 
     normal     (bits + 2^(shift-1) - 1 + lowest kept bit) >> shift, minus the difference of the
                biases: ties to even
@@ -66,8 +66,8 @@ def decode(codes, C: tl.constexpr):
         )
         subnormal = magnitude.to(tl.float32) * 2.0 ** (1 - C.bias - C.mantissa)
         value = tl.where(magnitude < (1 << C.mantissa), subnormal, normal)
-        if C.has_nan:
-            value = tl.where(magnitude == 0x7F, float("nan"), value)
+        if C.nan_code != 0:
+            value = tl.where(magnitude == C.nan_code, float("nan"), value)
         value = tl.where((wide >> (C.bits - 1)) == 1, negated(value), value)
     return value
 
@@ -97,9 +97,9 @@ def _encode_float(y, C: tl.constexpr):
     )
     subnormal = (magnitude + 2.0**UNIT).to(tl.int32, bitcast=True) - ((UNIT + 127) << 23)
     codes = tl.where(bits < ((128 - C.bias) << 23), subnormal, normal)
-    codes = tl.where(y == y, codes, 0x7F if C.has_nan else 0)
+    codes = tl.where(y == y, codes, C.nan_code)
     sign = (y.to(tl.int32, bitcast=True) >> 31) & 1
-    if not C.has_nan:
+    if C.nan_code == 0:
         sign = tl.where(y == y, sign, 0)  # otherwise the sign of a NaN would depend on the device
     return (codes | (sign << (C.bits - 1))).to(tl.uint8)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8
+from narrowgauge import formats
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, FloatFormat
 from narrowgauge.ops.random import Key
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
@@ -16,6 +17,7 @@ from tests.ops.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
 from tests.selection import quick
 
 from narrowgauge.ops.triton import has_conversions  # isort: skip
+from narrowgauge.ops.triton.cast_constants import refuse  # isort: skip
 from narrowgauge.ops.quantize import triton_launch as casting  # isort: skip
 from narrowgauge.ops.hadamard import encoding  # isort: skip
 
@@ -42,11 +44,23 @@ CASTS = {
     "int8-row": Cast(format=INT8, tile=(1, WHOLE)),
     "e5m2-stochastic": Cast(format=E5M2, rounding="stochastic"),
 }
+# Eight bits for which no GPU has a conversion: taking e5m2's would be silent on 9.0.
+E3M4 = FloatFormat(
+    name="e3m4", bits=8, exponent=3, mantissa=4, max=15.5, storage=torch.uint8, has_nan=True, reserved=16,
+)  # fmt: skip
+# Formats that no cast above has, a new one of the registry too.
+OF_FORMATS = {
+    f"row-{format}": Cast(format=format, tile=(1, WHOLE))
+    for format in (*formats.ELEMENTS, E3M4)
+    if refuse(Cast(format=format)) is None
+    and format not in [cast.format for cast in CASTS.values()]
+}
 # Without the GPU's conversion stochastic rounding takes more: 146 registers on sm_80.
 IN_PAIRS = ("cast_both", "both_delayed", "settle_both")
 WAYS = ("one", "both", "delayed", "both-delayed")
 QUICK = [
     ("tensor", "one", 90), ("tensor-e5m2", "delayed", 90), ("row", "both", 90), ("vector", "both", 90),
+    ("row-e3m4", "both", 90),
     ("tensor", "one", 80), ("e5m2-stochastic", "both", 90), ("tensor", "both-delayed", 90), ("tensor", "both", 90), ("row", "both", 80),
 ]  # fmt: skip
 MATRIX = [
@@ -56,6 +70,10 @@ MATRIX = [
     for way in WAYS
     if (cast, way, sm) not in QUICK and ("delayed" not in way or cast.startswith("tensor"))
 ]
+MATRIX += [
+    (cast, "both", sm) for sm in (80, 90) for cast in OF_FORMATS if (cast, "both", sm) not in QUICK
+]
+CASTS |= OF_FORMATS
 
 
 def kernels(
