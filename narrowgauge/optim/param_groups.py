@@ -22,8 +22,8 @@ from narrowgauge.optim import masters, rules, shards, states
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
 
-# Value of `kept_as` for a parameter whose states stay float32 for this reason.
-CUT = "shards cut its tiles"
+# Values of `kept_as` for parameters whose states stay float32 for these reasons.
+CUT, SHORT = "shards cut its tiles", "rows too short for a tile"
 # Elements. Below, a quantized state saves too little for its error (the bound of bitsandbytes and
 # torchao).
 SMALLEST = 4096
@@ -240,7 +240,7 @@ def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
     tile = states.named(asked).tile
     # Each row has scales of its own, so short rows pay two bytes for a few elements.
     if shape_of(parameter)[1] < tile // 8:
-        return "fp32", "rows too short for a tile"
+        return "fp32", SHORT
     if group["embeddings"] == "fp32" and "param_names" in group:
         place = next(i for i, each in enumerate(group["params"]) if each is parameter)
         if _EMBEDDING.search(group["param_names"][place]):

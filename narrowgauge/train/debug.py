@@ -31,7 +31,7 @@ from narrowgauge.diagnose.format_text import plural
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
 from narrowgauge.diagnose.same_curve import DIFFERS, FEWEST
-from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError
+from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, Reason
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.report import ladder as page
 from narrowgauge.storage import reading
@@ -107,7 +107,10 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         _climb(trainer, ladder, path, key)
         if stop.requested:
             tell(
-                f"Stopped. The rungs that were taken are in {path}: the same command goes on from there."
+                Reason(
+                    "debug.stopped",
+                    f"Stopped. The rungs that were taken are in {path}: the same command goes on from there.",
+                )
             )
             return Debugged(ladder, path, "", stop.exit_code or EXIT_INTERRUPTED)
         found = Debugged(ladder, path, fix_of(trainer, run, ladder))

@@ -16,7 +16,7 @@ from narrowgauge.train import branch, run_metadata, spike_watch, stepping
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
-from narrowgauge.train.console import tell
+from narrowgauge.train.console import tell, tell_note
 from narrowgauge.train.device import (
     give_cublaslt_workspace,
     keep_freed_memory,
@@ -76,7 +76,7 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     if config.compile or device.type == "cuda":
         # Set the cache folders before the first import of Inductor or Triton reads the environment.
         for note in use_own_caches(os.environ):
-            tell(f"Note: {note}")
+            tell_note(note)
     if device.type == "cuda":
         tell(give_cublaslt_workspace(os.environ, torch.cuda.get_device_capability(device)))
     if config.threads:
@@ -158,7 +158,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
     for note in (*task.notes, *run_metadata.notes(config)):
-        tell(f"Note: {note}")
+        tell_note(note)
     return config, task
 
 

@@ -104,7 +104,7 @@ def test_a_training_loop_without_advance_is_told(name: str) -> None:
         model(x).sum().backward()
     assert steps(PATIENCE) == []
     [words] = steps(10)
-    require(words, "advance.not-called", f"{PATIENCE} optimizer steps")
+    require(words, "advance.not-called", f"in {PATIENCE} ")
     ng.advance(model)
     assert steps(PATIENCE) == []
     ng.advance(model)

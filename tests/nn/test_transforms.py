@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[Run, Coded]] = {
     "torch.func.functionalize": (lambda model, x: torch.func.functionalize(model)(x), _FUNC),
     "torch.func.linearize": (lambda model, x: torch.func.linearize(model, x)[1](x), _tangent("x has a tangent")),
     "forward-mode AD": (with_tangent, _tangent("x has a tangent")),
-    "forward-mode AD of weights": (with_tangents_of_weights, _tangent("has a tangent")),
+    "forward-mode AD of weights": (with_tangents_of_weights, _tangent("tangent")),
     "functional.jacobian, forward-mode": (
         lambda model, x: torch.autograd.functional.jacobian(model, x[:2], vectorize=True, strategy="forward-mode"),
         _tangent("x has a tangent"),

@@ -125,7 +125,7 @@ def test_conversions_of_old_triton_on_ada_round_twice(monkeypatch, version, leas
 
 
 @pytest.mark.parametrize(
-    ("version", "values"), [("3.5.1", ("3.5.1", "3.6")), (None, ("torch's CUDA builds",))]
+    ("version", "values"), [("3.5.1", ("3.5.1", "3.6")), (None, ("torch's CUDA",))]
 )
 def test_an_old_or_absent_triton_is_named(monkeypatch, version, values):
     def found(name):

@@ -82,7 +82,7 @@ def test_the_page_is_whole_and_the_same_for_the_same_runs(six, tmp_path, capsys)
         "Training loss",
         "Validation loss",
         "Difference from bf16",
-        "Speed and memory",
+        "Speed",
         "Runs",
     ):
         assert heading in text

@@ -98,7 +98,7 @@ def test_the_idle_time_of_a_step_is_logged_and_said(
     )
     assert len(losses(tmp_path / "run")) == 6, "the step that is measured counts"
     for sentence, value in zip(
-        event["advice"], ("--cuda-graph", "micro_batches = ", "--compile"), strict=True
+        event["advice"], ("--cuda-graph", "micro_batches =", "--compile"), strict=True
     ):
         assert value in sentence
     said = capsys.readouterr().err

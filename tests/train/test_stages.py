@@ -296,7 +296,7 @@ WRONG = [
     ({"schedule": "ZBVZeroBubble", "layers": 2, "micro_batches": 4}, coded("pipeline.blocks", "2 blocks", "4 stages")),
     ({"schedule": "Interleaved1F1B", "layers": 4, "micro_batches": 5, "batch_size": 5},
      coded("pipeline.schedule", "schedule = 'Interleaved1F1B'")),
-    ({"compile": True}, coded("parallel.compiled", "compile = true")),
+    ({"compile": True}, coded("parallel.compiled", "compile")),
     ({"gradients": "fp8"}, coded("parallel.no-gradients", "gradients = 'fp8'")),
     ({"weights": "codes"}, coded("parallel.weights", "weights = 'codes'", "'pp=2'")),
     ({"freeze": "embed*,layers.0"}, coded("pipeline.all-frozen", "stage 0 of 2")),

@@ -70,12 +70,12 @@ REFUSED = {
         coded(
             "tensor-parallel.head-count",
             "num_key_value_heads = 1 of LlamaForCausalLM",
-            "multiple of 2",
+            "tp=2",
         ),
     ),
     "Mistral": (
         DECODER | {"intermediate_size": 63},
-        coded("tensor-parallel.divisor", "63 outputs", "multiple of 2"),
+        coded("tensor-parallel.divisor", "63 outputs", "tp=2"),
     ),
 }
 

@@ -261,7 +261,7 @@ WRONG = {
     "dp,fsdp": coded("parallel.two-open"),
     "fsdp=two": coded("parallel.number", "'fsdp=two'"),
     "fsdp=0": coded("parallel.number", "'fsdp=0'"),
-    "tp=3": coded("parallel.ranks", "3 ranks", "--nproc-per-node 3", "parallel = 'dp'"),
+    "tp=3": coded("parallel.ranks", "3 ranks", "--nproc-per-node 3", "'dp'"),
 }
 
 

@@ -328,7 +328,7 @@ def test_refusals(tmp_path, capsys):
     for layout, expected in (
         ("fsdp", coded("plan.rank-count", "fsdp=8")),
         ("tp=3", coded("tensor-parallel.head-count", "num_attention_heads = 4")),
-        ("dp=3", coded("parallel.batch-size", "multiple of 3")),
+        ("dp=3", coded("parallel.batch-size", "3 ranks")),
         ("pp=2", coded("pipeline.micro-batches", "2 stages")),
         ("dp=2 --weights=codes", coded("parallel.weights", "'codes'")),
         ("tp=2 --gradients=fp8", coded("parallel.no-gradients", "'fp8'")),
@@ -372,7 +372,7 @@ def test_a_run_says_what_was_planned_and_never_ends_in_it(settings):
     assert known["allocated_bytes"] > 0 and of_run.first_line(known).startswith("Planned: ")
     assert "the process held 1.00 GiB at most" in of_run.last_line(known, 2**30, CPU)
     gpu = known | {"usable_bytes": known["allocated_bytes"] // 2}
-    assert of_run.first_line(gpu).endswith("narrowgauge plan says what would.")
+    assert of_run.first_line(gpu).count("narrowgauge plan") == 1
     assert of_run.last_line(gpu, known["allocated_bytes"], torch.device("cuda")).endswith("+0.0 %.")
     broken = of_run.planned(settings(plan="always", recipe="auto"), CPU, batch)
     assert broken["reason"] in of_run.first_line(broken) and of_run.last_line(broken, 1, CPU) == ""
