@@ -87,7 +87,7 @@ def train_bpe(
     recipe = [digest, vocab_size, sample_bytes, MINIMUM_FREQUENCY, tokenizers.__version__]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
     path = Path(folder) / f"bpe-{vocab_size}-{key}"
-    notes = []
+    notes: list[str] = []
     if (used_bytes := sum(len(text.encode()) for text in sample)) < total_bytes:
         notes.append(
             Reason(

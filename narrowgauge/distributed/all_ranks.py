@@ -60,7 +60,7 @@ def run_on_all_ranks(
         raise cause
     for other, (failed, _) in enumerate(reports):
         if failed is not None:
-            raise _error_of_rank(*failed, other) from (cause if other == rank else None)
+            raise _error_of_rank(failed, other) from (cause if other == rank else None)
     for other, (_, value) in enumerate(reports):
         if value != reports[0][1]:
             raise CheckpointError(
@@ -89,7 +89,7 @@ def first_rank_error(group: Group) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         if world == 1 or isinstance(cause, KeyboardInterrupt):
             raise cause from None
-        raise _error_of_rank(*_described(cause), rank) from None
+        raise _error_of_rank(_described(cause), rank) from None
 
 
 def _described(error: BaseException) -> tuple[str, str, str]:
@@ -100,7 +100,8 @@ def _described(error: BaseException) -> tuple[str, str, str]:
     return kind, f"{kind}: {error}", ""
 
 
-def _error_of_rank(kind: str, message: str, code: str, rank: int) -> NarrowgaugeError:
+def _error_of_rank(failed: tuple[str, str, str], rank: int) -> NarrowgaugeError:
+    kind, message, code = failed
     # Only the class name was sent: look up the class, so that callers can catch it.
     found = _subclasses(NarrowgaugeError).get(kind, CheckpointError)
     return found(f"rank {rank}: {message}", code=code)

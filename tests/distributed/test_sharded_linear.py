@@ -104,7 +104,9 @@ def _styled(recipe: str, converts_first: bool) -> list[str]:
     model(torch.randn(4, K)).sum().backward()
     ng.advance(model)
     wrong += [
-        f"{name} has no gradient" for name, each in model.named_parameters() if each.grad is None
+        f"{name} is without a gradient"
+        for name, each in model.named_parameters()
+        if each.grad is None
     ]
     return wrong
 

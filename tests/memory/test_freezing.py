@@ -29,7 +29,7 @@ def test_patterns_name_modules_and_parameters():
     assert report.optimizer_bytes_saved == 8 * (report.parameters - report.trainable)
     saved = report.optimizer_bytes_saved / 2**20
     assert f"{report.trainable:,} of {report.parameters:,} parameters" in str(report)
-    assert f"{saved:.3g} MiB of optimizer" in str(report)
+    assert f"and {saved:.3g} MiB" in str(report)
 
 
 @pytest.mark.parametrize(

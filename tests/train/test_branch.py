@@ -194,7 +194,7 @@ def test_the_same_command_goes_on_and_another_output_is_not_overwritten(
     cli_raises(command, ConfigError, "resume.changed", "from =")
     cli_raises(["train", *command[2:]], ConfigError, "run.exists", tmp_path / "new")
     resumed = ["train", "--resume", "--recipe", "int8", "--output", str(first)]
-    cli_raises(resumed, ConfigError, "resume.changed", f"train --from {first} ")
+    cli_raises(resumed, ConfigError, "resume.changed", f" --from {first} ")
 
 
 @pytest.mark.slow

@@ -58,7 +58,9 @@ def test_the_sick_product_is_found_and_the_run_is_left_alone(make, monkeypatch, 
     said = capsys.readouterr()
     assert "It repeats: the losses that the run has logged of 25 steps, to the bit." in said.out
     assert "The first change that mends it: output alone in 16 bits." in said.out
-    fix = f"narrowgauge train --from {run}@30 --switch 'bf16@30:output' --output NEW"
+    fix = " ".join(
+        ("narrowgauge train", f"--from {run}@30", "--switch 'bf16@30:output'", "--output NEW")
+    )
     assert fix in said.out and "0:00:" in said.err and "Validation at step 30: loss" in said.out
     assert contents(run) == before
     found = json.loads((run / "debug-35.json").read_text())

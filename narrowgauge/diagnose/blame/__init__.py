@@ -114,7 +114,7 @@ def observed(
 
 
 def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -> list[str]:
-    notes = []
+    notes: list[str] = []
     # Sampling noise averages out over steps, and a comparison with all rows would count it as an
     # error.
     if sampling := [

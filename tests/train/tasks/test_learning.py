@@ -101,7 +101,7 @@ def test_the_default_of_what_windows_share_gives_way_to_short_ones(make, capfd):
 @pytest.mark.parametrize(
     ("job", "changes", "said"),
     [
-        ("questions", {"too_long": "truncate"}, "too_long = 'truncate'"),
+        ("questions", {"too_long": "truncate"}, "too_long ="),
         ("questions", {"stride": 22}, r"stride = 22: more than half of a window of 24 tokens \(max_length\)"),
         ("questions", {"context_column": ""}, "context_column = ''"),
         ("questions", {"packing": 64}, "packing = 64: has no effect with task = 'question-answering'"),
