@@ -292,13 +292,13 @@ def _clock(counts: Counts, row: Row) -> Any:
 
 def _chunked(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Sum of the loss and number of targets, without the whole logits."""
-    from narrowgauge.data.targets import shifted_labels
     from narrowgauge.memory import chunked_cross_entropy
+    from narrowgauge.train.tasks import task_class
 
     others = {name: value for name, value in inputs.items() if name != "labels"}
     hidden = model.model(**others, use_cache=False).last_hidden_state
     return chunked_cross_entropy(
-        hidden, model.lm_head.weight, shifted_labels(inputs["labels"], "causal-lm")
+        hidden, model.lm_head.weight, task_class("causal-lm").align_labels(inputs["labels"])
     )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge import recipes
+from narrowgauge.diagnose.verdict import EQUIVALENT
 from narrowgauge.formats import E2M1
 from narrowgauge.recipe import GEMMS, Cast, Gemm, Recipe
 from narrowgauge.train import loop
@@ -84,7 +85,7 @@ def judged(fault: str, seed: int, arguments: argparse.Namespace, folder: Path) -
     return {
         "fault": fault, "planted": planted, "layers": arguments.layers, "seed": seed, "steps": steps, "verdict": own.event(),
         "mended_by": found.ladder.mended(),
-        "right": alone == [fault] if fault else own.name in ("same", "small") and not found.fix,
+        "right": alone == [fault] if fault else own.outcome == EQUIVALENT and not found.fix,
         "conclusion": found.ladder.conclusion(), "rungs": {
             name: found.ladder.against_bf16(name).difference for name, rung in found.ladder.rungs.items() if not rung.refused
         },

@@ -63,7 +63,7 @@ def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     from narrowgauge.train.loss import learning_rate
     from narrowgauge.train.model import build
     from narrowgauge.train.optimizer import build_optimizer
-    from narrowgauge.train.tasks.writing import TextTask
+    from narrowgauge.train.tasks.text import TextTask
 
     started_at_s = time.monotonic()
     demo = toml.load(ROOT / "examples" / "demo.toml")

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.harness import RESULTS, record
 from benchmarks.paired import Experiment, Figures
 from benchmarks.planted_faults import FOUR_BITS, HEALTHY, SICK
-from narrowgauge.diagnose.guard.verdict import WITHIN, WORSE
+from narrowgauge.diagnose.verdict import EQUIVALENT, GUARD, WORSE, outcome_of
 
 SETTINGS: dict[str, Any] = {
     "steps": 400, "warmup": 40, "first": 80, "every": 40, "batch": 4, "length": 32, "rate": 3e-3, "hidden": 64, "layers": 2,
@@ -188,14 +188,14 @@ def judged(results: Sequence[Figures]) -> list[Figures]:
     }
     rows = []
     for each in checked:
-        names = [check["verdict"] for check in each["checks"]]
-        alarmed = names.index(WORSE) + 1 if WORSE in names else None
+        outcomes = [outcome_of(GUARD, check) for check in each["checks"]]
+        alarmed = outcomes.index(WORSE) + 1 if WORSE in outcomes else None
         rows.append(
             {
                 "run": each["recipe"], "seed": each["seed"], "over_bf16": above_bf16(each, truth),
                 "worse_in_truth": above[each["recipe"]] >= WORSE_IN_TRUTH, "checks": each["checks"], "alarmed": alarmed,
                 "seen_on": each["checks"][alarmed - 1]["seen_on"] if alarmed else "",
-                "certified": names.index(WITHIN) + 1 if WITHIN in names else None,
+                "certified": outcomes.index(EQUIVALENT) + 1 if EQUIVALENT in outcomes else None,
             }
         )  # fmt: skip
     return rows

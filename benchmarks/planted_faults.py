@@ -23,7 +23,7 @@ from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, OperandPlan
 from narrowgauge.ops.quantize import tile_amax
 from narrowgauge.ops.random import Stream
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Gemm, Recipe, Window
+from narrowgauge.recipe import Cast, DelayedScaling, Gemm, Recipe
 from narrowgauge.scaling import WHOLE
 
 HEALTHY = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8")
@@ -46,7 +46,9 @@ FORMATS = {
     "e2m1-tensor": uniform("e2m1-tensor", Cast(format=E2M1)),
     "e5m2-tensor": uniform("e5m2-tensor", Cast(format=E5M2)),
     # The window says a sixteenth of the largest magnitudes: whatever lies beyond saturates.
-    "saturating": uniform("saturating", Cast(format=E4M3, calibrate=Window(length=16, margin=-4))),
+    "saturating": uniform(
+        "saturating", Cast(format=E4M3, calibrate=DelayedScaling(length=16, margin=-4))
+    ),
 }
 
 

@@ -145,7 +145,7 @@ def _words(outputs: Any, tests: list[Batch]) -> float:
 
 
 def _answers(outputs: Any, tests: list[Batch]) -> float:
-    from narrowgauge.data.heads import span_scores
+    from narrowgauge.train.tasks.question_answering import span_scores
 
     found = [
         (span_scores(out, batch["attention_mask"]).argmax(-1) == batch["labels"]).all(-1)

@@ -120,7 +120,7 @@ def _layers() -> Iterator[tuple[str, Callable[[Note], None]]]:
             f"{recipe.name} no advance",
             _layer(recipe, SHAPES["ragged"], torch.float32, advances=False),
         )
-        if not recipe.has_memory:
+        if not recipe.has_state:
             yield f"{recipe.name} function", _function(recipe)
 
 

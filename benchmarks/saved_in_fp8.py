@@ -31,7 +31,7 @@ from benchmarks.harness import RESULTS, record
 from benchmarks.optimizer_convergence import corpus
 from benchmarks.paired import Experiment, Figures, summarize
 from narrowgauge.diagnose import seeds_text
-from narrowgauge.diagnose.seeds import Runs, Verdict, judge_all
+from narrowgauge.diagnose.seeds import Runs, SeedComparison, judge_all
 
 SAVES = ("exact", "fp8", "int8")
 BASELINE = SAVES[0]
@@ -103,7 +103,7 @@ def main() -> None:
             )
 
 
-def verdicts(found: list[Figures]) -> list[Verdict]:
+def verdicts(found: list[Figures]) -> list[SeedComparison]:
     """On each `save` beside "exact", over seeds."""
     runs = [
         Runs(

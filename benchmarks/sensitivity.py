@@ -21,6 +21,7 @@ from benchmarks.harness import RESULTS, record
 from narrowgauge.diagnose import seeds, seeds_text
 from narrowgauge.diagnose.paired_tests import ALPHA, p_above, p_equivalent
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
+from narrowgauge.diagnose.verdict import BETTER, EQUIVALENT, IDENTICAL, NOT_WORSE, UNKNOWN, WORSE
 from narrowgauge.errors import NumericsError
 from narrowgauge.report.groups import gather
 from narrowgauge.train import loop
@@ -28,7 +29,7 @@ from narrowgauge.train.config.settings import TrainConfig
 
 SEEDS = 3
 RECIPES = ("fp8-current", "int4-minmax-sr")
-GREEN = (seeds.EQUIVALENT, seeds.NOT_WORSE, seeds.IDENTICAL, seeds.BETTER)
+GREEN = (EQUIVALENT, NOT_WORSE, IDENTICAL, BETTER)
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 48, "sequence_length": 16, "vocab_size": 300, "batch_size": 4,
     "steps": 120, "warmup_steps": 5, "learning_rate": 3e-3, "eval_every": 0, "eval_tokens": 4096, "eval_wide": False,
@@ -130,16 +131,16 @@ def study(
     return [row_of(name, can_tell, verdict) for verdict in gather(folders).verdicts()]
 
 
-def row_of(name: str, can_tell: bool, verdict: seeds.Verdict) -> dict[str, Any]:
+def row_of(name: str, can_tell: bool, verdict: seeds.SeedComparison) -> dict[str, Any]:
     margin = verdict.assay.asked
     harm = [verdict.sign * each for each in verdict.differences]
     tests = {
-        seeds.WORSE: p_above(harm, margin),
-        seeds.BETTER: p_above([-each for each in harm], margin),
-        seeds.EQUIVALENT: p_equivalent(harm, margin),
-        seeds.NOT_WORSE: p_above([-each for each in harm], -margin),
+        WORSE: p_above(harm, margin),
+        BETTER: p_above([-each for each in harm], margin),
+        EQUIVALENT: p_equivalent(harm, margin),
+        NOT_WORSE: p_above([-each for each in harm], -margin),
     }
-    without = next((kind for kind, p in tests.items() if p < ALPHA), seeds.UNKNOWN)
+    without = next((kind for kind, p in tests.items() if p < ALPHA), UNKNOWN)
     print(
         f"{name}: {verdict.runs.name}: {seeds_text.heading(verdict)} (tests alone: {without}). {seeds_text.sentences(verdict)}"
     )

@@ -114,14 +114,14 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
             continue
         seen.add(recipe.name)
         which = f"recipe {recipe.name} (first in {name})"
-        if recipe.steps():
+        if recipe.learned_steps():
             reasons.append(
                 Reason(
                     "learned-steps",
                     f"{which} learns steps, which the host initialises from the data",
                 )
             )
-        if recipe.samples():
+        if recipe.samplers():
             reasons.append(
                 Reason("samples", f"{which} samples rows, which the host decides after each step")
             )

@@ -304,7 +304,7 @@ class ExponentFormat(Format):
         return False
 
     @property
-    def nan_code(self) -> int | None:
+    def nan_code(self) -> int:
         return 255
 
     @property

@@ -25,8 +25,20 @@ from narrowgauge.formats import Format, IntFormat
 from narrowgauge.scaling import FP32, WHOLE, ScaleRule
 
 __all__ = [
-    "CURRENT", "GEMMS", "WHOLE", "Calibrate", "Cast", "ClippedRms", "Current", "Gemm", "Hadamard", "LearnedStep",
-    "LeverageScore", "Recipe", "WideBlocks", "Window",
+    "CURRENT",
+    "GEMMS",
+    "WHOLE",
+    "Calibrate",
+    "Cast",
+    "ClippedRms",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Gemm",
+    "Hadamard",
+    "HighPrecisionBlocks",
+    "LearnedStep",
+    "LeverageScore",
+    "Recipe",
 ]  # fmt: skip
 
 GEMMS = ("output", "grad_input", "grad_weight")
@@ -39,16 +51,32 @@ LARGEST_MARGIN = 32  # beyond it every element of a low-precision format would b
 
 Algorithm = Literal["max", "most_recent"]
 
+# Former name of a class -> its name. Pickles and users' code hold the former ones (`__getattr__`),
+# and so do the codes of errors.
+_FORMER_NAMES = {
+    "Window": "DelayedScaling",
+    "Current": "CurrentScaling",
+    "WideBlocks": "HighPrecisionBlocks",
+}
+_CODES = {name: former.lower() for former, name in _FORMER_NAMES.items()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FORMER_NAMES:
+        return globals()[_FORMER_NAMES[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 def _require(owner: object, name: str, valid: bool, wanted: str) -> None:
     """Raise ConfigError unless `valid`.
 
-    Example: "Window: length is 0; it must be a whole number of steps, at least 1."
-    The code is the class and the field, such as "window.length".
+    Example: "DelayedScaling: length is 0; it must be a whole number of steps, at least 1."
+    The code is the class and the field, such as "cast.tile".
     """
     if not valid:
-        title = f"Recipe {owner.name!r}" if isinstance(owner, Recipe) else type(owner).__name__
-        code = f"{type(owner).__name__.lower()}.{name}"
+        kind = type(owner).__name__
+        title = f"Recipe {owner.name!r}" if isinstance(owner, Recipe) else kind
+        code = f"{_CODES.get(kind, kind.lower())}.{name}"
         raise ConfigError(f"{title}: {name} is {getattr(owner, name)!r}; {wanted}", code=code)
 
 
@@ -65,7 +93,7 @@ def is_positive(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Current:
+class CurrentScaling:
     """Current scaling: the scale comes from the tensor being quantized."""
 
     def __str__(self) -> str:
@@ -73,7 +101,7 @@ class Current:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class DelayedScaling:
     """Delayed scaling: the scale comes from the amax history of earlier steps.
 
     length     steps in the amax history. 1024 is TransformerEngine's default; MS-AMP uses 16.
@@ -163,9 +191,9 @@ class LearnedStep:
         return "learned step"
 
 
-CURRENT = Current()
+CURRENT = CurrentScaling()
 
-Calibrate = Current | Window | ClippedRms | LearnedStep
+Calibrate = CurrentScaling | DelayedScaling | ClippedRms | LearnedStep
 
 
 # --- casts, GEMMs, recipes -----------------------------------------------------------------------
@@ -178,7 +206,7 @@ class Cast:
     format     number format of an element
     tile       elements that share a scale, along the (outer, contracted) axis; -1 is the whole axis
     scale      rule that turns a tile's amax into its scale
-    calibrate  source of amax: CURRENT, a Window of earlier steps, ClippedRms or LearnedStep; Window
+    calibrate  source of amax: CURRENT, DelayedScaling, ClippedRms or LearnedStep. DelayedScaling
                and LearnedStep need per-tensor tiles
     rounding   "nearest" (ties to even) or "stochastic" (draws from torch's generator; unbiased
                where no element saturates)
@@ -201,7 +229,7 @@ class Cast:
         _require(self, "format", isinstance(self.format, Format), wanted)
         wanted = "it must be a ScaleRule. Take a constant of narrowgauge.scaling."
         _require(self, "scale", isinstance(self.scale, ScaleRule), wanted)
-        wanted = "it must be CURRENT or a Window(...), ClippedRms(...) or LearnedStep(...)."
+        wanted = "it must be CURRENT or a DelayedScaling(...), ClippedRms(...) or LearnedStep(...)."
         _require(self, "calibrate", isinstance(self.calibrate, Calibrate), wanted)
         is_pair = isinstance(self.tile, tuple) and all(
             is_whole(size, -math.inf) for size in self.tile
@@ -211,9 +239,9 @@ class Cast:
         )
         sizes = len(self.tile) == 2 and all(size == WHOLE or size >= 1 for size in self.tile)
         _require(self, "tile", sizes, "give two sizes of at least 1, or -1 for a whole axis.")
-        if isinstance(self.calibrate, Window) and not self.is_per_tensor:
+        if isinstance(self.calibrate, DelayedScaling) and not self.is_per_tensor:
             raise ConfigError(
-                f"Cast: a Window remembers one amax per tensor, but the tile is {self.tile}. "
+                f"Cast: DelayedScaling keeps the history of one amax per tensor, but the tile is {self.tile}. "
                 "Use tile=(-1, -1) or calibrate=CURRENT.",
                 code="cast.window-tile",
             )
@@ -368,14 +396,14 @@ class Gemm:
         _require(
             self, "fast_accumulate", isinstance(self.fast_accumulate, bool), "choose True or False."
         )
-        windows = [
+        delayed = [
             cast
             for cast in (self.lhs, self.rhs)
-            if cast is not None and isinstance(cast.calibrate, Window)
+            if cast is not None and isinstance(cast.calibrate, DelayedScaling)
         ]
-        if self.rotate is not None and windows:
+        if self.rotate is not None and delayed:
             raise ConfigError(
-                "Gemm: a Window remembers amax of the tensor as it is, and the rotated one has another. "
+                "Gemm: DelayedScaling keeps the amax history of the tensor itself, and the rotated one has another amax. "
                 "Use calibrate=CURRENT or rotate=None.",
                 code="gemm.rotated-window",
             )
@@ -389,7 +417,7 @@ class Gemm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WideBlocks:
+class HighPrecisionBlocks:
     """Transformer blocks of a stack that stay in bf16.
 
     Of `count` blocks, ceil(share * count) stay in bf16: the last ones, and in large stacks the
@@ -419,7 +447,7 @@ class WideBlocks:
                 "it must be a whole number of blocks, 0 or more.",
             )
 
-    def of(self, count: int) -> frozenset[int]:
+    def indices(self, count: int) -> frozenset[int]:
         """Indices, from 0, of the blocks that stay in bf16 in a stack of `count`."""
         if count < self.smallest:
             return frozenset()
@@ -463,7 +491,7 @@ class Recipe:
     grad_weight: Gemm = Gemm()
     save: Literal["original", "quantized"] = "original"
     backward: Literal["recast", "straight-through"] = "recast"
-    wide_blocks: WideBlocks | None = None
+    wide_blocks: HighPrecisionBlocks | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -477,8 +505,8 @@ class Recipe:
                 isinstance(gemm, Gemm),
                 "it must be a Gemm. Gemm() leaves it in 16 bits.",
             )
-        wide = isinstance(self.wide_blocks, WideBlocks | None)
-        _require(self, "wide_blocks", wide, "it must be a WideBlocks(...), or None.")
+        wide = isinstance(self.wide_blocks, HighPrecisionBlocks | None)
+        _require(self, "wide_blocks", wide, "it must be a HighPrecisionBlocks(...), or None.")
         _require(
             self,
             "save",
@@ -492,7 +520,7 @@ class Recipe:
         self._check_operands()
         if self.backward == "straight-through":
             self._check_straight_through()
-        elif self.samples():
+        elif self.samplers():
             self._refuse(
                 "recipe.sampled-recast",
                 "rows are sampled with backward='straight-through' only. Choose that, or sample=None.",
@@ -528,16 +556,16 @@ class Recipe:
                 "Use signs='fixed' in grad_weight, or save='original'.",
             )
         for role, casts in self.roles().items():
-            windows = {
+            delayed = {
                 (c.calibrate, c.format)
                 for c in casts
-                if c is not None and isinstance(c.calibrate, Window)
+                if c is not None and isinstance(c.calibrate, DelayedScaling)
             }
-            if len(windows) > 1:
+            if len(delayed) > 1:
                 self._refuse(
                     "recipe.two-windows",
-                    f"{role} is cast with two different windows. Delayed scaling keeps one amax history per tensor; use the same "
-                    "Window and format in both products.",
+                    f"{role} is cast with two kinds of delayed scaling. There is one amax history per tensor; use the same "
+                    "DelayedScaling and format in both products.",
                 )
         if self.output.sample is not None:
             self._refuse(
@@ -563,7 +591,7 @@ class Recipe:
                 not rhs.is_per_tensor
                 or rhs.rounding != "nearest"
                 or not isinstance(rhs.format, IntFormat)
-                or isinstance(rhs.calibrate, Window)
+                or isinstance(rhs.calibrate, DelayedScaling)
             ):
                 self._refuse(
                     "recipe.straight-through-cast",
@@ -577,7 +605,9 @@ class Recipe:
                     "Use rotate=None there.",
                 )
         for role, cast in self._casts():
-            if isinstance(cast.calibrate, LearnedStep | Window if role == "gy" else Window):
+            if isinstance(
+                cast.calibrate, LearnedStep | DelayedScaling if role == "gy" else DelayedScaling
+            ):
                 self._refuse(
                     "recipe.straight-through-calibration",
                     f"{role} is calibrated by '{cast.calibrate}', for which backward='straight-through' has no place. "
@@ -601,30 +631,30 @@ class Recipe:
             "gy": (self.grad_input.lhs, self.grad_weight.lhs),
         }
 
-    def windows(self) -> dict[str, tuple[Window, Format]]:
-        """Role -> Window and format of its delayed scaling.
+    def delayed_scaling(self) -> dict[str, tuple[DelayedScaling, Format]]:
+        """Role -> (DelayedScaling, format).
 
         Roles without delayed scaling are absent.
         """
         return {
             role: (c.calibrate, c.format)
             for role, c in self._casts()
-            if isinstance(c.calibrate, Window)
+            if isinstance(c.calibrate, DelayedScaling)
         }
 
     @property
-    def has_memory(self) -> bool:
+    def has_state(self) -> bool:
         """True if a layer needs state that persists from step to step."""
         # Plain loops: `linear` reads this at every call.
         for gemm in (self.output, self.grad_input, self.grad_weight):
             if gemm.sample is not None:
                 return True
             for cast in (gemm.lhs, gemm.rhs):
-                if cast is not None and isinstance(cast.calibrate, (Window, LearnedStep)):
+                if cast is not None and isinstance(cast.calibrate, (DelayedScaling, LearnedStep)):
                     return True
         return False
 
-    def steps(self) -> dict[str, LearnedStep]:
+    def learned_steps(self) -> dict[str, LearnedStep]:
         """Role -> its LearnedStep; roles without one are absent."""
         found = {}
         for role, cast in (("x", self.output.lhs), ("w", self.output.rhs)):
@@ -632,7 +662,7 @@ class Recipe:
                 found[role] = cast.calibrate
         return found
 
-    def samples(self) -> dict[str, LeverageScore]:
+    def samplers(self) -> dict[str, LeverageScore]:
         """GEMM name -> sampler of its rows; GEMMs without one are absent."""
         return {name: gemm.sample for name, gemm in self.gemms().items() if gemm.sample is not None}
 

@@ -17,14 +17,14 @@ from narrowgauge.recipe import (
     CURRENT,
     Cast,
     ClippedRms,
-    Current,
+    CurrentScaling,
+    DelayedScaling,
     Gemm,
     Hadamard,
+    HighPrecisionBlocks,
     LearnedStep,
     LeverageScore,
     Recipe,
-    WideBlocks,
-    Window,
 )
 from narrowgauge.scaling import (
     E4M3_TWO_LEVEL,
@@ -41,7 +41,7 @@ BF16 = Recipe(
 )
 
 
-def _per_tensor(name: str, summary: str, calibrate: Current | Window) -> Recipe:
+def _per_tensor(name: str, summary: str, calibrate: CurrentScaling | DelayedScaling) -> Recipe:
     """E4M3 forward and E5M2 gradients ("hybrid"), one float32 scale per tensor.
 
     TransformerEngine, torchao, MS-AMP, Colossal-AI and COAT all use this split: with one scale for
@@ -88,7 +88,9 @@ def _uniform(name: str, summary: str, cast: Cast, fast_accumulate: bool = False)
 
 
 FP8_DELAYED = _per_tensor(
-    "fp8-delayed", "one scale per tensor, from the largest magnitudes of earlier steps", Window()
+    "fp8-delayed",
+    "one scale per tensor, from the largest magnitudes of earlier steps",
+    DelayedScaling(),
 )
 FP8_CURRENT = _per_tensor("fp8-current", "one scale per tensor, from the tensor at hand", CURRENT)
 # Colossal-AI's choice; on Hopper the two backward GEMMs become 1.1 to 1.2 times as fast (torchao
@@ -258,7 +260,7 @@ NVFP4 = Recipe(
     output=Gemm(lhs=_NV_VECTOR, rhs=_NV_SQUARE),
     grad_input=Gemm(lhs=_NV_GRADIENT, rhs=_NV_SQUARE),
     grad_weight=Gemm(lhs=_NV_GRADIENT, rhs=_NV_VECTOR, rotate=Hadamard(block=16, signs="fixed")),
-    wide_blocks=WideBlocks(),
+    wide_blocks=HighPrecisionBlocks(),
 )
 
 # OCP MXFP4: E2M1 in 1x32 tiles with power-of-two scales, all six operands, after Hadamard

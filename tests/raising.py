@@ -3,7 +3,7 @@
 with raises(ConfigError, "cast.tile", (0, 1)):
     Cast(format=E4M3, tile=(0, 1))
 
-@pytest.mark.parametrize(("build", "expected"), [(lambda: Window(length=0), coded("window.length", 0))])
+@pytest.mark.parametrize(("build", "expected"), [(lambda: DelayedScaling(length=0), coded("window.length", 0))])
 def test_settings_that_cannot_work_are_refused(build, expected):
     with raises(ConfigError, expected):
         build()

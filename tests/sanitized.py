@@ -32,7 +32,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.quantize.pair import quantize_pair
 from narrowgauge.ops.random import draw
-from narrowgauge.recipe import GEMMS, Cast, LearnedStep, Window
+from narrowgauge.recipe import GEMMS, Cast, DelayedScaling, LearnedStep
 from narrowgauge.scaling import WHOLE
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
@@ -106,7 +106,7 @@ def _cast(x: Tensor, cast: Cast) -> None:
     def noise(like: Tensor) -> object:
         return draw(tuple(like.shape), like.device) if stochastic else None
 
-    if isinstance(cast.calibrate, Window):
+    if isinstance(cast.calibrate, DelayedScaling):
         live = AmaxHistory(cast.calibrate, x.device).live
         quantize_pair(x, cast, amax_state=live, cols=False)
         quantize_pair(x, cast, amax_state=live)

@@ -238,7 +238,7 @@ def test_a_layer_goes_from_fake_tensors_back_to_its_kernels(recipe):
                 layers.eval()(torch.randn(32, 64))
             layers.train()
         torch.manual_seed(1)
-        if recipe.has_memory:
+        if recipe.has_state:
             layers.eval()  # which remembers nothing
         results.append(layers(x))
     assert type(results[1]) is torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from dataclasses import FrozenInstanceError, replace
 
@@ -15,19 +16,20 @@ from narrowgauge.recipe import (
     WHOLE,
     Cast,
     ClippedRms,
-    Current,
+    CurrentScaling,
+    DelayedScaling,
     Gemm,
     Hadamard,
+    HighPrecisionBlocks,
     LearnedStep,
     LeverageScore,
     Recipe,
-    Window,
 )
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, POW2
 from tests.raising import raises
 
 ROWS = Cast(format=E4M3, tile=(1, WHOLE), scale=POW2)
-DELAYED = Cast(format=E4M3, calibrate=Window(length=16))
+DELAYED = Cast(format=E4M3, calibrate=DelayedScaling(length=16))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------------
@@ -42,16 +44,16 @@ def test_a_tile_has_two_sizes_or_the_whole_axis(tile):
 def test_a_window_needs_one_scale_per_tensor():
     for tile in ((1, WHOLE), (1, 128), (WHOLE, 1)):
         with raises(ConfigError, "cast.window-tile", tile):
-            Cast(format=E4M3, tile=tile, calibrate=Window())
+            Cast(format=E4M3, tile=tile, calibrate=DelayedScaling())
 
 
 @pytest.mark.parametrize(
     ("build", "code", "value"),
     [
         (lambda: Cast(format=E4M3, rounding="up"), "cast.rounding", "'up'"),
-        (lambda: Window(length=0), "window.length", 0),
-        (lambda: Window(length=-1), "window.length", -1),
-        (lambda: Window(algorithm="mean"), "window.algorithm", "'mean'"),
+        (lambda: DelayedScaling(length=0), "window.length", 0),
+        (lambda: DelayedScaling(length=-1), "window.length", -1),
+        (lambda: DelayedScaling(algorithm="mean"), "window.algorithm", "'mean'"),
         (lambda: Recipe(name="r", save="codes"), "recipe.save", "'codes'"),
         (lambda: Recipe(name="r", save="quantized"), "recipe.quantized-uncast", "grad_weight.rhs"),
     ],
@@ -64,7 +66,10 @@ def test_settings_that_cannot_work_are_refused(build, code, value):
 @pytest.mark.parametrize("role", ["x", "w", "gy"])
 @pytest.mark.parametrize(
     "other",
-    [Cast(format=E4M3, calibrate=Window(length=8)), Cast(format=E5M2, calibrate=Window(length=16))],
+    [
+        Cast(format=E4M3, calibrate=DelayedScaling(length=8)),
+        Cast(format=E5M2, calibrate=DelayedScaling(length=16)),
+    ],
     ids=str,
 )
 def test_a_tensor_has_one_window(role, other):
@@ -79,12 +84,14 @@ def test_a_tensor_has_one_window(role, other):
     allowed = {
         name: Gemm(lhs=g.lhs and DELAYED, rhs=g.rhs and DELAYED) for name, g in gemms.items()
     }
-    assert Recipe(name="r", **allowed).windows() == {role: (Window(length=16), E4M3)}
+    assert Recipe(name="r", **allowed).delayed_scaling() == {
+        role: (DelayedScaling(length=16), E4M3)
+    }
 
 
 def test_a_tensor_may_be_delayed_in_one_product_and_current_in_the_other():
     recipe = Recipe(name="r", output=Gemm(lhs=DELAYED), grad_weight=Gemm(rhs=ROWS))
-    assert recipe.windows() == {"x": (Window(length=16), E4M3)}
+    assert recipe.delayed_scaling() == {"x": (DelayedScaling(length=16), E4M3)}
 
 
 # --- values -----------------------------------------------------------------------------------------------------------------
@@ -92,7 +99,7 @@ def test_a_tensor_may_be_delayed_in_one_product_and_current_in_the_other():
 
 EXAMPLES = [
     CURRENT,
-    Window(length=3, margin=1, algorithm="most_recent"),
+    DelayedScaling(length=3, margin=1, algorithm="most_recent"),
     ROWS,
     DELAYED,
     Gemm(lhs=ROWS, rhs=DELAYED, fast_accumulate=True),
@@ -118,7 +125,7 @@ def test_replace_validates_again():
 
 
 def test_equality_sees_every_field():
-    assert Current() == CURRENT
+    assert CurrentScaling() == CURRENT
     variants = [
         ROWS,
         replace(ROWS, format=E5M2),
@@ -149,7 +156,7 @@ def test_equality_sees_every_field():
         ),
         (DELAYED, "e4m3 tensor fp32 delayed (max of 16)"),
         (
-            Window(length=8, margin=2, algorithm="most_recent"),
+            DelayedScaling(length=8, margin=2, algorithm="most_recent"),
             "delayed (most_recent of 8, margin 2)",
         ),
         (CURRENT, "current"),
@@ -194,7 +201,7 @@ def test_roles_name_the_two_casts_of_each_tensor():
         "grad_input": recipe.grad_input,
         "grad_weight": recipe.grad_weight,
     }
-    assert recipe.windows() == {}
+    assert recipe.delayed_scaling() == {}
 
 
 def test_one_product_can_be_replaced():
@@ -235,12 +242,12 @@ def test_with_gemm_rejects_other_names():
         (lambda: Cast(format=E4M3, tile="ab"), "cast.tile", "'ab'"),
         (lambda: Cast(format=E4M3, scale="fp32"), "cast.scale", "'fp32'"),
         (lambda: Cast(format=E4M3, calibrate="current"), "cast.calibrate", "'current'"),
-        (lambda: Cast(format=E4M3, calibrate=Window), "cast.calibrate", "Window"),
-        (lambda: Window(length=1.5), "window.length", 1.5),
-        (lambda: Window(length=None), "window.length", None),
-        (lambda: Window(margin=1.5), "window.margin", 1.5),
-        (lambda: Window(margin=float("nan")), "window.margin", "nan"),
-        (lambda: Window(margin=5000), "window.margin", 5000),
+        (lambda: Cast(format=E4M3, calibrate=DelayedScaling), "cast.calibrate", "DelayedScaling"),
+        (lambda: DelayedScaling(length=1.5), "window.length", 1.5),
+        (lambda: DelayedScaling(length=None), "window.length", None),
+        (lambda: DelayedScaling(margin=1.5), "window.margin", 1.5),
+        (lambda: DelayedScaling(margin=float("nan")), "window.margin", "nan"),
+        (lambda: DelayedScaling(margin=5000), "window.margin", 5000),
         (lambda: Gemm(lhs="e4m3"), "gemm.lhs", "'e4m3'"),
         (lambda: Gemm(rhs=E4M3), "gemm.rhs", E4M3),
         (lambda: Gemm(fast_accumulate="yes"), "gemm.fast_accumulate", "'yes'"),
@@ -374,3 +381,21 @@ def test_words_of_four_bits(value, words):
     assert pickle.loads(pickle.dumps(value)) == value and hash(
         pickle.loads(pickle.dumps(value))
     ) == hash(value)
+
+
+def test_former_names_of_classes_are_understood():
+    """Pickles of recipes and users' code hold them; the codes of errors keep them too."""
+    former = {
+        "Window": DelayedScaling,
+        "Current": CurrentScaling,
+        "WideBlocks": HighPrecisionBlocks,
+    }
+    for name, now in former.items():
+        # Protocol 0 spells the class out: "narrowgauge.recipe", then the name.
+        stored = pickle.dumps(now(), protocol=0)
+        renamed = stored.replace(now.__name__.encode(), name.encode())
+        assert renamed != stored and pickle.loads(renamed) == now()
+    with raises(ConfigError, "wideblocks.share", 2):
+        HighPrecisionBlocks(share=2)
+    with pytest.raises(AttributeError, match="Windows"):
+        importlib.import_module("narrowgauge.recipe").Windows

@@ -14,12 +14,12 @@ from narrowgauge.recipe import (
     GEMMS,
     WHOLE,
     ClippedRms,
+    DelayedScaling,
     Gemm,
     Hadamard,
     LearnedStep,
     LeverageScore,
     Recipe,
-    Window,
 )
 from tests.raising import raises
 
@@ -121,16 +121,18 @@ def test_accumulation_is_fast_in_output_at_most_but_where_the_name_says_it():
 
 
 def test_delayed_scaling_remembers_every_role():
-    windows = recipes.get("fp8-delayed").windows()
+    windows = recipes.get("fp8-delayed").delayed_scaling()
     assert {role: str(format) for role, (_, format) in windows.items()} == {
         "x": "e4m3",
         "w": "e4m3",
         "gy": "e5m2",
     }
     assert {window for window, _ in windows.values()} == {
-        Window(length=1024, margin=0, algorithm="max")
+        DelayedScaling(length=1024, margin=0, algorithm="max")
     }
-    assert all(not recipe.windows() for recipe in recipes.ALL if recipe.name != "fp8-delayed")
+    assert all(
+        not recipe.delayed_scaling() for recipe in recipes.ALL if recipe.name != "fp8-delayed"
+    )
 
 
 def test_codes_are_saved_where_one_cast_without_a_rotation_is_that_of_both_products():

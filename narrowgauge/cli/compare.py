@@ -18,5 +18,5 @@ def compare(*runs: Path) -> int:
     found = lineage.compare(runs)
     print(found.text)
     for each in found.judged:
-        print(each.pair.verdict)
-    return EXIT_CANNOT_TELL if any(each.cannot_tell for each in found.judged) else 0
+        print(each.pair.verdict.sentence)
+    return EXIT_CANNOT_TELL if any(each.is_insensitive for each in found.judged) else 0

@@ -331,7 +331,7 @@ def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, 
     return {
         name: f"{block}: {recipe.name} keeps the {recipe.wide_blocks}"
         for name, block in blocks(model).items()
-        if block.index in recipe.wide_blocks.of(block.count)
+        if block.index in recipe.wide_blocks.indices(block.count)
         and not any(fnmatchcase(str(block.index), part) for part in numbers)
     }
 

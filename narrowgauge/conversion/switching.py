@@ -69,7 +69,7 @@ def switched(
     Raises ConfigError as `switch` does, and for a recipe with state, which would start empty.
     """
     target = recipes.get(recipe) if isinstance(recipe, str) else recipe
-    if isinstance(target, Recipe) and target.has_memory:
+    if isinstance(target, Recipe) and target.has_state:
         raise ConfigError(
             f"switched: {target.name!r} remembers amax, steps or readings from step to step, and would begin without. Name a recipe that "
             "remembers nothing, as bf16 or fp8-current.",
@@ -120,7 +120,7 @@ def widened(
             + (f"Closest: {near}." if near else "narrowgauge.describe(model) lists them."),
             code="pattern.no-match",
         )
-    if target.steps():
+    if target.learned_steps():
         raise ConfigError(
             f"switch: {target.name!r} learns steps, parameters that an optimizer made before does not know. "
             "Train with it from the start, or switch to a recipe without them.",

@@ -7,7 +7,7 @@ Running text, for pretraining:
     batches = CausalBatches(corpus.train, sequence_length=256, batch_size=8, seed=0)
     batches.batch(step)["input_ids"]
 
-Examples in rows, for fine-tuning:
+Examples in rows, for fine-tuning, of the tasks in `narrowgauge.train.tasks`:
 
     examples = prepare_examples("train.jsonl", Chat(), tokenizer, cache=cache)
     sampler = LengthBatchSampler(examples.lengths, Batching(token_budget=4096))
@@ -17,35 +17,25 @@ Examples in rows, for fine-tuning:
 Batches are a pure function of the step, so a resumed run continues exactly.
 """
 
+from importlib import import_module
+from typing import Any
+
 from narrowgauge.data.batches import IGNORED, CausalBatches, valid_targets, without_targets
 from narrowgauge.data.cache import TokenStream
-from narrowgauge.data.choices import Choices
 from narrowgauge.data.collate import Collator, PackingCheck, check_packing, pad_id_of
 from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Examples, Limits, prepare_examples
 from narrowgauge.data.image_sizes import Preprocessing
-from narrowgauge.data.images import ImageBatches, Images, prepare_images
 from narrowgauge.data.plan import Batching, Plan, plan
-from narrowgauge.data.questions import Questions
-from narrowgauge.data.regression import Regression
 from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
 from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.data.sorted_order import restore_order, sorted_batches
 from narrowgauge.data.sources import documents, records
 from narrowgauge.data.tables import Record
-from narrowgauge.data.tagging import Tagging
-from narrowgauge.data.targets import (
-    coloured_sample,
-    count_targets,
-    squared_loss,
-    step_loss,
-    summed_loss,
-    trainer_loss,
-)
 from narrowgauge.data.task import Task
-from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
 from narrowgauge.data.text import Document
+from narrowgauge.data.token_colours import coloured_sample
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 
 __all__ = [
@@ -58,3 +48,24 @@ __all__ = [
     "sorted_batches", "squared_loss", "step_loss", "summed_loss", "train_bpe", "trainer_loss", "valid_targets",
     "without_targets",
 ]  # fmt: skip
+
+# Module of `narrowgauge.train.tasks` -> its names that this package had before. A file of a task has
+# its columns, loss and metrics together, and such a file imports this package.
+_MOVED = {
+    "causal_lm": ("Chat", "Completion"),
+    "classification": ("Classification",),
+    "image_classification": ("ImageBatches", "Images", "prepare_images"),
+    "losses": ("count_targets", "step_loss", "summed_loss", "trainer_loss"),
+    "multiple_choice": ("Choices",),
+    "question_answering": ("Questions",),
+    "regression": ("Regression", "squared_loss"),
+    "seq2seq": ("Seq2Seq",),
+    "tagging": ("Tagging",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = next((module for module, names in _MOVED.items() if name in names), "")
+    if not module:
+        raise AttributeError(f"module 'narrowgauge.data' has no attribute {name!r}")
+    return getattr(import_module(f"narrowgauge.train.tasks.{module}"), name)

@@ -29,7 +29,7 @@ from narrowgauge.data.encoder import BATCH_ROWS, Encoder
 from narrowgauge.data.sources import files_of, records
 from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
-from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
+from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.data.text import USERS, shown
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.storage import reading
@@ -62,8 +62,8 @@ class Examples(Stored):
         self.task, self.summary = task, summary
 
     @property
-    def kind(self) -> Kind:
-        """Kind of the task."""
+    def kind(self) -> str:
+        """Name of the task."""
         return self.task.kind
 
     @property

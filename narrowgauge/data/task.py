@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,15 +20,6 @@ from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
 
-Kind = Literal[
-    "causal-lm",
-    "classification",
-    "seq2seq",
-    "regression",
-    "question-answering",
-    "tagging",
-    "multiple-choice",
-]
 Encoded = dict[str, Values]
 Item = dict[str, Any]
 Notes = Counter[str]  # sentence with {count} -> number of examples
@@ -38,7 +29,7 @@ Notes = Counter[str]  # sentence with {count} -> number of examples
 class Task(ABC):
     """Roles of a table's columns, and the encoding of its rows.
 
-    kind     kind of the task
+    kind     name of the task, as in the setting `task`
     refits   True: `encode` accepts max_length and truncates texts at allowed places;
              False: too long examples lose the end of their ids
     windows  True: `encode` accepts max_length and yields a list of examples per row
@@ -46,7 +37,7 @@ class Task(ABC):
     learnt   noun for the part that a row without targets lacks, for messages
     """
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[str]
     refits: ClassVar[bool] = False
     windows: ClassVar[bool] = False
     aside: ClassVar[frozenset[str]] = frozenset()

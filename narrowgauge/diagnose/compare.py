@@ -5,7 +5,9 @@ loss.
 
 The mean of d over the last steps has a 95 % band (band.py), valid for one look at a finished pair.
 The band covers the scatter of the steps only. One pair of runs with one seed cannot separate the
-recipe from chance: two BF16 runs that round differently also drift apart.
+recipe from chance: two BF16 runs that round differently also drift apart. The verdict of a pair is
+therefore "unknown", with the finding as its detail, except where every loss is bit-identical or a
+loss is not finite. A control (`lineage`, `same_curve`) or more seeds (`seeds`) are needed for more.
 """
 
 from __future__ import annotations
@@ -19,8 +21,21 @@ from typing import Any
 from narrowgauge.diagnose.band import Estimate, estimate, moving, spread, window_radius
 from narrowgauge.diagnose.format_text import PERCENT, count, decimals, loss_value, plural, signed
 from narrowgauge.diagnose.left_out import other_steps, words
-from narrowgauge.diagnose.sensitivity import Assay
+from narrowgauge.diagnose.sensitivity import NOT_LEARNT, Assay
+from narrowgauge.diagnose.verdict import (
+    DIVERGED,
+    EQUIVALENT,
+    IDENTICAL,
+    NOT_SENSITIVE,
+    REFERENCE_DIVERGED,
+    UNKNOWN,
+    WORSE,
+    Case,
+    Verdict,
+)
 
+# Details of "unknown", in which a pair differs from other comparisons.
+NOISE, HIGHER, LOWER, UNPAIRED = "noise", "higher", "lower", "unpaired"
 Event = dict[str, Any]
 
 
@@ -65,41 +80,78 @@ class Comparison:
     assay: Assay | None = None  # assay sensitivity of the reference; None: not requested
 
     @property
-    def cannot_tell(self) -> bool:
+    def is_insensitive(self) -> bool:
         """True if the steps show no difference and could not have shown one (`sensitivity`)."""
         return (
             self.assay is not None
             and not self.assay.is_sensitive
-            and self.training_finding in ("noise", "identical")
+            and self.training_finding in (NOISE, IDENTICAL)
         )
 
     @property
-    def finding(self) -> str:
-        """'nonfinite', 'unpaired', 'insensitive' (see `cannot_tell`), or the `training_finding`."""
-        if self.run_nonfinite is not None or self.reference_nonfinite is not None:
-            return "nonfinite"
+    def case(self) -> Case:
+        """(outcome, detail) of the verdict."""
+        if self.reference_nonfinite is not None:
+            return UNKNOWN, REFERENCE_DIVERGED
+        if self.run_nonfinite is not None:
+            return WORSE, DIVERGED
         if self.unpaired:
-            return "unpaired"
-        return "insensitive" if self.cannot_tell else self.training_finding
+            return UNKNOWN, UNPAIRED
+        if self.is_insensitive:
+            return UNKNOWN, NOT_SENSITIVE
+        found = self.training_finding
+        return EQUIVALENT if found == IDENTICAL else UNKNOWN, found
 
     @property
     def training_finding(self) -> str:
         """Result at the end of the paired training losses, for this pair alone.
 
-        'unknown', 'identical', 'noise' (zero lies within the band of the mean), or, with zero
-        outside the band, 'higher' or 'lower'.
+        '' (too few steps), IDENTICAL, NOISE (zero lies within the band of the mean), or, with zero
+        outside the band, HIGHER or LOWER.
         """
         if self.tail is None or self.tail.half_width is None:
-            return "unknown"
+            return ""
         if self.identical:
-            return "identical"
+            return IDENTICAL
         if abs(self.tail.mean) <= self.tail.half_width:
-            return "noise"
-        return "higher" if self.tail.mean > 0 else "lower"
+            return NOISE
+        return HIGHER if self.tail.mean > 0 else LOWER
 
     @property
-    def verdict(self) -> str:
-        """The finding as sentences, with its numbers and its limits."""
+    def verdict(self) -> Verdict:
+        outcome, detail = self.case
+        tail = self.tail
+        interval = (
+            None
+            if tail is None or tail.half_width is None
+            else (tail.mean - tail.half_width, tail.mean + tail.half_width)
+        )
+        return Verdict(
+            outcome=outcome,
+            detail=detail,
+            estimate=None if tail is None else tail.mean,
+            interval=interval,
+            margin=None if self.assay is None else self.assay.margin,
+            heading=self._heading(detail),
+            sentence=self._sentences(),
+        )
+
+    def _heading(self, detail: str) -> str:
+        reference = self.reference_name
+        return {
+            NOISE: f"These steps show no difference from {reference}",
+            IDENTICAL: f"The same losses as {reference}",
+            HIGHER: f"In this pair, above {reference} by more than its scatter",
+            LOWER: f"In this pair, below {reference} by more than its scatter",
+            NOT_SENSITIVE: f"Unknown: {NOT_LEARNT}",
+            "": f"Too little to compare with {reference}",
+            UNPAIRED: f"Not the same batches as {reference}",
+            DIVERGED: "A loss is not finite",
+            REFERENCE_DIVERGED: "A loss is not finite",
+        }[detail]
+
+    def _sentences(self) -> str:
+        """The verdict as sentences, with its numbers and its limits."""
         stops = (
             (self.run_name, self.run_nonfinite),
             (self.reference_name, self.reference_nonfinite),
@@ -112,7 +164,7 @@ class Comparison:
         if sentences and self.steps:
             sentences.append("The rest compares the steps before.")
         sentences.append(self._about_training())
-        if self.finding == "insensitive" and self.assay is not None:
+        if self.case[1] == NOT_SENSITIVE and self.assay is not None:
             sentences.append(f"Unknown: {self.assay.sentence[0].lower()}{self.assay.sentence[1:]}")
         if self.validation is not None:
             sentences.append(self._about_validation(self.validation))
@@ -121,7 +173,7 @@ class Comparison:
                 "This is one pair of runs with one seed: it cannot show how much another seed, or rounding alone, would change. "
                 "`narrowgauge study` tells it over seeds."
             )
-        if self.training_finding in ("noise", "higher", "lower") and not self.unpaired:
+        if self.training_finding in (NOISE, HIGHER, LOWER) and not self.unpaired:
             sentences.append(
                 "The band holds for one look at the end; looked at again and again while a run goes on, it finds differences that are none."
             )
@@ -155,7 +207,7 @@ class Comparison:
             return f"{gap}: too few steps to tell a difference from noise."
         low, high = (signed(tail.mean + side * tail.half_width, places) for side in (-1, 1))
         band = f"95{PERCENT} band from {low} to {high}"
-        if self.training_finding == "noise":
+        if self.training_finding == NOISE:
             return f"{gap} ({band}): zero lies within the band, so these steps show no difference, nor that there is none."
         return f"{gap} ({band}): zero lies outside the band, so the scatter and drift of these steps do not explain it."
 

@@ -23,7 +23,8 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import count, decimals, loss_value, plural, signed
 from narrowgauge.diagnose.forms import listed, number, record, refuse, table, text
-from narrowgauge.diagnose.same_curve import DIFFERS, SAME, SMALL, UNKNOWN, SameCurve, judge
+from narrowgauge.diagnose.same_curve import CurveComparison, judge
+from narrowgauge.diagnose.verdict import EQUIVALENT, UNKNOWN
 from narrowgauge.errors import Reason
 
 AGAIN, WIDE, CONTROL, RECIPE, PRODUCT = "again", "bf16", "control", "recipe:", "product:"
@@ -139,7 +140,7 @@ class Ladder:
         # 3: again, bf16 and control.
         return 3 + len(chain(self.recipe)) + len(PRODUCTS) if self.recipe else 2
 
-    def against_bf16(self, name: str = AGAIN) -> SameCurve:
+    def against_bf16(self, name: str = AGAIN) -> CurveComparison:
         wide, control = self.rungs[WIDE].curve, self.rungs[CONTROL].curve
         return judge(self.rungs[name].curve, wide, [(control, wide)])
 
@@ -149,7 +150,7 @@ class Ladder:
         The recipe's curve is above BF16's by more than control, or differs by more than the margin.
         """
         own = self.against_bf16()
-        return own.name == DIFFERS or (own.name == SMALL and own.difference > 0)
+        return own.differs or (own.is_within_margin and own.difference > 0)
 
     def mends(self, name: str) -> bool:
         """True if a rung fixes the run: it is close to BF16 and leaves less than REST of the gap.
@@ -162,7 +163,7 @@ class Ladder:
         # Tried and lost: "within the margin" alone, which a gap of 0.0110 passed at 0.0105 by
         # chance (margin 0.0107), and "within control" alone, which sound FP8 GEMMs of the recipe
         # (0.0003 to 0.0005) failed (docs/log.md).
-        return found.name in (SAME, SMALL) and abs(found.difference) < REST * abs(own.difference)
+        return found.outcome == EQUIVALENT and abs(found.difference) < REST * abs(own.difference)
 
     def mended(self) -> list[str]:
         """Rungs that fix the run, recipes first."""
@@ -199,9 +200,9 @@ class Ladder:
                 f"No product of the run is narrower than 16 bits, so it is not the number format. {ELSEWHERE}",
             )
         own, wide = self.against_bf16(), self.rungs[WIDE]
-        if own.name == UNKNOWN:
+        if own.outcome == UNKNOWN:
             return Reason("unknown", own.sentence())
-        if own.name == SAME:
+        if own.is_within_control:
             return Reason("same", f"{own.sentence()} {ELSEWHERE}")
         found = self.mended()
         if wide.lost and not self.rungs[AGAIN].lost:
@@ -211,7 +212,7 @@ class Ladder:
             )
         if not self.is_behind():
             return Reason("not-behind", own.sentence())
-        if own.name == SMALL:
+        if own.is_within_margin:
             code, words = self._of_small(own, found)
             return Reason(code, f"{own.sentence()} {words}")
         if not found:
@@ -223,7 +224,7 @@ class Ladder:
             "mended", f"{own.sentence()} The first change that mends it: {change_words(found[0])}."
         )
 
-    def _of_small(self, own: SameCurve, found: list[str]) -> tuple[str, str]:
+    def _of_small(self, own: CurveComparison, found: list[str]) -> tuple[str, str]:
         """Code and sentence for a gap below the margin."""
         if not found:
             return "small-by-none", "No rung brings it within control, or halves it."
@@ -231,7 +232,7 @@ class Ladder:
         # reported.
         name = min(found, key=lambda each: abs(self.against_bf16(each).difference))
         best, words = self.against_bf16(name), change_words(name)
-        if best.name == SAME:
+        if best.is_within_control:
             return "small-by-one", f"It comes within control with {words}."
         left, whole = (signed(each.difference, decimals(each.difference)) for each in (best, own))
         return "small-by-most", f"Most of it goes with {words}: {left} of {whole} nats are left."

@@ -24,8 +24,9 @@ from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import count, elsewhere, plural
 from narrowgauge.diagnose.guard.evidence import MARGIN
 from narrowgauge.diagnose.runs import read_metrics, read_run
-from narrowgauge.diagnose.same_curve import SameCurve, judge
+from narrowgauge.diagnose.same_curve import CurveComparison, judge
 from narrowgauge.diagnose.sensitivity import Assay, assess_curve, trivial_of
+from narrowgauge.diagnose.verdict import Verdict
 from narrowgauge.errors import ConfigError, Reason
 
 CONTROL = "micro_batches"  # changes the order of summation and nothing else
@@ -85,19 +86,22 @@ class Judged:
 
     run: Member
     reference: Member
-    curve: SameCurve
+    curve: CurveComparison
     pair: pairs.Comparison
 
     @property
-    def cannot_tell(self) -> bool:
+    def is_insensitive(self) -> bool:
         """True if no difference was seen and the reference could not have shown one."""
-        return bool(self.curve.why) or self.pair.finding == "insensitive"
+        return any(each.is_insensitive for each in self.verdicts)
 
     @property
-    def sentences(self) -> list[str]:
-        return [
-            f"{self.run.name} against {self.reference.name}: {self.curve.sentence(_change(self.run, self.reference))}"
-        ]
+    def verdicts(self) -> list[Verdict]:
+        """Verdict of the curves, which a control judges, and verdict of the pair alone."""
+        return [self.curve.verdict(_change(self.run, self.reference)), self.pair.verdict]
+
+    @property
+    def subject(self) -> str:
+        return f"{self.run.name} against {self.reference.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,7 @@ class Compared:
             for one, other in self.controls
         ]
         return "\n".join(
-            [*lines, *self.notes, *(line for each in self.judged for line in each.sentences)]
+            [*lines, *self.notes, *(each.verdicts[0].text(each.subject) for each in self.judged)]
         )
 
 

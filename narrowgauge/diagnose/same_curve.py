@@ -4,10 +4,10 @@
     control       BF16 against itself in another summation order: how far rounding alone drives two
                   continuations apart. Its second half is cut into BLOCKS; the largest block mean
                   counts
-    same          |difference| <= CONTROLS * control
-    small         above control, and within the margin: a share of the reference's loss, or a number
-                  of nats
-    differs       above both
+    equivalent    |difference| <= CONTROLS * control ("within control"); or above that and within
+                  the margin, a share of the reference's loss or a number of nats ("within margin")
+    worse         above both, with the higher loss
+    better        above both, with the lower loss
     unknown       too few steps, no control, or a reference that could not have shown a difference
                   (`sensitivity`)
 
@@ -26,20 +26,34 @@ from typing import Any
 from narrowgauge.diagnose.format_text import decimals, loss_value, plural, signed
 from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN
 from narrowgauge.diagnose.sensitivity import Assay
+from narrowgauge.diagnose.verdict import (
+    BETTER,
+    CURVE,
+    DIVERGED,
+    EQUIVALENT,
+    NOT_SENSITIVE,
+    REFERENCE_DIVERGED,
+    UNKNOWN,
+    WITHIN_CONTROL,
+    WITHIN_MARGIN,
+    WORSE,
+    Verdict,
+    stored_word,
+)
 
 BLOCKS = 4
 # Times the largest control: two continuations that differ in rounding alone are about as far from a
 # third as from each other.
 CONTROLS = 2.0
 FEWEST = 2 * BLOCKS  # least number of steps in the second half
-SAME, SMALL, DIFFERS, UNKNOWN = "same", "small", "differs", "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SameCurve:
-    """Verdict with its numbers in nats.
+class CurveComparison:
+    """A curve against its reference, with numbers in nats.
 
-    name        SAME, SMALL, DIFFERS or UNKNOWN
+    outcome     worse, better, equivalent or unknown
+    detail      case within the outcome (`verdict`), or ''
     difference  mean difference; infinite if exactly one loss stopped being finite
     loss        mean loss of the reference
     control     largest block mean of the controls; None without a control
@@ -48,7 +62,8 @@ class SameCurve:
     why         reason why the reference could not have shown a difference; '' if it could
     """
 
-    name: str
+    outcome: str
+    detail: str
     difference: float
     loss: float
     control: float | None
@@ -57,8 +72,36 @@ class SameCurve:
     why: str = ""
 
     def event(self) -> dict[str, Any]:
+        """Fields for a file, with the word of earlier versions under `verdict`."""
         fields = asdict(self)
-        return {"verdict": fields.pop("name"), **fields}
+        detail = fields.pop("detail")
+        return {"verdict": stored_word(CURVE, self.outcome, detail), **fields}
+
+    @property
+    def differs(self) -> bool:
+        """True if the difference is shown to be above control and margin, in either direction."""
+        return self.outcome in (WORSE, BETTER)
+
+    @property
+    def is_within_control(self) -> bool:
+        """True if rounding alone explains the difference."""
+        return self.outcome == EQUIVALENT and self.detail != WITHIN_MARGIN
+
+    @property
+    def is_within_margin(self) -> bool:
+        """True if the difference is above control, but harmless."""
+        return self.detail == WITHIN_MARGIN
+
+    def verdict(self, change: str = "the number format") -> Verdict:
+        """The verdict. change: difference between the runs, which may be the cause."""
+        return Verdict(
+            outcome=self.outcome,
+            detail=self.detail,
+            estimate=self.difference if self.steps else None,
+            margin=self.margin if math.isfinite(self.margin) else None,
+            evidence={} if self.control is None else {"control": self.control},
+            sentence=self.sentence(change),
+        )
 
     @property
     def numbers(self) -> str:
@@ -77,23 +120,23 @@ class SameCurve:
             return f"Unknown: {self.why[0].lower()}{self.why[1:]}"
         if not self.steps:
             return "Not known: they have no step on the same batch in common."
-        if not math.isfinite(self.loss) and self.name == SAME:
+        if not math.isfinite(self.loss) and self.is_within_control:
             return f"Both losses stop being finite: the cause is not {change}."
         if not math.isfinite(self.difference):
             which = "reference" if not math.isfinite(self.loss) else "run"
             return (
                 f"The loss of the {which} alone stops being finite: {change} makes the difference."
             )
-        if self.name == SAME:
+        if self.is_within_control:
             return (
                 f"The curve is the same within control ({self.numbers}): the cause is not {change}."
             )
-        if self.name == SMALL:
+        if self.is_within_margin:
             return (
                 f"The curve differs by more than control, but by less than the margin of {self.margin:.4f} nats ({self.numbers}): "
                 f"{change} makes no more difference than that."
             )
-        if self.name == DIFFERS:
+        if self.differs:
             side = "higher" if self.difference > 0 else "lower"
             beside = f"{self.numbers}; margin {self.margin:.4f}; loss {loss_value(self.loss)}"
             return f"The curve is {side} ({beside}): {change} makes the difference."
@@ -109,7 +152,7 @@ def judge(
     margin: float = MARGIN,
     least_margin: float = LEAST_MARGIN,
     assay_at: Callable[[float], Assay] | None = None,
-) -> SameCurve:
+) -> CurveComparison:
     """Judge the losses of two continuations at the same steps, in order.
 
     controls  pairs of losses of the same steps. A curve may end early, where its loss was not
@@ -125,15 +168,33 @@ def judge(
         # reference lost as -inf.
         loss = math.inf if lost[1] else statistics.fmean(reference[len(reference) // 2 :])
         gap = 0.0 if all(lost) else math.inf if lost[0] else -math.inf
-        name = SAME if all(lost) else DIFFERS
-        return SameCurve(
-            name=name, difference=gap, loss=loss, control=None, margin=math.nan, steps=shortest
+        outcome, detail = (
+            (EQUIVALENT, DIVERGED)
+            if all(lost)
+            else (WORSE, DIVERGED)
+            if lost[0]
+            else (BETTER, REFERENCE_DIVERGED)
+        )
+        return CurveComparison(
+            outcome=outcome,
+            detail=detail,
+            difference=gap,
+            loss=loss,
+            control=None,
+            margin=math.nan,
+            steps=shortest,
         )
     half = slice(shortest // 2, shortest)
     count = shortest - shortest // 2
     if not shortest:
-        return SameCurve(
-            name=UNKNOWN, difference=math.nan, loss=math.nan, control=None, margin=math.nan, steps=0
+        return CurveComparison(
+            outcome=UNKNOWN,
+            detail="",
+            difference=math.nan,
+            loss=math.nan,
+            control=None,
+            margin=math.nan,
+            steps=0,
         )
     # One number for all steps: neighbouring steps are correlated, so they are not independent
     # samples.
@@ -144,24 +205,27 @@ def judge(
     if assay is not None and assay.is_sensitive:
         allowed = assay.margin
     found = [size for pair in controls if (size := control_of(*pair)) is not None]
-    # The largest of several controls, so that a verdict errs towards "same".
+    # The largest of several controls, so that a verdict errs towards "within control".
     control = max(found, default=None)
-    name = UNKNOWN
+    outcome, detail = UNKNOWN, ""
     if count >= FEWEST and control is not None:
-        name = (
-            SAME
+        outcome, detail = (
+            (EQUIVALENT, WITHIN_CONTROL)
             if abs(difference) <= CONTROLS * control
-            else SMALL
+            else (EQUIVALENT, WITHIN_MARGIN)
             if abs(difference) <= allowed
-            else DIFFERS
+            else (WORSE if difference > 0 else BETTER, "")
         )
     # Bit-identical curves need no control.
     if not any(a != b for a, b in zip(run, reference, strict=False)):
-        name, control = SAME, control or 0.0
-    why = "" if assay is None or name == DIFFERS else assay.sentence
-    name = UNKNOWN if why else name
-    return SameCurve(
-        name=name,
+        outcome, detail, control = EQUIVALENT, WITHIN_CONTROL, control or 0.0
+    # A difference that was shown proves that these runs could show one.
+    why = "" if assay is None or outcome in (WORSE, BETTER) else assay.sentence
+    if why:
+        outcome, detail = UNKNOWN, NOT_SENSITIVE
+    return CurveComparison(
+        outcome=outcome,
+        detail=detail,
         difference=difference,
         loss=loss,
         control=control,

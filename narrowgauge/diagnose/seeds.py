@@ -12,16 +12,16 @@ harm > 0 is worse. Tests and intervals: `paired_tests`. With a margin, chosen be
                       margin
     not worse         shown (one-sided, 5 %): harm below the margin; better by more than that stays
                       open
-    identical         every pair has equal values
+    identical         every pair has equal values (an equivalent outcome)
     diverged          a run of the recipe became non-finite, and the reference's of that seed did
-                      not
+                      not (a worse outcome)
     unknown           nothing shown: too few seeds for this standard deviation. `needed` estimates
                       how many are enough, from the power of the equivalence test
 
 All verdicts except worse and diverged need a reference that could have shown a difference (assay
 sensitivity, `sensitivity`): it learnt, beats the trivial predictor, and differs from a positive
 control. Otherwise the verdict is unknown. The margin is also limited to a share of the reference's
-progress. Reports group the names into four (`OUTCOMES`): worse, better, equivalent, unknown.
+progress. `seeds_text.verdict` puts the outcome into words.
 
 Beside the verdict stands the reference's own interval: where one more seed of the reference would
 fall (a 95 % prediction interval), which is how scores of downstream tasks are judged in practice. A
@@ -62,14 +62,21 @@ from narrowgauge.diagnose.sensitivity import (
     assess,
     progress_of,
 )
+from narrowgauge.diagnose.verdict import (
+    BETTER,
+    DIVERGED,
+    EQUIVALENT,
+    IDENTICAL,
+    NOT_SENSITIVE,
+    NOT_WORSE,
+    STUDY,
+    UNKNOWN,
+    WORSE,
+    Case,
+    stored_word,
+)
 from narrowgauge.errors import ConfigError
 
-WORSE, BETTER, EQUIVALENT, NOT_WORSE = "worse", "better", "equivalent", "not worse"
-IDENTICAL, DIVERGED, UNKNOWN = "identical", "diverged", "unknown"
-OUTCOMES = {  # "not worse" leaves better and equivalent open
-    WORSE: WORSE, DIVERGED: WORSE, BETTER: BETTER, EQUIVALENT: EQUIVALENT, IDENTICAL: EQUIVALENT, NOT_WORSE: UNKNOWN,
-    UNKNOWN: UNKNOWN,
-}  # fmt: skip
 PERCENTS = ("bleu", "chrf")  # scores up to 100; other scores reach 1
 LOWER_IS_BETTER = ("loss", "perplexity")
 # The only reason for a failed run that says something about a recipe's arithmetic.
@@ -177,8 +184,8 @@ class OwnInterval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A recipe against its reference, over seeds.
+class SeedComparison:
+    """A recipe against its reference, over seeds: the numbers behind a verdict.
 
     seeds           seeds of the pairs
     differences     recipe minus reference, in units of the metric
@@ -263,50 +270,60 @@ class Verdict:
         return sorted(self.runs.diverged - self.reference.diverged)
 
     @property
-    def name(self) -> str:
-        """Name of the verdict; the module docstring lists the names."""
-        if self.lost_by_divergence:
-            return DIVERGED
-        shown = {
-            WORSE: self.p_worse,
-            BETTER: self.p_better,
-            EQUIVALENT: self.p_equivalent,
-            NOT_WORSE: self.p_not_worse,
-        }
+    def tests(self) -> dict[Case, float]:
+        """(outcome, detail) -> p of the test that shows it, the strongest claim first."""
         # The order matters: "equivalent" implies "not worse", and the stronger claim is reported.
-        found = next((name for name, p in shown.items() if p < ALPHA), UNKNOWN)
+        return {
+            (WORSE, ""): self.p_worse,
+            (BETTER, ""): self.p_better,
+            (EQUIVALENT, ""): self.p_equivalent,
+            (UNKNOWN, NOT_WORSE): self.p_not_worse,
+        }
+
+    @property
+    def case(self) -> Case:
+        """(outcome, detail) of the verdict; the module docstring lists the cases."""
+        if self.lost_by_divergence:
+            return WORSE, DIVERGED
+        found = next((case for case, p in self.tests.items() if p < ALPHA), (UNKNOWN, ""))
         if len(self.differences) > 1 and not any(self.differences):
-            found = IDENTICAL
-        return found if found == WORSE or self.assay.is_sensitive else UNKNOWN
+            found = EQUIVALENT, IDENTICAL
+        is_allowed = found[0] == WORSE or self.assay.is_sensitive
+        return found if is_allowed else (UNKNOWN, NOT_SENSITIVE)
 
     @property
     def outcome(self) -> str:
         """worse, better, equivalent or unknown."""
-        return OUTCOMES[self.name]
+        return self.case[0]
 
     @property
-    def cannot_tell(self) -> bool:
+    def detail(self) -> str:
+        """Case within the outcome, or ''."""
+        return self.case[1]
+
+    @property
+    def name(self) -> str:
+        """The verdict in the one word that studies of all versions write (`verdict.STORED`)."""
+        return stored_word(STUDY, *self.case)
+
+    @property
+    def is_insensitive(self) -> bool:
         """True if the verdict is unknown because the runs could not have shown a difference.
 
         More seeds would not change that.
         """
-        return self.name == UNKNOWN and not self.assay.is_sensitive
+        return self.detail == NOT_SENSITIVE
 
     @property
     def lacks_control(self) -> bool:
         """True if no difference is claimed and no positive control backs that claim."""
-        return self.name in (EQUIVALENT, NOT_WORSE, IDENTICAL) and self.assay.control is None
+        claims_none = self.outcome == EQUIVALENT or self.detail == NOT_WORSE
+        return claims_none and self.assay.control is None
 
     @property
     def p(self) -> float | None:
         """p of the test behind the verdict; None if the verdict rests on no test."""
-        shown = {
-            WORSE: self.p_worse,
-            BETTER: self.p_better,
-            EQUIVALENT: self.p_equivalent,
-            NOT_WORSE: self.p_not_worse,
-        }
-        return shown.get(self.name)
+        return self.tests.get(self.case)
 
     @property
     def needed(self) -> tuple[int | None, int | None] | None:
@@ -316,7 +333,7 @@ class Verdict:
         None above MOST. The result is None for known verdicts, and without a standard deviation.
         """
         spread, margin, mean = spread_of(self.differences), self.absolute_margin, self.mean
-        if not spread or not margin or mean is None or self.name != UNKNOWN or self.cannot_tell:
+        if not spread or not margin or mean is None or self.case != (UNKNOWN, ""):
             return None
         # Both numbers: counted at a true mean of zero alone, 6 seeds were named in a case that
         # needed 151.
@@ -347,7 +364,7 @@ def judge(
     metric: str,
     margin: Margin | None = None,
     control: Runs | None = None,
-) -> Verdict:
+) -> SeedComparison:
     """Judge one recipe.
 
     margin   None: `Margin.usual`
@@ -370,7 +387,7 @@ def judge(
     limit = assay.margin if assay.is_sensitive else absolute
     harm = [sign_of(metric) * each for each in differences]
     relief = [-each for each in harm]
-    return Verdict(
+    return SeedComparison(
         runs=runs, reference=reference, metric=metric, margin=margin, seeds=seeds, differences=differences,
         # p_above tests "mean <= bound"; with the sign of harm turned it tests "harm >= limit" as
         # well.
@@ -449,30 +466,22 @@ def _control(control: Runs, reference: Runs, metric: str, margin: float) -> Cont
 
 def judge_all(
     runs: Sequence[Runs], metric: str, margin: Margin | None = None, control: Runs | None = None
-) -> list[Verdict]:
+) -> list[SeedComparison]:
     """Judge each of `runs` against the first one."""
     return with_holm([judge(each, runs[0], metric, margin, control) for each in runs[1:]])
 
 
-def with_holm(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Set `holds_together` of each verdict that rests on a test.
+def with_holm(found: Sequence[SeedComparison]) -> list[SeedComparison]:
+    """Set `holds_together` of each comparison whose verdict rests on a test.
 
     Holm's correction runs over the recipes, separately for each kind of test.
     """
-    if len(verdicts) < 2:
-        return list(verdicts)
-    adjusted = {
-        name: holm([getattr(each, key) for each in verdicts])
-        for name, key in (
-            (WORSE, "p_worse"),
-            (BETTER, "p_better"),
-            (EQUIVALENT, "p_equivalent"),
-            (NOT_WORSE, "p_not_worse"),
-        )
-    }
+    if len(found) < 2:
+        return list(found)
+    adjusted = {case: holm([each.tests[case] for each in found]) for case in found[0].tests}
     return [
-        replace(each, holds_together=adjusted[each.name][place] < ALPHA)
-        if each.name in adjusted
+        replace(each, holds_together=adjusted[each.case][place] < ALPHA)
+        if each.case in adjusted
         else each
-        for place, each in enumerate(verdicts)
+        for place, each in enumerate(found)
     ]

@@ -35,7 +35,7 @@ from narrowgauge.nn.sharded import local_part, owner_of
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import LearnedStep, Window
+from narrowgauge.recipe import DelayedScaling, LearnedStep
 from narrowgauge.scaling import WHOLE
 
 
@@ -64,7 +64,7 @@ def gather(
         assert operand is not None
         # A whole-tensor tile spans all ranks, so its scale needs the maximum of all of them.
         amax = _global_amax(rows, group, bytes_sent)
-        if operand.state is not None and isinstance(cast.calibrate, Window):
+        if operand.state is not None and isinstance(cast.calibrate, DelayedScaling):
             amax = operand.casts.amax = update_amax(
                 operand.state, amax, records=operand.context.records
             )

@@ -32,7 +32,7 @@ from narrowgauge.ops.norm_act.definition import ACTIVATIONS
 from narrowgauge.ops.norm_act.spec import NARROW, Given, Kept
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import LearnedStep, Window
+from narrowgauge.recipe import DelayedScaling, LearnedStep
 
 
 @dataclass(eq=False)
@@ -368,7 +368,7 @@ def _requested_cast(operand: Operand, policy: SavePolicy) -> CastRequest | str:
         return "the input is not cast, or by a learned step"
     if plan.rows_expand is not None:
         return "products are emulated, which reads decoded values"
-    live = operand.state if isinstance(cast.calibrate, Window) else None
+    live = operand.state if isinstance(cast.calibrate, DelayedScaling) else None
     return CastRequest(cast, live, operand.context.records, transposed and plan.transposes)
 
 
@@ -386,5 +386,5 @@ def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
         return None
     if not gy.pairs or gy.rows is None or gy.rows.rounding != "nearest":
         return None
-    state = layer.amax_state("gy") if isinstance(gy.rows.calibrate, Window) else None
+    state = layer.amax_state("gy") if isinstance(gy.rows.calibrate, DelayedScaling) else None
     return CastRequest(gy.rows, state, layer.training, transposed=True)

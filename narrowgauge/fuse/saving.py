@@ -30,7 +30,7 @@ from narrowgauge.ops.norm_act.spec import Given, Kept, Statistics
 from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Window
+from narrowgauge.recipe import Cast, DelayedScaling
 from narrowgauge.scaling import from_exponents, to_exponents
 
 # "inputs": the readers recompute y from the function's inputs. "outputs": the function's backward
@@ -167,7 +167,7 @@ def _requests(operand: Operand, amax: Tensor | None) -> list[CastRequest | None]
         return [None]
     live = None
     # The same scale as in forward: an amax state whose `in_use` entry is forward's amax.
-    if isinstance(plan.cols.calibrate, Window):
+    if isinstance(plan.cols.calibrate, DelayedScaling):
         assert amax is not None
         live = torch.nn.functional.pad(amax.reshape(1), (0, 2))
     return [CastRequest(plan.cols, live, records=False, transposed=True), None]

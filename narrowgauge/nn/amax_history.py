@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.recipe import Window
+from narrowgauge.recipe import DelayedScaling
 
 
 class LayerState(nn.Module):
@@ -84,7 +84,7 @@ class AmaxHistory(LayerState):
     _followed: tuple[Tensor, int] | None = None  # history and version behind _lineage
     _was_seen = False  # whether `saw` was called in this step
 
-    def __init__(self, window: Window, device: torch.device) -> None:
+    def __init__(self, window: DelayedScaling, device: torch.device) -> None:
         super().__init__()
         self.window = window
         self.register_buffer(
@@ -175,7 +175,7 @@ def roll_history(windows: list[AmaxHistory]) -> None:
     step twice equals ending it once. A non-finite amax never enters the history: the scale of that
     step was NaN, and the next step uses the amax from before.
     """
-    groups: dict[tuple[Window, torch.device], list[AmaxHistory]] = {}
+    groups: dict[tuple[DelayedScaling, torch.device], list[AmaxHistory]] = {}
     for window in windows:
         groups.setdefault((window.window, window.live.device), []).append(window)
     for (settings, _), members in groups.items():

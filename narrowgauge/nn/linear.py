@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     ShapeError for a wrong last axis, and ConfigError for a recipe with state
     (delayed scaling, learned steps, sampling), which requires a QLinear.
     """
-    if not isinstance(recipe, Recipe) or recipe.has_memory:
+    if not isinstance(recipe, Recipe) or recipe.has_state:
         imported(_REFUSALS, "refuse_recipe")(recipe)
     _check(x, weight, bias, recipe)
     plan = plan_of(recipe, x.device, wrapper(x, weight))
@@ -202,7 +202,11 @@ class QLinear(nn.Linear):
         device, recipe = self.weight.device, self._recipe
         windows, steps, samples = {}, {}, {}
         if recipe is not None:
-            windows, steps, samples = recipe.windows(), recipe.steps(), recipe.samples()
+            windows, steps, samples = (
+                recipe.delayed_scaling(),
+                recipe.learned_steps(),
+                recipe.samplers(),
+            )
         self.scaling = self.sampling = None
         if windows:
             from narrowgauge.nn.amax_history import AmaxHistory

@@ -25,7 +25,7 @@ from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Current, Window
+from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Operand:
             and plan.rows_rotate is None
         ):
             delayed, both = (
-                isinstance(cast.calibrate, Window),
+                isinstance(cast.calibrate, DelayedScaling),
                 plan.pairs and self._keeps_cols(cast),
             )
             # Reading x once saves a read only if the kernel also returns the amax or the cols.
@@ -174,7 +174,7 @@ class Operand:
         is_whole = (
             plan.rows is not None
             and plan.rows.is_per_tensor
-            and isinstance(plan.rows.calibrate, Current)
+            and isinstance(plan.rows.calibrate, CurrentScaling)
         )
         recasts = is_compiling() and not self.context.keeps_w if cache is None else cache.recasts
         return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and recasts
@@ -309,7 +309,9 @@ class Operand:
         noise = self._noise(x, which) if cast.rounding == "stochastic" else None
         # Under current scaling an amax is known if an earlier read returned
         # it, which saves one read here.
-        amax = self.casts.amax if isinstance(cast.calibrate, Window | Current) else None
+        amax = (
+            self.casts.amax if isinstance(cast.calibrate, DelayedScaling | CurrentScaling) else None
+        )
         return self.plan.quantize(x, cast, amax, noise, expand)
 
     def _noise(self, x: Tensor, which: str) -> Tensor | Key:

@@ -19,7 +19,7 @@ from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe, Window
+from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _operand_plan(
         pairs, transposes = False, same and unpacked and whole
     shares = _is_shareable(rows, rotations[0]), _is_shareable(cols, rotations[1])
     is_delayed = any(
-        cast is not None and isinstance(cast.calibrate, Window) for cast in (rows, cols)
+        cast is not None and isinstance(cast.calibrate, DelayedScaling) for cast in (rows, cols)
     )
     return OperandPlan(
         role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares, is_delayed

@@ -16,7 +16,7 @@ from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.pieces import cuts
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Current
+from narrowgauge.recipe import Cast, CurrentScaling
 
 
 def casts_apart(cast: Cast, x: Tensor) -> bool:
@@ -29,7 +29,11 @@ def casts_apart(cast: Cast, x: Tensor) -> bool:
         if not draws_keys(x.device):
             return False
     # A scale must not depend on rows of other pieces.
-    return cast.tile[0] == 1 and not cast.scale.two_level and isinstance(cast.calibrate, Current)
+    return (
+        cast.tile[0] == 1
+        and not cast.scale.two_level
+        and isinstance(cast.calibrate, CurrentScaling)
+    )
 
 
 def cast_in_pieces(

@@ -31,7 +31,7 @@ def warn_of_ranks(layers: Collection[Any]) -> None:
     alone = [
         each
         for each in layers
-        if each.peers is None and each.recipe is not None and each.recipe.has_memory
+        if each.peers is None and each.recipe is not None and each.recipe.has_state
     ]
     if any(not layer.warned_of_ranks for layer in alone):
         warn(
@@ -56,7 +56,7 @@ def warn_of_eval(layers: Collection[Any]) -> None:
         for each in layers
         if not (each.training or each.warned_of_eval) and each.recipe is not None
     ]
-    still = [each for each in still if each.recipe.has_memory and each.weight.requires_grad]
+    still = [each for each in still if each.recipe.has_state and each.weight.requires_grad]
     if still:
         warn(
             f"{still[0].recipe.name}: an optimizer step ended in eval mode, in which the {words(added(still[0]))} of {len(still)} of its "

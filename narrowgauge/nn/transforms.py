@@ -88,7 +88,7 @@ def _changes(recipe: Recipe) -> bool:
     draws = any(cast.rounding == "stochastic" for cast in casts) or any(
         gemm.rotate is not None for gemm in gemms
     )
-    return draws or recipe.has_memory
+    return draws or recipe.has_state
 
 
 def leaf(layer: nn.Module, x: Any) -> Any:

@@ -38,7 +38,7 @@ from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.shards import Part
 from narrowgauge.optim.step import ParamStep, new_state, step_in_torch
-from narrowgauge.recipe import Cast, Window
+from narrowgauge.recipe import Cast, DelayedScaling
 
 STEPS, SEED = 3, 20260614
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.9}
@@ -128,7 +128,7 @@ def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
     ones.
     """
     window = None
-    if isinstance(cast.calibrate, Window):
+    if isinstance(cast.calibrate, DelayedScaling):
         window = AmaxHistory(cast.calibrate, weight.device)
         window.live.copy_(torch.tensor([0.04, 0.0 if number else 0.05, 0.0]))
         window.history[:1] = 0.06

@@ -8,8 +8,8 @@ fsdp  weights, gradients and states: 1/F each. Whole on every rank during the co
 tp    weights, gradients and states of the blocks and of an untied head, and tensors that the
       blocks' inner layers save: 1/T. Tensors that norms and residuals save, and the embedding:
       whole
-pp    1/P of the blocks. The first stage saves P micro-batches for backward (1F1B); embeddings and
-      head count on every stage. With fsdp the weights of a stage stay whole through the step, and
+pp    1/P of the blocks. A rank saves several micro-batches for backward, as `micro_batches_in_flight`
+      says for each schedule; embeddings and head count on every stage. With fsdp the weights of a stage stay whole through the step, and
       so do its gradients
 sp    as tp; tensors that norms and residuals save are 1/T as well, which is not subtracted
 dp    a copy on each rank. DistributedDataParallel keeps gradients as views of its buckets, which
@@ -37,7 +37,7 @@ def divided(
     fsdp: int = 1,
     tp: int = 1,
     stages: int = 1,
-    in_flight: int = 1,
+    in_flight: float = 1,
     steady: bool = True,
 ) -> Forecast:
     """Return the forecast of one rank.
@@ -47,7 +47,8 @@ def divided(
     copies     ranks of DistributedDataParallel
     fsdp, tp   numbers of shards
     stages     pipeline stages
-    in_flight  micro-batches whose activations the first stage keeps
+    in_flight  micro-batches whose activations a rank saves for backward, from
+               `micro_batches_in_flight`
     steady     True if new micro-batches start while gradients are summed; else (at most as many as
                stages) each backward pass leaves one less in flight
     """
@@ -96,6 +97,27 @@ def divided(
     )
 
 
+def micro_batches_in_flight(schedule: str, ranks: int, micro_batches: int) -> float:
+    """Return the most micro-batches that one rank saves for backward, on the rank with the most.
+
+    schedule   name in torch.distributed.pipelining, as the setting `schedule`
+    ranks      ranks of one pipeline, P
+
+    GPipe runs all forward passes first. The schedules below 1F1B place two stages on a rank, so
+    one micro-batch in one stage counts half. The counts are those of torch's own orders of work
+    (torch 2.13); weight gradients that a zero-bubble schedule delays keep their input alive.
+    """
+    most = {
+        "GPipe": micro_batches,
+        "1F1B": ranks,
+        "Interleaved1F1B": (3 * ranks - 1) / 2,
+        "InterleavedZeroBubble": ranks,
+        "ZBVZeroBubble": ranks,
+        "DualPipeV": (2 * ranks + 1) / 2,
+    }[schedule]
+    return min(most, micro_batches)
+
+
 def _in_buckets(whole: Forecast) -> Forecast:
     """Add all gradients to every moment. This is exact except for the padding of buckets."""
     gradients = ("gradients", "")
@@ -110,11 +132,11 @@ def _in_buckets(whole: Forecast) -> Forecast:
     return replace(own, reserved=own.allocated + max(0, whole.reserved - whole.allocated))
 
 
-def _saved(kind: Kind, size: int, tp: int, in_flight: int) -> int:
+def _saved(kind: Kind, size: int, tp: int, in_flight: float) -> int:
     part, module = kind
     if part != "saved":
         return size
     # tp splits attention, MLP and the layers in them, but not tensors of the block itself, such as
     # residual sums.
     inner = "." in module or "attn" in module or "mlp" in module
-    return size * in_flight // (tp if inner else 1)
+    return int(size * in_flight) // (tp if inner else 1)

@@ -24,13 +24,14 @@ NAMES = {
     "pearson": "Pearson’s correlation", "spearman": "Spearman’s correlation",
     "bleu": "BLEU", "chrf": "chrF",
 }  # fmt: skip
-MEANS = {
+# Runs before November 2026 record neither `f1_over` nor `loss_unit`; a new task has no entry here.
+OLD_F1_OVER = {
     "classification": "mean over classes",
     "image-classification": "mean over classes",
     "question-answering": "words of answers",
     "tagging": "spans",
-}  # task -> the items that F1 counts
-UNITS = {  # task -> unit of the loss
+}
+OLD_LOSS_UNITS = {
     "classification": "nats/example", "question-answering": "nats/border", "tagging": "nats/word", "multiple-choice": "nats/question",
     "image-classification": "nats/example", "regression": "squared error",
 }  # fmt: skip
@@ -151,13 +152,16 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
 
 def unit(recorded: Recorded) -> str:
     """Unit of the loss."""
-    return UNITS.get(recorded.run.get("task", ""), "nats/token")
+    old = OLD_LOSS_UNITS.get(recorded.run.get("task", ""), "nats/token")
+    return str(recorded.run.get("loss_unit") or old)
 
 
 def title(recorded: Recorded, metric: str) -> str:
     """Name of a score for display."""
-    task = recorded.run.get("task", "")
-    return f"F1, {MEANS[task]}" if metric == "f1" and task in MEANS else NAMES.get(metric, metric)
+    old = OLD_F1_OVER.get(recorded.run.get("task", ""), "")
+    if metric == "f1" and (items := recorded.run.get("f1_over") or old):
+        return f"F1, {items}"
+    return NAMES.get(metric, metric)
 
 
 def points(recorded: Recorded, metric: str) -> list[tuple[int, float]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from narrowgauge.diagnose import format_text, seeds
 from narrowgauge.diagnose.left_out import other_steps
-from narrowgauge.diagnose.seeds import NOT_FINITE, Margin, Runs, Verdict
+from narrowgauge.diagnose.seeds import NOT_FINITE, Margin, Runs, SeedComparison
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL, trivial_of
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.report.run_data import Recorded, last_done, read_alone
@@ -80,7 +80,7 @@ class Gathered:
             trivial=trivial_of(group.runs[0].run), targets=min(filter(None, targets), default=None),
         )  # fmt: skip
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[SeedComparison]:
         """Verdicts on the groups with the reference's batches.
 
         The reference and the positive control get none.

@@ -9,6 +9,8 @@ from typing import Any
 
 from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.format_text import count, percent, plural, signed, true_minus
+from narrowgauge.diagnose.verdict import EQUIVALENT, GUARD, UNKNOWN, WORSE, Verdict, outcome_of
+from narrowgauge.report import verdict
 from narrowgauge.report.figures import (
     THEME,
     canvas,
@@ -28,10 +30,10 @@ OUTLINE: dict[str, Any] = {
     "markerfacecolor": THEME["paper"],
     "zorder": 5,
 }
-OF_VERDICT = {  # verdict -> (colour, marker, words)
-    "within": ("run", "o", "within the margin"),
-    "unknown": ("muted", "o", "unknown"),
-    "worse": ("reference", "D", "worse"),
+OF_OUTCOME = {  # outcome -> (colour, marker, words)
+    EQUIVALENT: ("run", "o", "within the margin"),
+    UNKNOWN: ("muted", "o", "unknown"),
+    WORSE: ("reference", "D", "worse"),
 }
 
 
@@ -67,7 +69,7 @@ def figure(events: Sequence[Event]) -> str:
         axes.axhline(0.0, color=THEME["rule"], linewidth=1.2)
         for event in finite:
             place, scale = (event["step"], event["difference"]), event["scale"]
-            colour, marker, _ = OF_VERDICT.get(event["verdict"], OF_VERDICT["unknown"])
+            colour, marker, _ = OF_OUTCOME[outcome_of(GUARD, event)]
             ends = [place[1] - WIDTH * scale, place[1] + WIDTH * scale]
             axes.plot([place[0]] * 2, ends, color=THEME[colour], linewidth=1.6, alpha=0.6)
             plot(axes, [place], color=THEME[colour], linewidth=0, marker=marker, **OUTLINE)
@@ -108,11 +110,11 @@ def is_number(value: Any) -> bool:
 
 def legend(events: Sequence[Event]) -> list[tuple[str, str, str]]:
     """(words, colour, shape) of the verdicts that occur."""
-    found = {event["verdict"] for event in events}
+    found = {outcome_of(GUARD, event) for event in events}
     return [
         (words, colour, "square" if marker == "D" else "")
-        for verdict, (colour, marker, words) in OF_VERDICT.items()
-        if verdict in found
+        for outcome, (colour, marker, words) in OF_OUTCOME.items()
+        if outcome in found
     ]
 
 
@@ -133,7 +135,7 @@ def sentences(recorded: Recorded, events: Sequence[Event]) -> Iterator[str]:
     for event in events:
         if event["verdict"] == "reference":
             yield f"Step {count(event['step'])}: the BF16 reference itself was not finite."
-    alarms = [event for event in events if event["verdict"] == "worse"]
+    alarms = [event for event in events if outcome_of(GUARD, event) == WORSE]
     if alarms:
         first = alarms[0]
         on = (
@@ -158,11 +160,9 @@ def blamed(event: Event) -> str:
     said = [f"{where}, inaccurate: {', '.join(suspects)}."]
     for each in event.get("confirmations") or []:
         hurts, products = each.get("hurts"), each.get("products")
-        verdict = (
-            "Confirmed" if hurts is True else "Not confirmed" if hurts is False else "Not known"
-        )
+        found = "Confirmed" if hurts is True else "Not confirmed" if hurts is False else "Not known"
         names = ", ".join(map(str, products)) if isinstance(products, list) else str(products)
-        said.append(f"{verdict}, {names}: {each.get('words', '')}.")
+        said.append(f"{found}, {names}: {each.get('words', '')}.")
     if recipes := event.get("recipes"):
         said.append("In 16 bits: recipes = [" + ", ".join(f'"{entry}"' for entry in recipes) + "].")
     return " ".join(said)
@@ -231,10 +231,11 @@ def section(recorded: Recorded) -> dict[str, Any] | None:
     events = recorded.of("guard")
     if not events:
         return None
-    kind = {"worse": "above", "within": "same"}.get(events[-1]["verdict"], "open")
+    said = list(sentences(recorded, events))
+    newest = Verdict(outcome=outcome_of(GUARD, events[-1]), sentence=said[0])
     return {
-        "kind": kind,
+        "notice": verdict.notice(newest),
         "figure": figure(events),
         "legend": legend(events),
-        "sentences": list(sentences(recorded, events)),
+        "sentences": said,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from narrowgauge import storage
 from narrowgauge.diagnose.compare import smooth
 from narrowgauge.diagnose.format_text import count, decimals, duration, loss_value, signed
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
-from narrowgauge.diagnose.same_curve import CONTROLS, DIFFERS, SAME, SMALL
+from narrowgauge.diagnose.same_curve import CONTROLS
+from narrowgauge.diagnose.verdict import BETTER, EQUIVALENT, WITHIN_MARGIN, WORSE, Verdict
 from narrowgauge.report import several_figures
+from narrowgauge.report import verdict as verdicts
 from narrowgauge.report.figures import (
     THEME,
     Points,
@@ -33,7 +36,7 @@ from narrowgauge.report.figures import (
 )
 from narrowgauge.report.page import environment
 
-WORDS = {SAME: "same within control", SMALL: "within the margin", DIFFERS: "differs"}
+WORDS = {EQUIVALENT: "same within control", WORSE: "differs", BETTER: "differs"}
 QUESTIONS = {
     AGAIN: "its own recipe once more",
     WIDE: "every product in 16 bits",
@@ -61,7 +64,7 @@ def page(ladder: Ladder, fix: str, run: str) -> dict[str, Any]:
     """Variables of the template."""
     *_, conclusion = ladder.report()
     return {
-        "ladder": ladder, "run": run, "fix": fix, "kind": kind(ladder), "conclusion": conclusion, "repeats": ladder.repeats(),
+        "ladder": ladder, "run": run, "fix": fix, "notice": verdicts.notice(verdict(ladder, conclusion)), "repeats": ladder.repeats(),
         "rows": [row(ladder, place, rung) for place, rung in enumerate(ladder.rungs.values())],
         "scores": scores(ladder), "differences": differences(ladder), "losses": losses(ladder), "controls": f"{CONTROLS:g}",
         "half": ladder.begun + ladder.steps // 2 + 1, "last": ladder.begun + ladder.steps,
@@ -69,11 +72,11 @@ def page(ladder: Ladder, fix: str, run: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def kind(ladder: Ladder) -> str:
-    """Colour of the notice: the format is cleared, the format makes a difference, or neither."""
+def verdict(ladder: Ladder, conclusion: str) -> Verdict:
+    """Verdict on the run's own recipe, with the conclusion of all rungs as its sentence."""
     if not ladder.recipe:
-        return "same"
-    return {SAME: "same", DIFFERS: "above"}.get(ladder.against_bf16().name, "open")
+        return Verdict(outcome=EQUIVALENT, sentence=conclusion)
+    return replace(ladder.against_bf16().verdict(), sentence=conclusion)
 
 
 # --- The table
@@ -95,12 +98,13 @@ def row(ladder: Ladder, place: int, rung: Rung) -> dict[str, Any]:
         }
     against = ladder.against_bf16(rung.name)
     mends = rung.name.startswith((RECIPE, PRODUCT)) and ladder.mends(rung.name)
-    verdict = lost or WORDS.get(against.name, "not known")
+    words = "within the margin" if against.detail == WITHIN_MARGIN else WORDS.get(against.outcome)
+    verdict = lost or words or "not known"
     return found | {
         "difference": signed(against.difference, decimals(against.difference)),
         "verdict": f"mends it: {verdict}" if mends else verdict,
         "mends": mends,
-        "is_far": against.name == DIFFERS,
+        "is_far": against.differs,
     }
 
 

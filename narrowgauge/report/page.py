@@ -24,7 +24,7 @@ from narrowgauge.report.run_data import Recorded, last_done, read
 try:
     import jinja2
 
-    from narrowgauge.report import cards, figures, guard, spread_table, tables
+    from narrowgauge.report import cards, figures, guard, spread_table, tables, verdict
 except ImportError as error:
     raise ConfigError(
         f"report: needs {error.name}. Install it: pip install jinja2 matplotlib",
@@ -60,6 +60,9 @@ def environment() -> jinja2.Environment:
     for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
         found.filters[spelled.__name__] = spelled
     folder = importlib.resources.files("narrowgauge.report")
+    source = folder.joinpath("verdict.html.jinja").read_text(encoding="utf-8")
+    # A macro is an attribute of the module that jinja makes of its template.
+    found.globals["verdict_notice"] = vars(found.from_string(source).module)["notice"]
     for name, file in (("style", "page.css"), ("series_style", "series.css")):
         found.globals[name] = folder.joinpath(file).read_text(encoding="utf-8")
     return found
@@ -85,6 +88,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
     return {
         "recorded": recorded,
         "comparison": comparison,
+        "pair_notice": verdict.notice(comparison.verdict) if comparison else None,
         "status": status(recorded),
         "cards": cards.cards(recorded, comparison),
         "names": (recorded.name, reference.name if reference else None),

@@ -22,9 +22,11 @@ from narrowgauge import storage
 from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_text, study_file
 from narrowgauge.diagnose.format_text import PERCENT, count
 from narrowgauge.diagnose.paired_tests import half_width, spread_of
-from narrowgauge.diagnose.seeds import Margin, Verdict
+from narrowgauge.diagnose.seeds import Margin, SeedComparison
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
+from narrowgauge.diagnose.verdict import UNKNOWN, Verdict
 from narrowgauge.errors import ConfigError
+from narrowgauge.report import verdict
 from narrowgauge.report.groups import Gathered, final, gather, seed_of
 from narrowgauge.report.run_data import Recorded
 
@@ -36,12 +38,6 @@ except ImportError as error:
         f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy",
         code="report.missing-package",
     ) from error
-
-KINDS = {  # verdict -> colour of its notice
-    seeds.WORSE: "bad", seeds.DIVERGED: "bad", seeds.BETTER: "below", seeds.EQUIVALENT: "same", seeds.IDENTICAL: "same",
-    seeds.NOT_WORSE: "same", seeds.UNKNOWN: "warn",
-}  # fmt: skip
-UNCHECKED = "open"  # not green: no positive control backs a verdict of no difference
 
 
 def is_study(folder: Path) -> bool:
@@ -123,7 +119,7 @@ def page(found: Gathered, facts: Mapping[str, Any]) -> dict[str, Any]:
         "first": first,
         "facts": facts,
         "title": title(found),
-        "notices": [notice(each) for each in verdicts] or [pair_notice(found)],
+        "notices": [notice(each) for each in verdicts] or [empty_notice(found)],
         "rows": rows(found, verdicts),
         "axis": several_figures.axis(*axis_of(verdicts)) if verdicts else "",
         "margin": margin_words(found, verdicts),
@@ -148,30 +144,23 @@ def title(found: Gathered) -> str:
 # Verdicts
 
 
-def kind_of(verdict: Verdict) -> str:
-    return UNCHECKED if verdict.lacks_control else KINDS[verdict.name]
+def notice(found: SeedComparison) -> dict[str, str]:
+    return verdict.notice(
+        seeds_text.verdict(found), found.runs.name, is_checked=not found.lacks_control
+    )
 
 
-def notice(verdict: Verdict) -> dict[str, str]:
-    return {
-        "kind": kind_of(verdict),
-        "heading": f"{verdict.runs.name}: {seeds_text.heading(verdict)}",
-        "text": seeds_text.sentences(verdict),
-        "more": seeds_text.about_own_interval(verdict),
-    }
+def empty_notice(found: Gathered) -> dict[str, str]:
+    """Notice for runs of the reference alone."""
+    nothing = Verdict(
+        outcome=UNKNOWN,
+        heading=f"Nothing to judge against {found.groups[0].name}",
+        sentence="No other recipe was trained on its batches.",
+    )
+    return verdict.notice(nothing)
 
 
-def pair_notice(found: Gathered) -> dict[str, str]:
-    heading = f"Nothing to judge against {found.groups[0].name}"
-    return {
-        "kind": "open",
-        "heading": heading,
-        "text": "No other recipe was trained on its batches.",
-        "more": "",
-    }
-
-
-def margin_words(found: Gathered, verdicts: Sequence[Verdict]) -> str:
+def margin_words(found: Gathered, verdicts: Sequence[SeedComparison]) -> str:
     margin = next(
         (each.absolute_margin for each in verdicts if each.absolute_margin is not None), None
     )
@@ -185,7 +174,7 @@ def margin_words(found: Gathered, verdicts: Sequence[Verdict]) -> str:
     return f"{seeds_text.number(margin, format_text.decimals(margin))}{share}"
 
 
-def axis_of(verdicts: Sequence[Verdict]) -> tuple[tuple[float, float], float | None]:
+def axis_of(verdicts: Sequence[SeedComparison]) -> tuple[tuple[float, float], float | None]:
     margin = next(
         (each.absolute_margin for each in verdicts if each.absolute_margin is not None), None
     )
@@ -194,13 +183,13 @@ def axis_of(verdicts: Sequence[Verdict]) -> tuple[tuple[float, float], float | N
     ), margin
 
 
-def rows(found: Gathered, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+def rows(found: Gathered, verdicts: Sequence[SeedComparison]) -> list[dict[str, Any]]:
     """Rows of the table of final values, one for each recipe."""
     by_name = {each.runs.name: each for each in verdicts}
     ends, margin = axis_of(verdicts)
     listed = []
     for place, group in enumerate(found.groups):
-        runs, verdict = found.runs_of(group), by_name.get(group.name)
+        runs, compared = found.runs_of(group), by_name.get(group.name)
         values = list(runs.finite.values())
         # Decimals that show two digits of the standard deviation over seeds.
         places = format_text.decimals(spread_of(values)) if len(values) > 1 else 4
@@ -211,30 +200,30 @@ def rows(found: Gathered, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
             "half": f"± {half:.{places}f}" if half is not None else "", "reason": group.reason, "difference": "", "interval": "",
             "figure": "", "inside": "", "verdict": "reference" if not place else "", "kind": "",
         }  # fmt: skip
-        if verdict is not None and verdict.mean is not None:
-            digits = format_text.decimals(verdict.half_width or verdict.mean)
-            interval = verdict.interval
+        if compared is not None and compared.mean is not None:
+            digits = format_text.decimals(compared.half_width or compared.mean)
+            interval = compared.interval
             row |= {
-                "difference": format_text.signed(verdict.mean, digits),
+                "difference": format_text.signed(compared.mean, digits),
                 "interval": " to ".join(format_text.signed(end, digits) for end in interval)
                 if interval
                 else "",
                 "figure": several_figures.strip(
-                    str(place), place, verdict.differences, interval, margin, ends
+                    str(place), place, compared.differences, interval, margin, ends
                 ),
-                "inside": f"{verdict.inside_count} of {len(values)}"
-                if verdict.inside is not None
+                "inside": f"{compared.inside_count} of {len(values)}"
+                if compared.inside is not None
                 else "",
             }
-        if verdict is not None:
-            row |= {"verdict": seeds_text.heading(verdict), "kind": kind_of(verdict)}
+        if compared is not None:
+            row |= {"verdict": seeds_text.heading(compared), "kind": notice(compared)["kind"]}
         elif group is found.control:
             row |= control_row(found, verdicts)
         listed.append(row)
     return listed
 
 
-def control_row(found: Gathered, verdicts: Sequence[Verdict]) -> dict[str, str]:
+def control_row(found: Gathered, verdicts: Sequence[SeedComparison]) -> dict[str, str]:
     """Table cells of the positive control: its difference, and whether the study detected it."""
     control = next((each.assay.control for each in verdicts), None)
     if control is None or control.harm is None:
@@ -277,7 +266,7 @@ def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def sensitivity_words(found: Gathered, verdicts: Sequence[Verdict]) -> Iterator[str]:
+def sensitivity_words(found: Gathered, verdicts: Sequence[SeedComparison]) -> Iterator[str]:
     """Yield one sentence on the reference's progress and its controls, which all verdicts share."""
     if not verdicts:
         return

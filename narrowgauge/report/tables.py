@@ -9,6 +9,7 @@ from typing import Any
 
 from narrowgauge.diagnose import format_text
 from narrowgauge.diagnose.compare import Event
+from narrowgauge.diagnose.verdict import GUARD, WORSE, outcome_of
 from narrowgauge.report import figures
 from narrowgauge.report.run_data import Recorded
 
@@ -119,7 +120,7 @@ def happenings(recorded: Recorded) -> list[str]:
     found += [
         (event["step"], f"Alarm of the guard. {event['sentence']}")
         for event in recorded.of("guard")
-        if event["verdict"] == "worse"
+        if outcome_of(GUARD, event) == WORSE
     ]
     for event in recorded.of("rewind"):
         if event.get("why") == "guard":

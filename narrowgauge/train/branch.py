@@ -45,7 +45,7 @@ from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.reopen import PLAIN, reopened, silent_log
 from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.tasks import TASKS, TrainTask
+from narrowgauge.train.tasks import TrainTask, task_class
 from narrowgauge.train.trainer import Trainer
 
 FRESH_OPTIMIZER = "The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken."
@@ -121,7 +121,7 @@ def begin_apart(config: TrainConfig, path: Path) -> list[str]:
 
 
 def _begin(config: TrainConfig, path: Path) -> list[str]:
-    return begin(config, RunFolder(path), TASKS[config.task].prepare(config))
+    return begin(config, RunFolder(path), task_class(config.task).prepare(config))
 
 
 def take_over(parent: Trainer, branch: Trainer) -> list[str]:
@@ -253,7 +253,7 @@ def _same(what: str, old: Any, new: Any) -> bool:
         return bool(old.format == new.format)
     if what == "Amax windows":
         windows = [
-            {role: window for role, (window, _) in each.recipe.windows().items()}
+            {role: window for role, (window, _) in each.recipe.delayed_scaling().items()}
             for each in (old, new)
         ]
         return windows[0] == windows[1]

@@ -30,7 +30,7 @@ from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.diagnose.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
-from narrowgauge.diagnose.same_curve import DIFFERS, FEWEST
+from narrowgauge.diagnose.same_curve import FEWEST
 from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, Reason
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.report import ladder as page
@@ -273,7 +273,7 @@ def _scores(trainer: Trainer) -> dict[str, dict[str, float]]:
 
 def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
     """The command that starts a branch with the first change that closes the gap, or ''."""
-    if not ladder.recipe or ladder.against_bf16().name != DIFFERS:
+    if not ladder.recipe or not ladder.against_bf16().differs:
         return ""
     begun, found = ladder.begun, ladder.mended()
     command = f"narrowgauge train --from {run}@{begun}"

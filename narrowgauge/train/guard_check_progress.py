@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.diagnose.guard.audit import Audited
 from narrowgauge.diagnose.guard.check import judged
 from narrowgauge.diagnose.guard.evidence import Evidence
+from narrowgauge.diagnose.guard.result import GuardResult
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes
-from narrowgauge.diagnose.guard.verdict import Verdict
 
 if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
@@ -62,13 +62,13 @@ class CheckProgress:
             return None
         return cls(**{**known, "audited": Audited(**known.get("audited", {}))})
 
-    def judged(self, evidence: Evidence, steps: int) -> tuple[Verdict, dict[str, Any]]:
-        """Returns (verdict including this check, fields of its log event)."""
+    def judged(self, evidence: Evidence, steps: int) -> tuple[GuardResult, dict[str, Any]]:
+        """Returns (result including this check, fields of its log event)."""
         wide = [each["loss"] for each in self.wide]
-        verdict, said = judged(
+        result, said = judged(
             evidence, self.begun, steps, self.narrow, wide, self.control, self.slopes, self.audited
         )
-        return verdict, said | {"lost": self.lost}
+        return result, said | {"lost": self.lost}
 
 
 class FirstStep:

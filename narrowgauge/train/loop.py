@@ -33,7 +33,7 @@ from narrowgauge.train.parallel.spread import shared
 from narrowgauge.train.planning import of_run
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import AgreedStop, StopRequest
-from narrowgauge.train.tasks import TASKS, TrainTask
+from narrowgauge.train.tasks import TrainTask, task_class
 from narrowgauge.train.trainer import Trainer
 
 Stop = StopRequest | AgreedStop
@@ -154,7 +154,7 @@ def prepare_on_ranks(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Tr
 
 def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     """Prepares the task's data. Returns (configuration with epochs converted to steps, task)."""
-    task = TASKS[config.task].prepare(config)
+    task = task_class(config.task).prepare(config)
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
     for note in (*task.notes, *run_metadata.notes(config)):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.data import IGNORED, valid_targets
-from narrowgauge.data.targets import aligned_loss
 from narrowgauge.errors import ConfigError, DataError, Reason
 from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
@@ -85,9 +84,22 @@ def check_labels(labels: Tensor, classes: int) -> bool:
     return True
 
 
+def aligned_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of -log p(target), with logits and targets at the same positions."""
+    # float32: a 16-bit log-softmax loses the small probabilities. reduction="sum": the caller
+    # divides by the targets of the whole step.
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(),
+        targets.reshape(-1),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+
+
 def whole_logits(output: Any, batch: Batch) -> Tensor:
     """The model's logits, one row per label."""
-    logits: Tensor = output.logits
+    # transformers.Trainer hands its losses a plain dict where a model returns one.
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output.logits
     return logits
 
 

@@ -39,11 +39,12 @@ from narrowgauge.diagnose.guard.audit import Audit
 from narrowgauge.diagnose.guard.check import CONTROL_EVERY, wants_control
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.refusals import has_narrow
+from narrowgauge.diagnose.guard.result import GuardResult
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, words
 from narrowgauge.diagnose.guard.settings import STAY, WARN, GuardSettings, parse
-from narrowgauge.diagnose.guard.verdict import REFERENCE, WORSE, Verdict
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.sensitivity import ENDS, trivial_of
+from narrowgauge.diagnose.verdict import REFERENCE_DIVERGED, WORSE
 from narrowgauge.errors import CheckpointError, ConfigError, Reason
 from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train.blamed import STEPS, blame_run
@@ -63,13 +64,13 @@ class Guard(Callback):
 
     settings       parsed setting `guard`
     evidence       results of all checks so far
-    known          newest verdict; None before the first check has ended
+    known          newest result; None before the first check has ended
     running        check in progress; None between checks
     first          gradient samples of the check in progress, until the run's first step in it
     audit          recomputation of the check's last steps; None before them
     switched       (step, recipe): the run has had the recipe that `then` names since this step;
                    None: it has its own
-    verdicts       names of all verdicts
+    verdicts       outcomes of all checks, in the words of `guard` events
     stretch_steps  reference steps that were thrown away; stretch_s: their duration
     is_wide        the run is in BF16
     where          place of the state's copy during a check: "host" or a folder
@@ -79,7 +80,7 @@ class Guard(Callback):
     def __init__(self, trainer: Trainer, settings: GuardSettings) -> None:
         self.trainer, self.settings = trainer, settings
         self.evidence = settings.evidence()
-        self.known: Verdict | None = None
+        self.known: GuardResult | None = None
         self.running: CheckProgress | None = None
         self.first: FirstStep | None = None
         self.audit: Audit | None = None
@@ -200,17 +201,17 @@ class Guard(Callback):
         if running is None or not self._ends_after(trainer.step):
             return
         self.running = self.audit = None
-        verdict, said = running.judged(self.evidence, self.settings.steps)
-        self.known = verdict
-        self.verdicts.append(verdict.name)
-        then = self.settings.then if verdict.name == WORSE else ""
+        result, said = running.judged(self.evidence, self.settings.steps)
+        self.known = result
+        self.verdicts.append(said["verdict"])
+        then = self.settings.then if result.outcome == WORSE else ""
         if then and self.switched is not None:
             then = WARN  # the run has the recipe of `then` already
         # A lower loss in BF16 may only mean that the weights depend on their learned quantization
         # steps.
-        if then and grows_into_steps(trainer.model, verdict):
+        if then and grows_into_steps(trainer.model, result):
             then = WARN
-        show.say(f"step {trainer.step}: guard: {verdict.sentence}{self._follows(verdict, then)}")
+        show.say(f"step {trainer.step}: guard: {result.sentence}{self._follows(result, then)}")
         if said["unseen"] and len(self.verdicts) == 1:
             show.say(said["unseen"])
         if then and self.verdicts[-2:-1] != [WORSE]:
@@ -219,12 +220,12 @@ class Guard(Callback):
             self._become(running, show)
         trainer.log.write("guard", trainer.step, **said, then=then, spent_s=running.spent_s)
 
-    def _follows(self, verdict: Verdict, then: str) -> str:
-        if verdict.name == REFERENCE:
+    def _follows(self, result: GuardResult, then: str) -> str:
+        if result.detail == REFERENCE_DIVERGED:
             return " Lower the learning rate, or look at the data of these steps."
         if then == STAY:
             return " The run goes on in BF16 until the next check."
-        if then and grows_into_steps(self.trainer.model, verdict):
+        if then and grows_into_steps(self.trainer.model, result):
             return f" {GROWN}"
         if then == WARN and self.switched is not None and self._codes:
             return f" Its products are wider already: branch it without embedding_codes = {self._codes!r}."
@@ -338,7 +339,7 @@ class Guard(Callback):
             known[key] for key in ("verdicts", "stretch_steps", "stretch_s")
         )
         self.evidence.load_state_dict(known["checks"])
-        self.known = self.evidence.verdict() if self.evidence.checks else None
+        self.known = self.evidence.result() if self.evidence.checks else None
         self._be_wide(known["wide"])
         if known["running"]:
             self.running = CheckProgress.of(known["running"], terms(self.trainer, self.settings))

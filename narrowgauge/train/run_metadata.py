@@ -64,7 +64,7 @@ def notes(config: TrainConfig) -> Iterator[str]:
             f"compare = {config.compare!r} is the recipe of the run itself: the same numbers are computed twice. Name another, as bf16."
         )
     names = recipe_syntax.names(config.recipe, config.layers_recipe) - {recipes.AUTO, NO_RECIPE}
-    sampling = sorted(name for name in names if recipes.get(name).samples())
+    sampling = sorted(name for name in names if recipes.get(name).samplers())
     if config.compile and sampling:
         yield (
             f"compile = true with {', '.join(sampling)}: code is made anew whenever a layer begins or ceases to sample its rows, "
@@ -232,6 +232,8 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "parameters": trainer.setup.parameters,
         "model": _of_model(model) | known["model"],
         "task": trainer.task.name,
+        "loss_unit": trainer.task.entry.loss_unit,
+        "f1_over": trainer.task.entry.f1_over,
         "best": trainer.checkpoints.best.metric,
         "data": known["data"],
         "trivial": trainer.task.trivial(),

@@ -4,7 +4,8 @@ The rule that detects a spike is in diagnose/spikes.py.
 
     judge    load the newest checkpoint before the spike, run the same batches up to the spike in
              BF16, restore the run (`probe`). If the BF16 loss also lies above its curve there (by
-             LOSS_WITH_NORM scales), the data are the cause, else the format
+             LOSS_WITH_NORM scales), the data are the cause: the run is equivalent to BF16. Else the
+             format is the cause: the run is worse
     warn     log the cause
     skip     if the data are the cause, rewind to that checkpoint and leave the batch of the spike
              out. The log and later checkpoints record the batch. A spike caused by the format is
@@ -30,6 +31,17 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.diagnose.runs import decode, encode, read_metrics
 from narrowgauge.diagnose.spikes import Spike, Spikes
+from narrowgauge.diagnose.verdict import (
+    DATA,
+    EQUIVALENT,
+    FORMAT,
+    SPIKE,
+    UNKNOWN,
+    WORSE,
+    Verdict,
+    outcome_of,
+    stored_word,
+)
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train import run_guard
@@ -43,16 +55,15 @@ if TYPE_CHECKING:
     from narrowgauge.train.trainer import Trainer
 
 KEY = "spikes"  # key in the facts of a checkpoint
-DATA, FORMAT, UNKNOWN = "data", "format", "unknown"
 SHOWN = 8  # most examples that a message names
 MOST_SKIPS = 20  # per run: skipping batches does not repair data that spike more often
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Cause of a spike.
+    """Comparison of a spike with BF16 steps on the same batches.
 
-    cause        "data", "format" or "unknown"
+    outcome      equivalent (cause: the data), worse (cause: the format) or unknown
     why          reason for an unknown cause, else ''
     checkpoint   step from which the BF16 reference started
     wide         BF16 loss at the spike; None if the reference ended before
@@ -60,12 +71,26 @@ class Judgement:
     examples     indices of the training examples in the spike's batch
     """
 
-    cause: str
+    outcome: str
     why: str = ""
     checkpoint: int = 0
     wide: float | None = None
     was_stopped: bool = False
     examples: Sequence[int] = ()
+
+    @property
+    def cause(self) -> str:
+        """Cause of the spike in the word of `spike` events: data, format or unknown."""
+        return stored_word(SPIKE, self.outcome, CAUSE[self.outcome])
+
+    def verdict(self, spike: Spike, sentence: str) -> Verdict:
+        """The verdict on the run at the spike."""
+        return Verdict(
+            outcome=self.outcome,
+            detail=CAUSE[self.outcome],
+            estimate=None if self.wide is None else spike.loss - self.wide,
+            sentence=sentence,
+        )
 
 
 class SpikeWatch(Callback):
@@ -124,15 +149,23 @@ class SpikeWatch(Callback):
             return True
         number = trainer.feed.number(spike.step - 1)
         is_full = len(trainer.feed.left_out) >= MOST_SKIPS
-        may_skip = self.skips and judged.cause == DATA and not is_full
+        may_skip = self.skips and judged.outcome == EQUIVALENT and not is_full
         left_out = [number] if may_skip else []
-        words = _words(spike, judged, left_out, self.skips)
+        verdict = judged.verdict(spike, _words(spike, judged, left_out, self.skips))
         trainer.log.write(
-            "spike", spike.step, **{key: value for key, value in spike.event().items() if key != "step"}, cause=judged.cause,
-            why=judged.why, checkpoint=judged.checkpoint, wide=judged.wide, left_out=left_out, examples=list(judged.examples),
-            sentence=words,
-        )  # fmt: skip
-        show.say(f"step {trainer.step}: {words}")
+            "spike",
+            spike.step,
+            **{key: value for key, value in spike.event().items() if key != "step"},
+            outcome=judged.outcome,
+            cause=judged.cause,
+            why=judged.why,
+            checkpoint=judged.checkpoint,
+            wide=judged.wide,
+            left_out=left_out,
+            examples=list(judged.examples),
+            sentence=verdict.sentence,
+        )
+        show.say(verdict.text(f"step {trainer.step}"))
         if may_skip:
             self._skip(left_out)
         return may_skip
@@ -169,7 +202,7 @@ class SpikeWatch(Callback):
         is_data = bool(wide.lost) or rule.inside
         last, examples = wide.drawn
         return Judgement(
-            DATA if is_data else FORMAT, "", found.step, wide.losses[-1] if wide.losses else None,
+            EQUIVALENT if is_data else WORSE, "", found.step, wide.losses[-1] if wide.losses else None,
             examples=examples if last == spike.step else (),
         )  # fmt: skip
 
@@ -190,7 +223,7 @@ class SpikeWatch(Callback):
         """Counts the spikes of the whole run from its log, including those before a resumption."""
         try:
             told = [
-                event["cause"]
+                outcome_of(SPIKE, event)
                 for event in read_metrics(self.trainer.log.path)
                 if event["event"] == "spike"
             ]
@@ -204,7 +237,8 @@ class SpikeWatch(Callback):
         return f"Loss spikes: {plural(len(told), 'spike')}, {counts}."
 
 
-CAUSES = {DATA: "the data", FORMAT: "the number format", UNKNOWN: "unknown cause"}
+CAUSE = {EQUIVALENT: DATA, WORSE: FORMAT, UNKNOWN: ""}  # outcome -> detail of the verdict
+CAUSES = {EQUIVALENT: "the data", WORSE: "the number format", UNKNOWN: "unknown cause"}
 
 
 def _rule_of(facts: Mapping[str, Any]) -> Spikes:
@@ -219,11 +253,11 @@ def _words(spike: Spike, judged: Judgement, left_out: list[int], skips: bool) ->
     said += (
         f" where {spike.expected_loss:.4f} was expected" if spike.expected_loss is not None else ""
     )
-    if judged.cause == UNKNOWN:
+    if judged.outcome == UNKNOWN:
         return f"{said}. Not judged: {judged.why}."
     wide = "lost its loss" if judged.wide is None else f"had {judged.wide:.4f}"
     said += f"; BF16 from step {judged.checkpoint} on the same batches {wide}"
-    if judged.cause == FORMAT:
+    if judged.outcome == WORSE:
         return f"{said}. It is the number format: let the guard act (--guard then=stay), or name a wider recipe."
     said += f". It is the data{_examples(judged.examples)}"
     if left_out:

@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 from narrowgauge.conversion import advance
 from narrowgauge.diagnose.guard.loop import Guard
-from narrowgauge.diagnose.guard.verdict import WORSE
+from narrowgauge.diagnose.verdict import WORSE
 from narrowgauge.errors import ConfigError
 
 KEY = "narrowgauge_guard"  # key in `TrainerState.stateful_callbacks`
@@ -134,7 +134,7 @@ class GuardMixin:
         return torch.stack(losses).sum()
 
     def tell_verdict(self, event: dict[str, Any]) -> None:
-        is_worse = event["verdict"] == WORSE
+        is_worse = event["outcome"] == WORSE
         # Trainer.log resets should_log, and the step's own line would be lost
         was_due = self.control.should_log
         self.log(

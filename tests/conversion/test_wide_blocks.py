@@ -11,7 +11,7 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.recipe import WideBlocks
+from narrowgauge.recipe import HighPrecisionBlocks
 from narrowgauge.structure import Block, blocks
 from tests.compare import assert_same
 from tests.raising import coded, raises
@@ -42,12 +42,12 @@ class Model(nn.Module):
 
 
 def test_the_share_is_taken_from_the_end_and_of_large_stacks_from_the_start_too():
-    rule = WideBlocks()
-    assert {count: sorted(rule.of(count)) for count in (1, 3, 4, 6, 7, 20, 32)} == {
+    rule = HighPrecisionBlocks()
+    assert {count: sorted(rule.indices(count)) for count in (1, 3, 4, 6, 7, 20, 32)} == {
         1: [], 3: [], 4: [3], 6: [5], 7: [5, 6], 20: [17, 18, 19], 32: [27, 28, 29, 30, 31],
     }  # fmt: skip
     # The 12B model of arXiv 2509.25149: 62 blocks, the first 2 and the last 8 in bf16.
-    assert sorted(rule.of(62)) == [0, 1, *range(54, 62)]
+    assert sorted(rule.indices(62)) == [0, 1, *range(54, 62)]
 
 
 def test_a_stack_too_short_to_lose_a_block_keeps_none():
@@ -105,7 +105,10 @@ def named(model):
         ({"*": "nvfp4", "layers.0-5.*": "nvfp4"}, {"6"}),
         ({"*": "nvfp4", "layers.2.*": "bf16"}, {"2", "5", "6"}),
         ({"*": replace(ng.recipes.NVFP4, wide_blocks=None)}, set()),
-        ({"*": replace(ng.recipes.NVFP4, wide_blocks=WideBlocks(share=0.5))}, {"3", "4", "5", "6"}),
+        (
+            {"*": replace(ng.recipes.NVFP4, wide_blocks=HighPrecisionBlocks(share=0.5))},
+            {"3", "4", "5", "6"},
+        ),
     ],
 )
 def test_a_pattern_that_spells_out_the_block_overrides_the_rule(patterns, wide):
@@ -136,7 +139,7 @@ def test_converting_again_and_back_forgets_the_rule():
 )
 def test_rules_that_mean_nothing_are_refused(arguments, words):
     with raises(ConfigError, words):
-        WideBlocks(**arguments)
+        HighPrecisionBlocks(**arguments)
     with raises(ConfigError, "recipe.wide_blocks", "wide_blocks", "0.15"):
         ng.Recipe(name="x", wide_blocks=0.15)
 

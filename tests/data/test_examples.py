@@ -16,9 +16,11 @@ from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Limits, prepare_examples
 from narrowgauge.data.sources import records
-from narrowgauge.data.targets import coloured_sample
-from narrowgauge.data.tasks import Chat, Classification, Completion, Seq2Seq
+from narrowgauge.data.token_colours import coloured_sample
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.train.tasks.causal_lm import Chat, Completion
+from narrowgauge.train.tasks.classification import Classification
+from narrowgauge.train.tasks.seq2seq import Seq2Seq
 from tests.raising import coded, raises
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]

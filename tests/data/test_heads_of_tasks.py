@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.data import Collator, count_targets, step_loss
+from narrowgauge.data import Collator
 from narrowgauge.data.batches import IGNORED
-from narrowgauge.data.heads import choice_scores, span_scores
 from narrowgauge.errors import ConfigError
+from narrowgauge.train.tasks.losses import count_targets, step_loss
+from narrowgauge.train.tasks.multiple_choice import choice_scores
+from narrowgauge.train.tasks.question_answering import span_scores
 from tests.raising import raises
 
 

@@ -12,8 +12,8 @@ import torch
 from narrowgauge.data import Classification
 from narrowgauge.data.image_files import pictures
 from narrowgauge.data.image_sizes import Preprocessing
-from narrowgauge.data.images import ImageBatches, prepare_images
 from narrowgauge.errors import ConfigError, DataError, StorageError
+from narrowgauge.train.tasks.image_classification import ImageBatches, prepare_images
 from tests.raising import coded, raises
 
 Image = pytest.importorskip("PIL.Image")
@@ -168,6 +168,9 @@ def spoilt(name, folder):
         Image.fromarray(np.full((4, 4), 40000, np.uint16)).save(place)
     elif name == "a bomb":
         Image.new("1", (20000, 10000)).save(place)
+    elif name == "half a bomb":
+        # Pillow warns above MAX_IMAGE_PIXELS and raises above twice as many.
+        Image.new("1", (10000, Image.MAX_IMAGE_PIXELS // 10000 + 10)).save(place)
     elif name == "postscript":
         write(place, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     elif name == "another file":
@@ -189,6 +192,7 @@ def spoilt(name, folder):
         ("a flipped byte", coded("image.undecodable")),
         ("16 bits", coded("image.depth", "8 bits")),
         ("a bomb", coded("image.too-large")),
+        ("half a bomb", coded("image.too-large")),
         ("postscript", coded("image.undecodable")),
         ("another file", coded("image.suffix")),
         ("beside", coded("image.no-class")),
@@ -240,7 +244,7 @@ def test_turned_pictures_stand_and_transparent_ones_are_counted(tmp_path):
 
 
 def test_the_cache_is_used_and_made_again_when_a_byte_of_it_changes(folder, tmp_path, monkeypatch):
-    from narrowgauge.data import images
+    from narrowgauge.train.tasks import image_classification as images
 
     first = read(folder, tmp_path)
     with monkeypatch.context() as patched:
@@ -264,7 +268,7 @@ def test_a_disk_without_room_is_told_before_anything_is_decoded(folder, tmp_path
 
 
 def test_pictures_that_change_while_they_are_read(folder, tmp_path, monkeypatch):
-    from narrowgauge.data import images
+    from narrowgauge.train.tasks import image_classification as images
 
     real, seen = images.decoded, []
 

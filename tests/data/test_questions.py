@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from narrowgauge.data import Limits, Questions, prepare_examples, records
-from narrowgauge.data.questions import KNOWN, OFFSETS, TEXT
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.train.tasks.question_answering import KNOWN, OFFSETS, TEXT
 from tests.raising import coded, raises
 from tests.train.tasks import folders
 

@@ -9,9 +9,9 @@ import pytest
 
 from narrowgauge.data import Choices, Limits, Tagging, prepare_examples, records
 from narrowgauge.data.batches import IGNORED
-from narrowgauge.data.choices import choices_of
 from narrowgauge.data.rows import width_of
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.train.tasks.multiple_choice import choices_of
 from tests.raising import coded, raises
 from tests.train.tasks import folders
 
@@ -228,7 +228,7 @@ def test_choices_that_are_wrong_are_named(tmp_path, changes, said):
 
 
 def test_the_padding_of_choices_counts_every_row(tmp_path):
-    from narrowgauge.data.choices import padding_of
+    from narrowgauge.train.tasks.multiple_choice import padding_of
 
     found = prepared(tmp_path, [ASKED, {**ASKED, "choices": ["red", "grey"]}], Choices())
     report = padding_of(found, [[[0, 1]]], (16, 32), 8, 16)

@@ -18,14 +18,14 @@ from transformers import T5ForConditionalGeneration as T5
 
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.collate import Collator
-from narrowgauge.data.targets import (
+from narrowgauge.errors import DataError
+from narrowgauge.train.tasks.losses import (
     count_targets,
-    squared_loss,
     step_loss,
     summed_loss,
     trainer_loss,
 )
-from narrowgauge.errors import DataError
+from narrowgauge.train.tasks.regression import squared_loss
 from tests.raising import raises
 
 SIZES = {

@@ -59,17 +59,19 @@ def test_smoothing_of_a_long_run_keeps_both_ends_and_few_points():
 
 def test_a_clear_gap_is_found_and_said_with_its_sign():
     above, below = compared(+0.05), compared(-0.05)
-    assert (above.finding, below.finding) == ("higher", "lower")
+    assert (above.case, below.case) == (("unknown", "higher"), ("unknown", "lower"))
     for found, sign in ((above, "+"), (below, "−")):
-        assert f" {sign}0.0" in found.verdict.partition("(")[0] and "95" in found.verdict
+        said = found.verdict.sentence
+        assert f" {sign}0.0" in said.partition("(")[0] and "95" in said
     assert above.tail.count == 65 and abs(above.tail.mean - 0.05) < above.tail.half_width
 
 
 def test_a_gap_within_the_noise_is_not_called_a_difference():
     found = compared(0.0)
-    assert found.finding == "noise"
+    assert found.case == ("unknown", "noise")
     assert (
-        "zero lies within the band" in found.verdict and "nor that there is none" in found.verdict
+        "zero lies within the band" in found.verdict.sentence
+        and "nor that there is none" in found.verdict.sentence
     )
 
 
@@ -90,31 +92,33 @@ def test_no_verdict_claims_more_than_one_pair_at_one_look_can_show():
         own = found._about_training()
         assert not any(word in own for word in claims)
         banded = found.tail.half_width is not None
-        assert ("look" in found.verdict) == banded == ("95" in found.verdict)
+        said = found.verdict.sentence
+        assert ("look" in said) == banded == ("95" in said)
 
 
 def test_equal_losses_are_called_identical_and_nothing_more():
     found = compare.compare(steps([2.0] * 40), steps([2.0] * 40), "narrow", "wide")
-    assert found.finding == "identical"
-    assert "identical at 40 common steps" in found.verdict
+    assert found.case == ("equivalent", "identical")
+    assert "identical at 40 common steps" in found.verdict.sentence
 
 
 def test_every_verdict_says_that_it_is_one_pair():
     for found in (compared(0.0), compared(0.1), compared(0.1, count=3)):
-        assert "seed" in found.verdict and "narrowgauge study" in found.verdict
+        said = found.verdict.sentence
+        assert "seed" in said and "narrowgauge study" in said
 
 
 def test_few_steps_give_no_verdict_on_the_difference():
     found = compared(0.5, count=3)
-    assert found.finding == "unknown" and found.tail.half_width is None
-    assert "95" not in found.verdict and "+0.5" in found.verdict
+    assert found.case == ("unknown", "") and found.tail.half_width is None
+    assert "95" not in found.verdict.sentence and "+0.5" in found.verdict.sentence
 
 
 def test_nothing_in_common_is_said():
     found = compare.compare(steps([2.0]), [], "narrow", "wide")
-    assert found.finding == "unknown" and found.curve == [] and found.tail is None
+    assert found.case == ("unknown", "") and found.curve == [] and found.tail is None
     assert (
-        found.verdict
+        found.verdict.sentence
         == "narrow and wide have no step with a finite loss in common, so nothing can be compared."
     )
 
@@ -123,25 +127,28 @@ def test_different_batches_are_not_compared_as_pairs():
     other = steps([2.0] * 50)
     other[10]["tokens"] = 63
     found = compare.compare(steps([2.5] * 50), other, "narrow", "wide")
-    assert found.finding == "unpaired" and "At 1 of 50 common steps" in found.verdict
-    assert "higher" not in found.verdict
+    assert (
+        found.case == ("unknown", "unpaired")
+        and "At 1 of 50 common steps" in found.verdict.sentence
+    )
+    assert "higher" not in found.verdict.sentence
 
 
 def test_steps_behind_a_batch_that_one_run_left_out_are_no_pairs():
     """The batches are named, with their run; where both left out the same, nothing differs."""
     events = steps([2.5] * 50), steps([2.0] * 50)
     found = compare.compare(*events, "narrow", "wide", ((40,), ()))
-    assert found.finding == "unpaired" and found.unpaired == 11
+    assert found.case == ("unknown", "unpaired") and found.unpaired == 11
     assert (
         "Of the data narrow left out batch 40 and wide left out none (on_spike = skip): at 11 of 50 common steps"
-        in found.verdict
+        in found.verdict.sentence
     )
     assert (
-        "from step 40 on, they have learnt from different batches" in found.verdict
-        and "higher" not in found.verdict
+        "from step 40 on, they have learnt from different batches" in found.verdict.sentence
+        and "higher" not in found.verdict.sentence
     )
     both = compare.compare(*events, "narrow", "wide", ((40,), (40,)))
-    assert both.finding == "higher" and not both.unpaired
+    assert both.case == ("unknown", "higher") and not both.unpaired
     apart = compare.compare(*events, "narrow", "wide", ((10, 20), (15, 30)))
     assert apart.unpaired == 41, (
         "the batches of steps 15 to 18, and of 29 on, are the same, but not the weights"
@@ -155,12 +162,12 @@ def test_a_loss_that_is_not_finite_is_named_and_the_steps_before_are_judged_on_t
     run[90:] = [math.nan] * 10
     found = compare.compare(steps(run), steps(shared), "narrow", "wide")
     assert (
-        found.finding == "nonfinite"
+        found.case == ("worse", "diverged")
         and found.run_nonfinite == 91
         and found.reference_nonfinite is None
     )
     assert found.steps[-1] == 90
-    assert found.training_finding == "noise" and "step 91" in found.verdict
+    assert found.training_finding == compare.NOISE and "step 91" in found.verdict.sentence
 
 
 def test_the_curve_has_a_point_and_a_band_at_both_ends():

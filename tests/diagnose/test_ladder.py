@@ -177,7 +177,7 @@ def test_recipes_of_the_ladder_are_more_conservative(recipe):
     """
     for name in chain(recipe.name):
         target = recipes.get(name)
-        assert not target.has_memory
+        assert not target.has_state
         assert all(
             bits(gemm) >= bits(recipe.gemms()[product]) for product, gemm in target.gemms().items()
         )

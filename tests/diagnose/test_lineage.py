@@ -96,7 +96,7 @@ def test_without_a_control_the_next_step_is_named(family):
     found = lineage.compare(family(0.03)[:2])
     [note] = found.notes
     require(note, "compare.no-control", "--micro-batches 2")
-    assert found.judged[0].curve.name == "unknown"
+    assert found.judged[0].curve.outcome == "unknown"
 
 
 def test_a_parent_that_was_moved_is_said_and_not_needed(family, tmp_path):
@@ -151,10 +151,10 @@ def test_curves_are_held_against_each_other_on_the_same_batches_alone(family, ca
         and "from step 41 on they have learnt from different batches" in said
     )
     [judged] = lineage.compare(folders).judged
-    assert judged.curve.name == "same" and "over the last 10 steps" in said
+    assert judged.curve.is_within_control and "over the last 10 steps" in said
     run = json.loads((folders[0] / "run.json").read_text())
     (folders[0] / "run.json").write_text(json.dumps({**run, "left_out": [3]}))
     assert lineage.read(folders[0]).left_out == (3, 41)
     assert main(["compare", *map(str, folders)]) == 0
     [judged] = lineage.compare(folders).judged
-    assert judged.curve.name == "unknown" and judged.curve.steps == 0
+    assert judged.curve.outcome == "unknown" and judged.curve.steps == 0

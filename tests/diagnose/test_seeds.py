@@ -198,7 +198,7 @@ def test_a_reference_that_diverges_is_no_reference():
     reference = runs("bf16", BASE[:4], s4=seeds.NOT_FINITE)
     both = runs("fp8", moved(0.001, 0.002)[:4], s4=seeds.NOT_FINITE)
     verdict = judge(both, reference, "loss")
-    assert verdict.name == seeds.UNKNOWN and verdict.cannot_tell
+    assert verdict.name == seeds.UNKNOWN and verdict.is_insensitive
     said = seeds_text.sentences(verdict)
     assert (
         "bf16 ended with numbers that are not finite at seed 4" in said

@@ -22,11 +22,10 @@ from narrowgauge.cli import main
 from narrowgauge.diagnose import lineage, seeds, seeds_text, sensitivity
 from narrowgauge.diagnose.guard import check
 from narrowgauge.diagnose.guard.evidence import Evidence
-from narrowgauge.diagnose.guard.verdict import WITHIN
 from narrowgauge.diagnose.runs import encode
-from narrowgauge.diagnose.same_curve import SAME, SMALL
 from narrowgauge.diagnose.seeds import Runs, judge
 from narrowgauge.diagnose.sensitivity import NOT_LEARNT, POSITIVE_CONTROL
+from narrowgauge.diagnose.verdict import EQUIVALENT
 
 GREEN = {seeds.EQUIVALENT, seeds.NOT_WORSE, seeds.IDENTICAL, seeds.BETTER}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -215,7 +214,7 @@ def test_no_study_or_report_that_cannot_tell_is_green(design, tmp_path):
     assert several.notice(verdict)["kind"] in ("warn", "bad")
     page = several.write(found, tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="notice same"' not in page and 'class="verdict same"' not in page
-    if verdict.cannot_tell:
+    if verdict.is_insensitive:
         assert NOT_LEARNT in seeds_text.heading(verdict) and NOT_LEARNT in page
         assert seeds_text.sentences(verdict).rstrip().endswith(".") and verdict.assay.flaws
 
@@ -246,8 +245,7 @@ def test_no_pair_that_cannot_tell_is_called_the_same(name, tmp_path, capsys):
     said = capsys.readouterr().out
     judged = lineage.compare([narrow, wide, control]).judged
     assert judged and all(
-        each.curve.name not in (SAME, SMALL) or not math.isfinite(each.curve.loss)
-        for each in judged
+        each.curve.outcome != EQUIVALENT or not math.isfinite(each.curve.loss) for each in judged
     )
     assert all(line in said for each in judged for line in each.sentences)
     is_lost = math.isnan(design.curve(1, random.Random(0))) or not design.logs_steps
@@ -268,7 +266,7 @@ def test_no_run_that_cannot_tell_is_certified_by_its_guard(name):
     if design.task == "regression" or not design.logs_steps:
         curve = [curve[-1]] * steps
     assert all(
-        verdict.name != WITHIN for verdict in guarded(curve, design.trivial.get("loss", 5.0))
+        verdict.outcome != EQUIVALENT for verdict in guarded(curve, design.trivial.get("loss", 5.0))
     )
 
 
@@ -290,7 +288,7 @@ def test_a_run_that_has_learnt_is_certified():
     draw = random.Random(0)
     curve = [Design().curve(step, draw) for step in range(1, 121)]
     verdicts = guarded(curve, 5.0)
-    assert verdicts[-1].name == WITHIN and verdicts[-1].certified == verdicts[-1].margin
+    assert verdicts[-1].outcome == EQUIVALENT and verdicts[-1].certified == verdicts[-1].margin
     evidence = Evidence()
     evidence.first = curve[:16]
     other = Evidence()
@@ -300,13 +298,14 @@ def test_a_run_that_has_learnt_is_certified():
 
 def test_a_guarded_run_that_hardly_moves_says_why():
     verdict = guarded([3.0 + 0.01 * (step % 2) for step in range(60)], None)[-1]
-    assert verdict.cannot_tell and verdict.learnt < 5e-5 and "0.0000 nats" in verdict.sentence
+    assert verdict.verdict.is_insensitive and verdict.learnt < 5e-5
+    assert "0.0000 nats" in verdict.sentence
 
 
 # Designs that can tell
 
 
-def as_before(verdict: seeds.Verdict) -> str:
+def as_before(verdict: seeds.SeedComparison) -> str:
     """The name that the t tests alone give, with the margin that was asked for."""
     harm = [verdict.sign * each for each in verdict.differences]
     margin = verdict.margin.of(

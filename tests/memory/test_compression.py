@@ -22,7 +22,7 @@ from narrowgauge.memory import (
     saved_bytes,
 )
 from narrowgauge.memory.blocks import set_technique
-from narrowgauge.recipe import Cast, Window
+from narrowgauge.recipe import Cast, DelayedScaling
 from tests.compare import assert_same, assert_sqnr
 from tests.memory.models import batch, llama, step
 from tests.raising import raises
@@ -196,7 +196,7 @@ def test_bad_requests_are_refused_in_words(gates):
     e4m3 = ng.formats.E4M3
     for cast in (
         Cast(format=e4m3, rounding="stochastic"),
-        Cast(format=e4m3, calibrate=Window(length=4)),
+        Cast(format=e4m3, calibrate=DelayedScaling(length=4)),
     ):
         with raises(ConfigError, "compression.cast"):
             compress_activations(gates, cast)

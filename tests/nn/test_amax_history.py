@@ -13,12 +13,12 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import AmaxHistory, roll_history
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import IN_USE, update_amax
-from narrowgauge.recipe import Gemm, Recipe, Window
+from narrowgauge.recipe import DelayedScaling, Gemm, Recipe
 from tests.raising import raises
 
 
 def window(**settings: object) -> AmaxHistory:
-    return AmaxHistory(Window(**settings), torch.device("cpu"))  # type: ignore[arg-type]
+    return AmaxHistory(DelayedScaling(**settings), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def step(state: AmaxHistory, *readings: float) -> list[float]:
@@ -148,7 +148,7 @@ def test_many_windows_roll_as_one_would() -> None:
 def test_two_windows_for_one_tensor_are_refused() -> None:
     forward = recipes.FP8_DELAYED.output.lhs
     assert forward is not None
-    other = replace(forward, calibrate=Window(length=16))
+    other = replace(forward, calibrate=DelayedScaling(length=16))
     with raises(ConfigError, "recipe.two-windows"):
         Recipe(
             name="two",

@@ -25,7 +25,7 @@ from tests.oracles import gaussian_sqnr_db
 from tests.raising import raises
 
 SHAPES = [(48, 64, 32), (33, 130, 70), (1, 16, 16), (7, 5, 3)]  # tokens, in_features, out_features
-STATELESS = [recipe for recipe in recipes.ALL if not recipe.has_memory]
+STATELESS = [recipe for recipe in recipes.ALL if not recipe.has_state]
 NARROW = [recipe for recipe in recipes.ALL if recipe.name != "bf16"]
 # 4-bit integers: tests/nn/test_straight_through.py.
 RECAST = [recipe for recipe in recipes.ALL if recipe.backward == "recast"]
@@ -465,7 +465,7 @@ def test_nonfinite_input_shows_itself(recipe: Recipe, poison: float) -> None:
     for _ in range(2):  # the second time delayed scaling has a window
         x = torch.randn(8, 64)
         layer(x)
-        if recipe.windows():
+        if recipe.delayed_scaling():
             advance(layer)
     x[3, 5] = poison
     assert not layer(x)[3].isfinite().all()

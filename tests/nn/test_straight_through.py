@@ -270,6 +270,16 @@ def test_cold_start_takes_the_step_from_the_data_and_then_learns() -> None:
     assert found["steps.x"] != 0 and found["steps.w"] != 0
 
 
+def test_a_cold_step_without_data_leaves_the_learned_step() -> None:
+    """No row for `x`: its mean would be 0 / 0."""
+    layer = QLinear(64, 48, recipe=recipes.get("int4-hq-lss"))
+    before = layer.steps.x.detach().clone()
+    layer(torch.randn(0, 64)).sum().backward()
+    ng.advance(layer)
+    assert_same(layer.steps.x.detach(), before)
+    assert layer.steps.is_cold and layer.steps.get("w").isfinite().all()
+
+
 def test_evaluation_before_training_uses_the_data_and_writes_nothing() -> None:
     layer = QLinear(64, 48, recipe=recipes.get("int4-hq-lss"))
     x = torch.randn(40, 64)

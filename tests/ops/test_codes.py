@@ -35,7 +35,7 @@ from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.quantize.cpp import rounds
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import WHOLE, Cast, ClippedRms, Current, Hadamard
+from narrowgauge.recipe import WHOLE, Cast, ClippedRms, CurrentScaling, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same, sqnr_db
 from tests.raising import raises
@@ -171,7 +171,7 @@ def test_stochastic_rounding_reads_a_matrix_of_any_strides_as_the_reference(dtyp
     x = (torch.randn(301, 402) * torch.randn(301, 402).exp()).to(dtype)
     x = {"columns": x.T, "strided": x[:, ::2]}[layout]
     for tile, calibrate in itertools.product(
-        ((WHOLE, WHOLE), (1, WHOLE)), (Current(), ClippedRms())
+        ((WHOLE, WHOLE), (1, WHOLE)), (CurrentScaling(), ClippedRms())
     ):
         cast = Cast(format=INT4, tile=tile, rounding="stochastic", calibrate=calibrate)
         found, expected = (

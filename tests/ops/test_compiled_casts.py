@@ -18,7 +18,7 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.cast_words import as_words
 from narrowgauge.ops.quantize import compiled, pair, quantize
 from narrowgauge.ops.registry import Device
-from narrowgauge.recipe import Cast, Window
+from narrowgauge.recipe import Cast, DelayedScaling
 from tests.compare import assert_same
 
 HOPPER = Device("cuda", (9, 0), cuda=(13, 0))
@@ -122,7 +122,7 @@ def test_an_operator_gives_what_quantize_gives(cast: Cast, shape: tuple[int, int
 
 @pytest.mark.parametrize("cols", [False, True])
 def test_the_operator_of_a_window_notes_what_it_saw(cols: bool) -> None:
-    cast, x = Cast(format=E4M3, calibrate=Window(length=4)), torch.randn(24, 40)
+    cast, x = Cast(format=E4M3, calibrate=DelayedScaling(length=4)), torch.randn(24, 40)
     states = [torch.tensor([3.0, 0.5, 0.0]) for _ in range(2)]
     made = compiled.delayed(x, cast, states[0], True, cols)
     expected = pair.in_turn(x, cast, states[1], True, cols, (None, None), "reference")

@@ -15,7 +15,7 @@ from narrowgauge.ops.quantize.amax_state import IN_USE
 from narrowgauge.ops.quantize.pair import quantize_pair
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight, quantize_precast
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Window
+from narrowgauge.recipe import Cast, DelayedScaling
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
 
@@ -32,7 +32,7 @@ CASTS = (Cast(format=E4M3), Cast(format=E5M2, scale=POW2), Cast(format=INT8))
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_the_foretold_amax_is_the_one_that_ending_the_step_gives(history, live, margin, algorithm):
     window = AmaxHistory(
-        Window(length=len(history), margin=margin, algorithm=algorithm), torch.device("cpu")
+        DelayedScaling(length=len(history), margin=margin, algorithm=algorithm), torch.device("cpu")
     )
     window.history.copy_(torch.tensor(history))
     window.live.copy_(torch.tensor([*live, 0.0]))
@@ -42,7 +42,11 @@ def test_the_foretold_amax_is_the_one_that_ending_the_step_gives(history, live, 
 
 
 def left(x: torch.Tensor, cast: Cast, expected: float) -> PrecastWeight:
-    window = AmaxHistory(cast.calibrate, x.device) if isinstance(cast.calibrate, Window) else None
+    window = (
+        AmaxHistory(cast.calibrate, x.device)
+        if isinstance(cast.calibrate, DelayedScaling)
+        else None
+    )
     found = PrecastWeight.of(x, cast, window)
     if window is not None:
         window.live[IN_USE] = expected
@@ -86,7 +90,7 @@ def test_current_scaling_has_the_bits_of_casting_anew(cast, shape):
     ("in_use", "expected"), [(2.0, 2.0), (2.0, 1.5), (2.0, 0.0), (0.0, 2.0), (0.0, 0.0)]
 )
 def test_delayed_scaling_has_the_bits_of_casting_anew(cast, records, in_use, expected):
-    cast = Cast(format=cast.format, scale=cast.scale, calibrate=Window(length=3))
+    cast = Cast(format=cast.format, scale=cast.scale, calibrate=DelayedScaling(length=3))
     for spoiled in (None, 1e30, float("nan")):
         x = weight((7, 20), spoiled)
         found = left(x, cast, expected)
@@ -108,7 +112,10 @@ def test_delayed_scaling_has_the_bits_of_casting_anew(cast, records, in_use, exp
 
 
 def test_it_serves_no_other_weight_cast_or_window():
-    cast, other = Cast(format=E4M3, calibrate=Window()), Cast(format=E5M2, calibrate=Window())
+    cast, other = (
+        Cast(format=E4M3, calibrate=DelayedScaling()),
+        Cast(format=E5M2, calibrate=DelayedScaling()),
+    )
     x = weight((4, 8))
     found = left(x, cast, 1.0)
     live = found.window.live

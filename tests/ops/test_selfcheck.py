@@ -22,7 +22,7 @@ from narrowgauge.ops.mm.selfcheck import CHECK, as_words, of_words, plain
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts
 from narrowgauge.ops.selfcheck import Result
-from narrowgauge.recipe import GEMMS, WHOLE, Cast, Window
+from narrowgauge.recipe import GEMMS, WHOLE, Cast, DelayedScaling
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
 from tests.ops import cublas
 from tests.ops.registries import registries
@@ -243,7 +243,7 @@ def test_a_check_is_made_once_per_device_and_pair_of_casts(no_results):
     )
     registry.choose(MmSpec(TENSOR, TENSOR, here))
     assert len(calls) == 10
-    delayed = replace(TENSOR, calibrate=Window())
+    delayed = replace(TENSOR, calibrate=DelayedScaling())
     registry.choose(MmSpec(delayed, delayed, here))
     assert len(calls) == 10, "where the amax came from is nothing to a GEMM"
 

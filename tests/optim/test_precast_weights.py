@@ -26,7 +26,7 @@ from narrowgauge.ops.quantize import precast_weight
 from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.optim import AdamW, in_backward, precast_weights
 from narrowgauge.optim.step import step_in_torch
-from narrowgauge.recipe import Cast, Window
+from narrowgauge.recipe import Cast, DelayedScaling
 from tests.compare import assert_same
 from tests.raising import coded, raises, require
 
@@ -356,7 +356,7 @@ def test_casts_that_no_step_can_leave(change):
     assert precast_weight.refuse(replace(Cast(format=E4M3), **change))
     assert (
         precast_weight.refuse(Cast(format=E4M3))
-        is precast_weight.refuse(Cast(format=E4M3, calibrate=Window()))
+        is precast_weight.refuse(Cast(format=E4M3, calibrate=DelayedScaling()))
         is None
     )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from benchmarks import planned_ranks
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.moments import Moment
-from narrowgauge.plan.sharding import divided
+from narrowgauge.plan.sharding import divided, micro_batches_in_flight
+from narrowgauge.train.parallel.pipeline import SCHEDULES
 
 MIB = 2**20
 
@@ -52,6 +56,52 @@ def test_shared_products_cut_inner_layers_and_an_own_head_but_no_sum_of_residual
     rank = divided(whole, 4, tp=2)
     assert rank.parts()["weights"] == 40 * MIB - (4 * 8 + 4) * MIB // 2
     assert rank.saved() == {"mlp.up_proj": 4 * MIB, "input_layernorm": 3 * MIB, "(block)": 2 * MIB}
+
+
+def most_in_flight(schedule, ranks, micro_batches):
+    """Forward passes whose backward has not ended, on the rank with the most, in torch's own order of work."""
+    kind, per_rank, is_v = SCHEDULES[schedule]
+    count = ranks * per_rank
+    stages = [
+        SimpleNamespace(
+            stage_index=number,
+            num_stages=count,
+            group_size=ranks,
+            group_rank=0,
+            has_backward=True,
+            is_first=number == 0,
+            is_last=number == count - 1,
+            group=None,
+            device=torch.device("cpu"),
+            submod=None,
+        )
+        for number in (0, count - 1 if is_v else ranks)
+    ]
+    most = 0
+    for actions in kind(stages, micro_batches, loss_fn=lambda *_: 0).pipeline_order.values():
+        alive = 0
+        for action in filter(None, actions):
+            does = action.computation_type.name
+            # OVERLAP_F_B ends one micro-batch while it begins another, so both are alive.
+            most = max(most, alive + (does in ("FORWARD", "OVERLAP_F_B")))
+            alive += (does == "FORWARD") - (does in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+    return most / per_rank
+
+
+@pytest.mark.parametrize("ranks, micro_batches", [(2, 4), (2, 8), (3, 12), (4, 8), (4, 16)])
+@pytest.mark.parametrize("schedule", [name for name, row in SCHEDULES.items() if row[1] == 2])
+def test_micro_batches_in_flight_are_those_of_torch(schedule, ranks, micro_batches):
+    found = micro_batches_in_flight(schedule, ranks, micro_batches)
+    assert found == most_in_flight(schedule, ranks, micro_batches)
+
+
+@pytest.mark.parametrize("schedule, most", [("1F1B", 4), ("GPipe", 16)])
+def test_a_stage_of_gpipe_saves_every_micro_batch(schedule, most):
+    in_flight = micro_batches_in_flight(schedule, ranks=4, micro_batches=16)
+    whole = of(moment("head", weights=4 * MIB, **{"saved/mlp": 3 * MIB}))
+    assert in_flight == most
+    rank = divided(whole, 4, stages=4, in_flight=in_flight)
+    assert rank.saved() == {"mlp": most * 3 * MIB}
 
 
 @pytest.mark.slow

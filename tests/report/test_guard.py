@@ -46,7 +46,7 @@ def test_the_sentences_say_verdict_cost_and_steps_of_bf16():
         "First alarm at step 20; the check there differed by +0.0500 nats.",
         "In BF16 in place of the recipe: steps 17 to 32.",
     ]
-    assert [words for words, _, _ in found["legend"]] == ["unknown", "worse"] and found[
+    assert [words for words, _, _ in found["legend"]] == ["unknown", "worse"] and found["notice"][
         "kind"
     ] == "open"
     assert found["figure"].startswith("<svg") and "margin" in found["figure"]

@@ -16,7 +16,7 @@ import torch
 from narrowgauge.cli import main
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.train import probe
-from narrowgauge.train.tasks import writing
+from narrowgauge.train.tasks.text import TextFeed
 from narrowgauge.train.trainer import Trainer
 
 PLANTED = 94
@@ -27,7 +27,7 @@ LONG: dict[str, Any] = {
 
 def corrupt(patch: pytest.MonkeyPatch, at: int = PLANTED) -> None:
     """The batch of that step is noise."""
-    real = writing.TextFeed.draw
+    real = TextFeed.draw
 
     def draw(feed: Any, step: int) -> Any:
         found = real(feed, step)
@@ -40,7 +40,7 @@ def corrupt(patch: pytest.MonkeyPatch, at: int = PLANTED) -> None:
                 batch["labels"] = torch.randint(0, 300, batch["labels"].shape, generator=noise)
         return found
 
-    patch.setattr(writing.TextFeed, "draw", draw)
+    patch.setattr(TextFeed, "draw", draw)
 
 
 def saturate(patch: pytest.MonkeyPatch, at: int = PLANTED) -> None:

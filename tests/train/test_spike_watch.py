@@ -15,9 +15,9 @@ from narrowgauge.diagnose import lineage
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop, spike_watch
-from narrowgauge.train.tasks import writing
 from narrowgauge.train.tasks.left_out import LeavingOut
 from narrowgauge.train.tasks.task import Feed, StepBatch
+from narrowgauge.train.tasks.text import TextFeed
 from narrowgauge.train.trainer import Trainer
 from tests.raising import raises
 from tests.train import faulty_run, spiking_run, tiny
@@ -212,13 +212,13 @@ def test_a_run_that_has_left_out_enough_says_so(make, monkeypatch, corrupt):
     assert "--on-spike" not in event["sentence"]
 
 
-@pytest.mark.parametrize("cause", ["format", "data"])
-def test_spikes_that_are_read_together_are_all_told(monkeypatch, cause):
+@pytest.mark.parametrize("outcome", ["worse", "equivalent"], ids=["format", "data"])
+def test_spikes_that_are_read_together_are_all_told(monkeypatch, outcome):
     """As on a GPU, whose losses are read every few steps; once the run goes back, later ones have not happened."""
     trainer = Mock(queue=None, step=100, config=Mock(on_spike="skip"))
     trainer.feed.left_out = []
     watch = spike_watch.SpikeWatch(trainer)
-    monkeypatch.setattr(watch, "_judged", lambda spike: spike_watch.Judgement(cause, "", 80, 3.0))
+    monkeypatch.setattr(watch, "_judged", lambda spike: spike_watch.Judgement(outcome, "", 80, 3.0))
     monkeypatch.setattr(watch, "_go_back", lambda left_out=(): None)
     watch.found = [
         spike_watch.Spike(step=step, loss=9.0, **dict.fromkeys(MEASURED, 1.0)) for step in (92, 97)
@@ -226,7 +226,8 @@ def test_spikes_that_are_read_together_are_all_told(monkeypatch, cause):
     watch.after_step(Mock())
     told = [call.args for call in trainer.log.write.call_args_list]
     assert (
-        told == [("spike", 92), ("spike", 97)][: 1 if cause == "data" else 2] and watch.found == []
+        told == [("spike", 92), ("spike", 97)][: 1 if outcome == "equivalent" else 2]
+        and watch.found == []
     )
 
 
@@ -269,11 +270,11 @@ def test_a_reference_that_left_out_other_batches_is_no_pair_of_its_steps(make, m
     """The batch is corrupt while the narrow run trains, and whole when its reference does: one leaves it out, the other does not."""
     config = make("pair", on_spike="skip", compare="bf16", **LONG)
     run, reference = Path(config.output), Path(config.output) / "compare-bf16"
-    whole = writing.TextFeed.draw
+    whole = TextFeed.draw
     spiking_run.corrupt(monkeypatch)
-    corrupt = writing.TextFeed.draw
+    corrupt = TextFeed.draw
     monkeypatch.setattr(
-        writing.TextFeed,
+        TextFeed,
         "draw",
         lambda feed, step: (whole if reference.exists() else corrupt)(feed, step),
     )

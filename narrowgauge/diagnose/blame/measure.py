@@ -32,7 +32,7 @@ from narrowgauge.diagnose.statistics import ROUNDING
 from narrowgauge.formats import FloatFormat, IntFormat
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Current, Window
+from narrowgauge.recipe import CurrentScaling, DelayedScaling
 from narrowgauge.scaling import times_scale
 
 STRETCH = 2**22  # elements of lhs and of the result that are in high precision at once
@@ -128,8 +128,8 @@ class Operand:
             isinstance(cast.format, IntFormat),
         )
         self.is_delayed, self.is_by_amax = (
-            isinstance(cast.calibrate, Window),
-            isinstance(cast.calibrate, Current),
+            isinstance(cast.calibrate, DelayedScaling),
+            isinstance(cast.calibrate, CurrentScaling),
         )
         if original.numel():
             self.present = max(self.present, float(original.abs().amax()))

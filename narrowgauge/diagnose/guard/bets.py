@@ -32,7 +32,8 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from narrowgauge.diagnose.guard.verdict import SAME_WEIGHTS, STRETCH, UNKNOWN, WITHIN, WORSE
+from narrowgauge.diagnose.guard.result import HIGHER, LOWER, SAME_WEIGHTS, STRETCH
+from narrowgauge.diagnose.verdict import EQUIVALENT, UNKNOWN, WORSE
 
 BETS = (0.5, 1.0, 2.0)  # in scales: the gap beyond the margin for which each bet is optimal
 LIMIT = 30.0  # on the factor of one check; E = 20 then needs at least two checks
@@ -192,7 +193,7 @@ class Bets:
         """Side on which the run is worse, if it is."""
         above, below = self._above.value, self._below.value
         up = above > below if max(above, below) >= ENOUGH else self._newest > 0
-        return "higher" if up else "lower"
+        return HIGHER if up else LOWER
 
 
 class RunBets:
@@ -235,11 +236,11 @@ class RunBets:
         return min(each.e_within for each in self._judged)
 
     def verdict(self) -> tuple[str, str, str]:
-        """(name, evidence on which it rests, direction)."""
+        """(outcome, evidence on which it rests, direction)."""
         if self.e_worse >= ENOUGH:
             loudest = max(self._judged, key=lambda each: each.e_worse)
             return WORSE, STRETCH if loudest is self.stretch else SAME_WEIGHTS, loudest.direction()
-        return (WITHIN if self.e_within >= ENOUGH else UNKNOWN), "", ""
+        return (EQUIVALENT if self.e_within >= ENOUGH else UNKNOWN), "", ""
 
 
 def _upper(values: Sequence[float]) -> float:

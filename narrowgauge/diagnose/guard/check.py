@@ -1,4 +1,4 @@
-"""One guard check: replays from one state on the same batches become numbers and a verdict.
+"""One guard check: replays from one state on the same batches become numbers and a result.
 
 difference   mean loss of the run minus mean loss of BF16, over the second half of the probe; in the
              first half the two have hardly diverged
@@ -19,7 +19,7 @@ from typing import Any
 from narrowgauge.diagnose.guard import same_weights
 from narrowgauge.diagnose.guard.audit import Audited
 from narrowgauge.diagnose.guard.evidence import Evidence
-from narrowgauge.diagnose.guard.verdict import Verdict
+from narrowgauge.diagnose.guard.result import GuardResult
 from narrowgauge.diagnose.sensitivity import progress_between
 
 CONTROL_EVERY = 4  # every fourth check runs a control
@@ -49,8 +49,8 @@ def judged(
     evidence: Evidence, begun: int, steps: int,
     narrow: Sequence[float], wide: Sequence[float], control: Sequence[float] | None = None, slopes: Mapping[str, float] | None = None,
     audited: Audited | None = None,
-) -> tuple[Verdict, dict[str, Any]]:  # fmt: skip
-    """Add one check; returns the verdict and the event for the log.
+) -> tuple[GuardResult, dict[str, Any]]:  # fmt: skip
+    """Add one check; returns the result and the event for the log.
 
     begun                  step after which the probe started
     narrow, wide, control  losses of the run, of BF16 and of BF16 with other rounding, one per step;
@@ -71,7 +71,7 @@ def judged(
     # None: the first losses are unknown (a resumed older state). 0: known, but no progress is
     # shown.
     learnt = progress.shown if progress else (0.0 if evidence.first else None)
-    verdict = evidence.add(
+    result = evidence.add(
         of_narrow - of_wide,
         loss=of_wide,
         control=apart,
@@ -92,6 +92,6 @@ def judged(
         "slopes": ends,
         "outside": outside,
         "noise": around,
-        "sentence": verdict.sentence,
+        "sentence": result.sentence,
     }
-    return verdict, {**said, **verdict.event(), **audited.event()}
+    return result, {**said, **result.event(), **audited.event()}

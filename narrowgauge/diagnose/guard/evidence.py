@@ -18,13 +18,13 @@ and the weights whose gradient deviates in that first step (same_weights.py). Ve
                number, and the mean over both numbers is the E of the run: a mean of e-values is an
                e-value. Or a weight whose gradient deviates at two checks in a row; this is a limit,
                not a bet. Or GEMMs whose numbers do not follow their recipe at one check (audit.py).
-    within     only for a run that has learnt (`sensitivity`): the margin of this verdict is at most
+    equivalent only for a run that has learnt (`sensitivity`): the margin of this verdict is at most
                a share of the run's progress. E >= 20 against "above the margin" and against "below
                minus the margin", for both numbers; E is the smallest one. And no weight deviates at
                the newest check.
-    unknown    neither
-    reference  the BF16 probe itself diverges: its loss is not finite, or more than twice the median
-               of the checks before. Nothing can be judged, and the check does not count
+    unknown    neither. With the detail "reference diverged", the BF16 probe itself diverges: its
+               loss is not finite, or more than twice the median of the checks before. Nothing can
+               be judged then, and the check does not count
 
 The margin is a share of the reference's loss, and at least a number of nats: "different" is not yet
 "worse". The noise scale comes from controls and from steps between neighbouring differences
@@ -39,25 +39,31 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from narrowgauge.diagnose.guard.bets import RunBets
-from narrowgauge.diagnose.guard.unlike import Unlike
-from narrowgauge.diagnose.guard.verdict import (
+from narrowgauge.diagnose.guard.result import (
     FORESIGHT,
     GRADIENT,
+    HIGHER,
+    NOT_FINITE,
     NUMBERS,
-    REFERENCE,
     SAME_WEIGHTS,
     STRETCH,
-    UNKNOWN,
-    WITHIN,
-    WORSE,
-    Verdict,
+    GuardResult,
 )
+from narrowgauge.diagnose.guard.unlike import Unlike
 from narrowgauge.diagnose.sensitivity import narrowed
+from narrowgauge.diagnose.verdict import (
+    EQUIVALENT,
+    NOT_SENSITIVE,
+    REFERENCE_DIVERGED,
+    UNKNOWN,
+    WORSE,
+)
 from narrowgauge.errors import ConfigError
 
 MARGIN = 0.0025  # of the loss; differences of sound FP8 runs are of the order of 1e-3
@@ -128,8 +134,8 @@ class Evidence:
         self, difference: float, *, loss: float, control: float | None = None, same: float | None = None,
         noise: Sequence[float] = (), outside: Mapping[str, float] | None = None, unlike: Unlike | None = None,
         learnt: float | None = None,
-    ) -> Verdict:  # fmt: skip
-        """Add a check and return the verdict.
+    ) -> GuardResult:  # fmt: skip
+        """Add a check and return the result.
 
         difference  mean loss of the run minus BF16 over the second half of the probe, nats
         loss        mean loss of BF16 there
@@ -151,7 +157,7 @@ class Evidence:
             learnt=learnt,
         )  # fmt: skip
         self._take(check)
-        return self.verdict()
+        return self.result()
 
     def _take(self, check: Check) -> None:
         self.checks.append(check)
@@ -170,7 +176,7 @@ class Evidence:
             )
 
     def _certified(self, check: Check) -> float:
-        """Margin of the verdict "within": at most a share of the run's progress."""
+        """Margin of the verdict "equivalent": at most a share of the run's progress."""
         is_trivial = self.trivial is not None and not check.loss < self.trivial
         return narrowed(self.margin_at(check.loss), 0.0 if is_trivial else check.learnt)
 
@@ -196,31 +202,38 @@ class Evidence:
             return self.least_margin
         return max(self.margin * abs(loss), min(self.least_margin, WIDEST * abs(loss)), SMALLEST)
 
-    def verdict(self) -> Verdict:
-        """Verdict after the newest check. Raises ConfigError before the first one."""
+    def result(self) -> GuardResult:
+        """Result after the newest check. Raises ConfigError before the first one."""
         if not self.checks:
             raise ConfigError(
                 "Evidence: there is no check yet. Call add first.", code="evidence.no-check"
             )
         newest, checks, bets = self.checks[-1], len(self.checks), self._bets
-        name, seen_on, direction = bets.verdict()
-        sick, since = self._sick(), self._since(name, seen_on, direction)
+        outcome, seen_on, detail = bets.verdict()
+        sick, since = self._sick(), self._since(outcome, seen_on, detail)
         # The order is a priority: a diverged reference cannot judge, and statistical evidence for
         # "worse" is reported before audit and gradients.
         if self._diverged(checks):
-            name, seen_on, direction = REFERENCE, "", ""
+            outcome, seen_on, detail = UNKNOWN, "", REFERENCE_DIVERGED
         elif not math.isfinite(newest.difference):
-            name, seen_on, direction = WORSE, STRETCH, "not finite"
-        elif newest.unlike and name != WORSE:
-            name, seen_on, direction = WORSE, NUMBERS, NUMBERS
-        elif sick and name != WORSE:
-            name, seen_on, direction = WORSE, GRADIENT, GRADIENT
-        elif name == WITHIN and (newest.outside or not self._certified(newest) > 0):
-            name = UNKNOWN
+            outcome, seen_on, detail = WORSE, STRETCH, NOT_FINITE
+        elif newest.unlike and outcome != WORSE:
+            outcome, seen_on, detail = WORSE, NUMBERS, NUMBERS
+        elif sick and outcome != WORSE:
+            outcome, seen_on, detail = WORSE, GRADIENT, GRADIENT
+        elif outcome == EQUIVALENT and (newest.outside or not self._certified(newest) > 0):
+            outcome = UNKNOWN
+        if (
+            outcome == UNKNOWN
+            and not detail
+            and self._certified(newest) < self.margin_at(newest.loss)
+        ):
+            detail = NOT_SENSITIVE
+        is_open = outcome == UNKNOWN and detail != REFERENCE_DIVERGED
         means = [self._mean(since, place) for place in range(2)]
-        return Verdict(
-            name=name,
-            direction=direction,
+        return GuardResult(
+            outcome=outcome,
+            detail=detail,
             seen_on=seen_on,
             checks=checks,
             difference=newest.difference,
@@ -243,8 +256,17 @@ class Evidence:
             sick=sick,
             unlike=newest.unlike,
             first_loss=self._first_loss(),
-            more_checks=self._more_checks(newest, *means) if name == UNKNOWN else 0,
+            more_checks=self._more_checks(newest, *means) if is_open else 0,
         )
+
+    def verdict(self) -> GuardResult:
+        """Former name of `result`."""
+        warnings.warn(
+            "Evidence.verdict is now Evidence.result, and its `name` is `outcome`.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.result()
 
     def _first_loss(self) -> float | None:
         """The reference's loss at the first check that counts.
@@ -274,12 +296,12 @@ class Evidence:
         found = [each for each in counted if each is not None]
         return statistics.fmean(found) if found else None
 
-    def _since(self, name: str, seen_on: str, direction: str) -> int:
+    def _since(self, outcome: str, seen_on: str, direction: str) -> int:
         """First check of the range that supports the verdict most. Only used in sentences.
 
         For "unknown" the last RECENT checks.
         """
-        if name == UNKNOWN:
+        if outcome == UNKNOWN:
             return max(1, len(self.checks) - RECENT + 1)
         total, best, since = 0.0, -math.inf, 1
         for number in range(len(self.checks), 0, -1):
@@ -288,8 +310,8 @@ class Evidence:
                 away, margin = difference, self.margin_at(self.checks[number - 1].loss)
                 total += (
                     margin - abs(away)
-                    if name == WITHIN
-                    else (away if direction == "higher" else -away) - margin
+                    if outcome == EQUIVALENT
+                    else (away if direction == HIGHER else -away) - margin
                 )
             if total >= best:
                 best, since = total, number

@@ -1,13 +1,13 @@
 """Recipes with learned steps: weights adapt to the quantizer, so BF16 starts worse from there.
 
-A verdict "lower" then shows that adaptation and no fault, so the guard does not act on it.
+A loss that is LOWER than BF16's then shows that adaptation and no fault, so the guard does not act on it.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from narrowgauge.diagnose.guard.verdict import Verdict
+from narrowgauge.diagnose.guard.result import LOWER, GuardResult
 from narrowgauge.nn.learned_step import LearnedSteps
 
 GROWN = (
@@ -16,8 +16,8 @@ GROWN = (
 )
 
 
-def grows_into_steps(model: nn.Module, verdict: Verdict) -> bool:
-    """True if a verdict may reflect nothing but weights that are adapted to learned steps."""
-    return verdict.direction == "lower" and any(
+def grows_into_steps(model: nn.Module, result: GuardResult) -> bool:
+    """True if a result may reflect nothing but weights that are adapted to learned steps."""
+    return result.detail == LOWER and any(
         isinstance(each, LearnedSteps) for each in model.modules()
     )

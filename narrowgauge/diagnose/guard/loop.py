@@ -51,10 +51,11 @@ from narrowgauge.diagnose.guard.check import judged, wants_control
 from narrowgauge.diagnose.guard.grown import GROWN, grows_into_steps
 from narrowgauge.diagnose.guard.nudge import nudge
 from narrowgauge.diagnose.guard.refusals import refuse, refuse_no_loss, refuse_state
+from narrowgauge.diagnose.guard.result import GuardResult
 from narrowgauge.diagnose.guard.same_weights import FirstGradients, Samples, slopes, words
 from narrowgauge.diagnose.guard.settings import GuardSettings, chosen, refuse_counts
-from narrowgauge.diagnose.guard.verdict import WORSE, Verdict
 from narrowgauge.diagnose.sensitivity import ENDS
+from narrowgauge.diagnose.verdict import WORSE
 from narrowgauge.errors import ConfigError, Reason, warn
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
@@ -282,10 +283,10 @@ class Guard:
         wide, gradients = self._in_bf16(check, end, rates)
         found = slopes(check.first.samples, gradients)
         audited = check.audit.found()
-        verdict, numbers = judged(
+        result, numbers = judged(
             self.evidence, check.begun, self.settings.steps, narrow, wide, control, found, audited
         )
-        action = self._follow(verdict, end)
+        action = self._follow(result, end)
         event = {
             "event": "guard",
             "step": self._taken,
@@ -296,10 +297,10 @@ class Guard:
         self.events.append(event)
         if self._tell is not None:
             self._tell(event)
-        elif verdict.name == WORSE:
+        elif result.outcome == WORSE:
             warn(
-                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {verdict.sentence} "
-                f"{GROWN if grows_into_steps(self.model, verdict) else SEQUEL}",
+                f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {result.sentence} "
+                f"{GROWN if grows_into_steps(self.model, result) else SEQUEL}",
                 code="guard.worse",
                 stacklevel=4,
             )
@@ -373,17 +374,17 @@ class Guard:
         finally:
             self.is_reference = False
 
-    def _follow(self, verdict: Verdict, end: Snapshot) -> str:
+    def _follow(self, result: GuardResult, end: Snapshot) -> str:
         """Choose the state from which the run continues; returns a word for the action taken.
 
         Called with the BF16 end state in place; `end` is the run's own end.
         """
-        is_worse = verdict.name == WORSE
+        is_worse = result.outcome == WORSE
         if (
             not is_worse
             or not self.settings.keeps_reference
             or self._given
-            or grows_into_steps(self.model, verdict)
+            or grows_into_steps(self.model, result)
         ):
             end.restore()
             return "warn" if is_worse else ""

@@ -177,7 +177,7 @@ def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
         recipe = module.recipe if isinstance(module, QLinear) else None
         weight = (
             module.weight
-            if recipe is not None and is_narrow(recipe) and not recipe.steps()
+            if recipe is not None and is_narrow(recipe) and not recipe.learned_steps()
             else None
         )
         if isinstance(weight, nn.Parameter) and weight.requires_grad and id(weight) not in seen:

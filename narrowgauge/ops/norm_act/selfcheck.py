@@ -22,7 +22,7 @@ from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.quantize.selfcheck import compared
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Check, Comparison
-from narrowgauge.recipe import WHOLE, Cast, Window
+from narrowgauge.recipe import WHOLE, Cast, DelayedScaling
 
 ROWS, COLUMNS, SEED = 36, 1072, 20261122
 
@@ -80,7 +80,7 @@ def _compare(
         def live(cast: Cast) -> Tensor | None:
             return (
                 torch.tensor([in_use, 0.5, 0.0], device=device)
-                if isinstance(cast.calibrate, Window)
+                if isinstance(cast.calibrate, DelayedScaling)
                 else None
             )
 
@@ -124,7 +124,10 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
     for name in KINDS:
         function = Kind(name, 1e-5)
         count = 2 if of_gradients and function.is_gated else 1
-        casts = [(Cast(format=format, calibrate=Window()), True), (Cast(format=format), True)]
+        casts = [
+            (Cast(format=format, calibrate=DelayedScaling()), True),
+            (Cast(format=format), True),
+        ]
         casts += [] if of_gradients else [(Cast(format=format, tile=(1, WHOLE)), False)]
         chosen = [()] if of_gradients and function.is_norm else [(cast,) * count for cast in casts]
         for each in chosen:
@@ -139,7 +142,7 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
                 yield NormActSpec(
                     function, Device("cpu"), (torch.float16,), COLUMNS, chosen[0], kept=how
                 )
-    casts = [] if of_gradients else [(Cast(format=format, calibrate=Window()), True)]
+    casts = [] if of_gradients else [(Cast(format=format, calibrate=DelayedScaling()), True)]
     for name in ("rms-norm", "gemma-norm", "layer-norm"):
         dtypes = (torch.float16, *(torch.float32,) * (tensors_of(Kind(name)) - 1))
         yield NormActSpec(Kind(name, 1e-5, wide=True), Device("cpu"), dtypes, COLUMNS, tuple(casts))

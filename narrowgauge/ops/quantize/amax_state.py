@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from narrowgauge.recipe import Window
+from narrowgauge.recipe import DelayedScaling
 
 IN_USE, SEEN, NONFINITE = 0, 1, 2
 
@@ -33,7 +33,7 @@ class AmaxBuffers(Protocol):
 
     history: Tensor
     live: Tensor
-    window: Window
+    window: DelayedScaling
 
 
 def update_amax(amax_state: Tensor, amax: Tensor, *, records: bool = True) -> Tensor:

@@ -28,7 +28,7 @@ from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec, empty_scales
 from narrowgauge.ops.registry import constant_while_compiling, device_facts
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Current, Window
+from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]  # amax in use, codes of x, scale, codes of x.T
@@ -39,7 +39,7 @@ def fits(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = 
     """Return True if the operators can cast such a tensor on a device with kernels for it."""
     if noise is not None or expand is not None or cast.rounding != "nearest" or not has_words(cast):
         return False
-    return isinstance(cast.calibrate, Current | Window) and x.numel() > 0
+    return isinstance(cast.calibrate, CurrentScaling | DelayedScaling) and x.numel() > 0
 
 
 def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = None) -> bool:

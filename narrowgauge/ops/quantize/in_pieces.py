@@ -10,7 +10,7 @@ from torch import Tensor
 
 from narrowgauge.ops.pieces import cuts
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Current, Window
+from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def slices_of(x: Tensor, cast: Cast) -> list[slice]:
     pieces.
     """
     of_columns = cast.tile[0] == WHOLE and cast.tile[1] != WHOLE
-    if of_columns and not isinstance(cast.calibrate, Current | Window):
+    if of_columns and not isinstance(cast.calibrate, CurrentScaling | DelayedScaling):
         return [slice(0, x.shape[0])]
     return cuts(x, max(cast.tile[0], 1))
 

@@ -40,7 +40,7 @@ from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Refusal, Registry
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Current, Window
+from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE
 
 CHECK_EVERY = 8  # steps between two samples of the weight
@@ -149,7 +149,7 @@ def refuse(cast: Cast) -> Refusal | None:
         return Refusal("tile", f"tiles of {cast.tile} {shared}")
     if cast.rounding != "nearest":
         return Refusal("rounding", "stochastic rounding draws anew at every forward pass")
-    if not isinstance(cast.calibrate, Current | Window):
+    if not isinstance(cast.calibrate, CurrentScaling | DelayedScaling):
         return Refusal(
             "calibration", f"the scale is not of the largest magnitude but by {cast.calibrate}"
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from narrowgauge.ops.quantize.definition import calibrated_amax, encoded, filled, scales
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, LearnedStep, Window
+from narrowgauge.recipe import Cast, DelayedScaling, LearnedStep
 from narrowgauge.scaling import times_scale
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def own_scale(x: Tensor, cast: Cast) -> Tensor | None:
 
     None if the scale depends on more than x (amax history, learned step).
     """
-    if isinstance(cast.calibrate, Window | LearnedStep):
+    if isinstance(cast.calibrate, DelayedScaling | LearnedStep):
         return None
     scale, shared = scales(calibrated_amax(x, cast), cast)
     return scale if shared is None else scale * shared

@@ -38,7 +38,7 @@ from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Check, Comparison, spread_normal
-from narrowgauge.recipe import Window
+from narrowgauge.recipe import DelayedScaling
 from narrowgauge.scaling import WHOLE
 
 ROWS, COLUMNS, SPREAD, SEED = 144, 272, 12, 20260612
@@ -155,7 +155,7 @@ def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[Call]:
     """Yield calls with valid codes, with codes by another amax, and of a first step."""
     if x.stride(1) != 1:
         return  # weights are stored row by row
-    if not isinstance(spec.cast.calibrate, Window):
+    if not isinstance(spec.cast.calibrate, DelayedScaling):
         precast = PrecastWeight.of(x, spec.cast, None)
         precast_weight.write(precast, x)
         yield (x, precast, None, True), ""
@@ -182,7 +182,7 @@ def _examples(op: str) -> Iterator[Spec]:
     for cast in dict.fromkeys(
         cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None
     ):
-        delayed = op == "quantize_pair" and isinstance(cast.calibrate, Window)
+        delayed = op == "quantize_pair" and isinstance(cast.calibrate, DelayedScaling)
         kind = (cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None, False, None)
         for cols in (True, False) if delayed else (op == "quantize_pair",):
             yield _spec((*kind, cols, delayed))

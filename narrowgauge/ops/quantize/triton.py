@@ -8,7 +8,7 @@ from __future__ import annotations
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal, imported
 from narrowgauge.ops.triton import refuse_tensors
-from narrowgauge.recipe import Current, Window
+from narrowgauge.recipe import CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE
 
 LARGEST_TILE = 128
@@ -28,7 +28,7 @@ def refuse(spec: Spec) -> Refusal | None:
         return refusal
     if spec.noise == "tensor":
         return Refusal("noise", "makes its noise itself, from a key")
-    if not spec.amax and not isinstance(cast.calibrate, Current | Window):
+    if not spec.amax and not isinstance(cast.calibrate, CurrentScaling | DelayedScaling):
         return Refusal("calibration", f"takes the largest magnitude, not {cast.calibrate}")
     if cast.tile in ((WHOLE, WHOLE), (1, WHOLE)):
         return None

@@ -31,7 +31,7 @@ from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.selfcheck import Kind
 from narrowgauge.optim.step import DTYPES, ParamStep
-from narrowgauge.recipe import Window
+from narrowgauge.recipe import DelayedScaling
 
 kernel = Kernels("narrowgauge.optim.triton.kernel")
 
@@ -101,7 +101,7 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
     )
     casts = NOTHING
     if kind.cast is not None:
-        casts = CODES if isinstance(kind.cast.calibrate, Window) else AMAX
+        casts = CODES if isinstance(kind.cast.calibrate, DelayedScaling) else AMAX
     wide_weight = kind.weight == torch.float32 and kind.master is None
     crowded = casts == CODES and (
         not kind.aligned or wide_weight or kind.master in ("stochastic", "fp16-scaled")

@@ -1,13 +1,15 @@
 """Rules between the settings of model, data and task, checked after each value on its own."""
 
-from narrowgauge.train.config.data_settings import DataSettings
+from narrowgauge.train.config.data_settings import TASKS, DataSettings
 from narrowgauge.train.config.rules import Check, is_set
-from narrowgauge.train.config.task_names import METRICS, PICTURES
+
+MOST_CLASSES = 1_000_000  # a float32 head with 1,000,000 rows of width 4096 takes 16 GB
 
 
 def task_checks(c: DataSettings) -> list[Check]:
     """Rules for model and data: (broken, keys, message) each."""
-    is_table = c.task != "text"
+    entry = TASKS[c.task]
+    is_table, is_images = entry.source != "text", entry.source == "images"
     return [
         (c.from_scratch and not c.model, "from_scratch",
          "from_scratch = true: needs model. Without it the model always starts from random weights."),
@@ -16,56 +18,30 @@ def task_checks(c: DataSettings) -> list[Check]:
          f"hidden_size = {c.hidden_size}: must be a multiple of 2 * heads = {2 * c.heads}."),
         (not c.model and c.kv_heads and c.heads % c.kv_heads, "kv_heads heads",
          f"kv_heads = {c.kv_heads}: must divide heads = {c.heads}."),
-        (c.best not in ("", "none", "loss", *METRICS[c.task]), "best",
+        (c.best not in ("", "none", "loss", *entry.metrics), "best",
          f"best = {c.best!r}: is measured by {_who_measures(c.best)} alone. Take best = "
-         f"{', '.join(map(repr, ('loss', *METRICS[c.task])))}."),
-        (c.best in METRICS["seq2seq"] and not c.translate, "best translate",
+         f"{', '.join(map(repr, ('loss', *entry.metrics)))}."),
+        (c.best in TASKS["seq2seq"].metrics and not c.translate, "best translate",
          f"best = {c.best!r}: needs translations. Set translate, how many rows are translated at each evaluation, as translate = 500."),
         (not c.translate and (is_set(c, "beams") or is_set(c, "bleu_words")), "beams bleu_words translate",
          f"beams = {c.beams}, bleu_words = {c.bleu_words!r}: have no effect with translate = 0. Set translate, or remove them."),
-        (is_table and not c.model and c.task not in PICTURES, "task",
+        (is_table and not c.model and not is_images, "task",
          f"task = {c.task!r}: needs model, a folder or hub name of the model to train."),
         (is_table and not is_set(c, "data"), "data task",
          f"task = {c.task!r}: needs data, a table with examples (JSONL, CSV, TSV or Parquet)"
-         f"{', or a folder with one folder for each class' if c.task in PICTURES else ''}."),
+         f"{', or a folder with one folder for each class' if is_images else ''}."),
         (is_table and c.max_length == 1, "max_length", "max_length = 1: leaves no token to predict. Set at least 2, or 0."),
         (is_table and not c.messages_column and is_set(c, "train_on"), "train_on",
          f"train_on = {c.train_on!r}: needs messages_column, the column with chats."),
-        *_own_checks(c),
+        # [:20] first: int() of more than 4,300 digits raises ValueError since Python 3.11.
+        (c.classes.strip().isdecimal() and int(c.classes.strip()[:20]) > MOST_CLASSES, "classes",
+         f"classes = {c.classes!r}: at most {MOST_CLASSES:,} classes. Give their number, or their names with commas."),
+        *entry.checks(c),
         (is_table and c.packing % 16, "packing", f"packing = {c.packing}: must be a multiple of 16, as 8-bit products want."),
         (is_table and c.packing and 0 < c.token_budget < c.packing, "token_budget packing",
          f"token_budget = {c.token_budget}: holds no row of packing = {c.packing}. Raise it, or shorten rows."),
     ]  # fmt: skip
 
 
-MOST_CLASSES = 1_000_000  # a float32 head with 1,000,000 rows of width 4096 takes 16 GB
-
-
-def _own_checks(c: DataSettings) -> list[Check]:
-    """Rules of question answering, tagging and multiple choice."""
-    answers, tags, choices = (
-        c.task == name for name in ("question-answering", "tagging", "multiple-choice")
-    )
-    return [
-        *((answers and not getattr(c, key), key, f"{key} = '': question-answering needs the column of both, question and context.")
-          for key in ("question_column", "context_column")),
-        (answers and c.too_long == "truncate", "too_long task",
-         "too_long = 'truncate': question-answering reads long contexts in windows and cuts none; what is too long is a question that "
-         "leaves no room for its context. Take 'error' or 'skip'."),
-        (choices and not c.question_column and not c.context_column, "question_column context_column",
-         "question_column = '': context_column is empty too, so nothing is asked. Name one of them."),
-        # [:20] first: int() of more than 4,300 digits raises ValueError since Python 3.11.
-        (c.classes.strip().isdecimal() and int(c.classes.strip()[:20]) > MOST_CLASSES, "classes",
-         f"classes = {c.classes!r}: at most {MOST_CLASSES:,} classes. Give their number, or their names with commas."),
-        (tags and c.classes.strip().isdecimal(), "classes",
-         f"classes = {c.classes!r}: tags have names, as 'O,B-PER,I-PER'. List them, or leave classes out."),
-        (tags and not c.spans_column and is_set(c, "text_column"), "text_column",
-         f"text_column = {c.text_column!r}: needs spans_column, the column with what is marked in the text."),
-        *((tags and c.spans_column and is_set(c, key), f"{key} spans_column",
-           f"{key} = {getattr(c, key)!r}: has no effect with spans_column = {c.spans_column!r}. Remove one of them.")
-          for key in ("tokens_column", "tags_column")),
-    ]  # fmt: skip
-
-
 def _who_measures(metric: str) -> str:
-    return " and ".join(task for task, metrics in METRICS.items() if metric in metrics)
+    return " and ".join(entry.name for entry in TASKS.values() if metric in entry.metrics)

@@ -1,24 +1,161 @@
-"""Settings of the model, the data and the task, and the metrics that can select the best weights.
+"""Catalog of the tasks, and the settings of model, data and task. Imports no torch.
 
-To add a task, add an entry to `task_names` and mark its own settings with `tasks=`. Rules between
-settings are in `data_checks`.
+A new task is one entry in `TASKS` here, the settings that only it reads, and its file in
+`narrowgauge/train/tasks/`, whose name is the task's with underscores.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
-from narrowgauge.train.config.rules import COUNT, COUNT_OR_ZERO, NOT_EMPTY, OneOf, Range, setting
-from narrowgauge.train.config.task_names import METRICS, PICTURES, READING, TASKS
-
-BEST = ("", "none", "loss", *dict.fromkeys(name for names in METRICS.values() for name in names))
-MODEL, DATA, TASK = (partial(setting, group) for group in ("model", "data", "task"))
-# READING[1:] leaves out running text, which has no table.
-TABLES, CHATS, CLASSES, PAIRS = (
-    partial(TASK, tasks=tasks)
-    for tasks in (READING[1:], ("causal-lm",), ("classification",), ("seq2seq",))
+from narrowgauge.train.config.rules import (
+    COUNT,
+    COUNT_OR_ZERO,
+    NOT_EMPTY,
+    Check,
+    OneOf,
+    Range,
+    is_set,
+    setting,
 )
+
+
+def _no_checks(c: "DataSettings") -> list[Check]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEntry:
+    """Facts about a task that are needed where its file, which imports torch, is not imported.
+
+    name            value of the setting `task`
+    source          training data: running text, a table of examples, or a folder of images
+    generates       the model generates text: evaluations show samples, and batches are shuffled
+    metrics         metrics of an evaluation besides the loss, each a possible value of `best`
+    default_metric  metric that selects the best weights if `best` is empty; '' saves none
+    loss_unit       unit of the loss in reports
+    f1_over         the items over which F1 is computed, for its title in reports
+    checks          rules between the task's settings
+    """
+
+    name: str
+    source: Literal["text", "table", "images"] = "table"
+    generates: bool = False
+    metrics: tuple[str, ...] = ()
+    default_metric: str = "loss"
+    loss_unit: str = "nats/token"
+    f1_over: str = ""
+    checks: Callable[["DataSettings"], list[Check]] = _no_checks
+
+
+CLASS_METRICS = ("accuracy", "mcc", "f1", "f1_binary")
+
+
+def _question_checks(c: "DataSettings") -> list[Check]:
+    return [
+        *((not getattr(c, key), key, f"{key} = '': question-answering needs the column of both, question and context.")
+          for key in ("question_column", "context_column")),
+        (c.too_long == "truncate", "too_long task",
+         "too_long = 'truncate': question-answering reads long contexts in windows and cuts none; what is too long is a question that "
+         "leaves no room for its context. Take 'error' or 'skip'."),
+    ]  # fmt: skip
+
+
+def _choice_checks(c: "DataSettings") -> list[Check]:
+    return [
+        (not c.question_column and not c.context_column, "question_column context_column",
+         "question_column = '': context_column is empty too, so nothing is asked. Name one of them."),
+    ]  # fmt: skip
+
+
+def _tag_checks(c: "DataSettings") -> list[Check]:
+    return [
+        (c.classes.strip().isdecimal(), "classes",
+         f"classes = {c.classes!r}: tags have names, as 'O,B-PER,I-PER'. List them, or leave classes out."),
+        (not c.spans_column and is_set(c, "text_column"), "text_column",
+         f"text_column = {c.text_column!r}: needs spans_column, the column with what is marked in the text."),
+        *((c.spans_column and is_set(c, key), f"{key} spans_column",
+           f"{key} = {getattr(c, key)!r}: has no effect with spans_column = {c.spans_column!r}. Remove one of them.")
+          for key in ("tokens_column", "tags_column")),
+    ]  # fmt: skip
+
+
+TASKS: dict[str, TaskEntry] = {
+    entry.name: entry
+    for entry in (
+        TaskEntry(name="text", source="text", generates=True, default_metric=""),
+        TaskEntry(name="causal-lm", generates=True),
+        TaskEntry(
+            name="classification",
+            metrics=CLASS_METRICS,
+            default_metric="mcc",
+            loss_unit="nats/example",
+            f1_over="mean over classes",
+        ),
+        # Measured on the rows that `translate` selects.
+        TaskEntry(name="seq2seq", generates=True, metrics=("bleu", "chrf")),
+        TaskEntry(
+            name="regression",
+            metrics=("pearson", "spearman"),
+            default_metric="pearson",
+            loss_unit="squared error",
+        ),
+        TaskEntry(
+            name="image-classification",
+            source="images",
+            metrics=CLASS_METRICS,
+            default_metric="accuracy",
+            loss_unit="nats/example",
+            f1_over="mean over classes",
+        ),
+        TaskEntry(
+            name="question-answering",
+            metrics=("exact_match", "f1"),
+            default_metric="f1",
+            loss_unit="nats/border",
+            f1_over="words of answers",
+            checks=_question_checks,
+        ),
+        # Over spans; accuracy over words.
+        TaskEntry(
+            name="tagging",
+            metrics=("f1", "precision", "recall", "accuracy"),
+            default_metric="f1",
+            loss_unit="nats/word",
+            f1_over="spans",
+            checks=_tag_checks,
+        ),
+        TaskEntry(
+            name="multiple-choice",
+            metrics=("accuracy",),
+            default_metric="accuracy",
+            loss_unit="nats/question",
+            checks=_choice_checks,
+        ),
+    )
+}
+
+
+def _names(*sources: str) -> tuple[str, ...]:
+    return tuple(entry.name for entry in TASKS.values() if entry.source in sources)
+
+
+TEXT, TABLES, IMAGES = _names("text"), _names("table"), _names("images")
+TOKENIZED, EXAMPLES = _names("text", "table"), _names("table", "images")
+GENERATING = tuple(entry.name for entry in TASKS.values() if entry.generates)
+BEST = (
+    "",
+    "none",
+    "loss",
+    *dict.fromkeys(name for entry in TASKS.values() for name in entry.metrics),
+)
+
+# Declare a setting of one group; the second line also names the tasks that read it.
+MODEL, DATA, TASK = (partial(setting, group) for group in ("model", "data", "task"))
+TABLE_TASK, IMAGE_TASK = (partial(TASK, tasks=tasks) for tasks in (TABLES, IMAGES))
+CHATS, PAIRS = (partial(TASK, tasks=(task,)) for task in ("causal-lm", "seq2seq"))
 ANSWERS, TAGS, CHOICES = ("question-answering",), ("tagging",), ("multiple-choice",)
-IMAGES = partial(TASK, tasks=PICTURES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +168,22 @@ class DataSettings:
     hidden_size: int = MODEL(320, "Width of the residual stream.", Range(2, 2**20))
     layers: int = MODEL(6, "Transformer blocks.", Range(1, 4096))
     heads: int = MODEL(8, "Attention heads.", Range(1, 4096))
-    kv_heads: int = MODEL(0, "Heads of keys and values; 0: as many as heads.", Range(0, 4096), tasks=READING)
+    kv_heads: int = MODEL(0, "Heads of keys and values; 0: as many as heads.", Range(0, 4096), tasks=TOKENIZED)
     intermediate_size: int = MODEL(0, "Width of the MLP; 0: 8/3 of hidden_size, rounded up to a multiple of 64; of a ViT 4 times.",
         Range(0, 2**22))
-    sequence_length: int = MODEL(256, "Tokens of a sequence.", Range(2, 2**22), tasks=TASKS[:1])
+    sequence_length: int = MODEL(256, "Tokens of a sequence.", Range(2, 2**22), tasks=TEXT)
 
     data: str = DATA("stdlib", "Text to learn: a file, a folder or a data set's name; stdlib: Python's own sources. With a task: a table, "
         "or for images a folder with one folder for each class.",
         NOT_EMPTY)
-    column: str = DATA("", "Column or JSON key that holds the text; empty: the only one, or 'text'.", tasks=TASKS[:1])
-    tokenizer: str = DATA("", "Folder or hub name of a tokenizer; empty: the model's, or a BPE trained here.", tasks=READING)
-    vocab_size: int = DATA(4096, "Size of the BPE that is trained here.", Range(257, 2**24), tasks=TASKS[:1])
+    column: str = DATA("", "Column or JSON key that holds the text; empty: the only one, or 'text'.", tasks=TEXT)
+    tokenizer: str = DATA("", "Folder or hub name of a tokenizer; empty: the model's, or a BPE trained here.", tasks=TOKENIZED)
+    vocab_size: int = DATA(4096, "Size of the BPE that is trained here.", Range(257, 2**24), tasks=TEXT)
     validation_fraction: float = DATA(0.05, "Share of the documents held out for validation.", Range(0, 0.5, open_low=True))
     cache: str = DATA("", "Folder of tokenized data; empty: `cache` beside the run folder.")
 
-    task: str = TASK("text", "What is learnt: running text, or the examples of a table.", OneOf(TASKS))
-    validation_data: str = TASK("", "Table, or folder, to validate on; empty: validation_fraction of the rows of data.", tasks=TASKS[1:])
+    task: str = TASK("text", "What is learnt: running text, or the examples of a table.", OneOf(tuple(TASKS)))
+    validation_data: str = TASK("", "Table, or folder, to validate on; empty: validation_fraction of the rows of data.", tasks=EXAMPLES)
     prompt_column: str = CHATS("prompt", "causal-lm: column with the prompt.", NOT_EMPTY)
     completion_column: str = CHATS("completion", "causal-lm: column with what follows it.", NOT_EMPTY)
     messages_column: str = CHATS("", "causal-lm: column with chats; empty: prompts and completions.")
@@ -56,14 +193,14 @@ class DataSettings:
     pair_column: str = TASK("", "classification, regression: column with a second text; empty: none.",
         tasks=("classification", "regression"))
     label_column: str = TASK("label", "Column with the class or the right choice; regression: with the number, or more with commas.",
-        NOT_EMPTY, tasks=("classification", "regression", *CHOICES, *PICTURES))
-    image_column: str = IMAGES("image", "image-classification: column of a table with paths from its folder, or with bytes.", NOT_EMPTY)
-    image_size: int = IMAGES(0, "Height and width that pictures are resized to; 0: the model's, or 224.", Range(0, 2**14))
-    patch_size: int = IMAGES(16, "Without model: height and width of a patch.", Range(1, 2**14))
-    crop_padding: int = IMAGES(0, "Pixels of black around a picture, of which its size is cut out at random; 0: none.", Range(0, 2**14))
-    flip: bool = IMAGES(False, "Pictures are turned left to right at random.")
+        NOT_EMPTY, tasks=("classification", "regression", *CHOICES, *IMAGES))
+    image_column: str = IMAGE_TASK("image", "image-classification: column of a table with paths from its folder, or with bytes.", NOT_EMPTY)
+    image_size: int = IMAGE_TASK(0, "Height and width that pictures are resized to; 0: the model's, or 224.", Range(0, 2**14))
+    patch_size: int = IMAGE_TASK(16, "Without model: height and width of a patch.", Range(1, 2**14))
+    crop_padding: int = IMAGE_TASK(0, "Pixels of black around a picture, of which its size is cut out at random; 0: none.", Range(0, 2**14))
+    flip: bool = IMAGE_TASK(False, "Pictures are turned left to right at random.")
     classes: str = TASK("", "Names of the classes or tags with commas, or the number of classes; empty: those of the data.",
-        tasks=("classification", *TAGS, *PICTURES))
+        tasks=("classification", *TAGS, *IMAGES))
     source_column: str = PAIRS("source", "seq2seq: column with what is read.", NOT_EMPTY)
     target_column: str = PAIRS("target", "seq2seq: column with what is written.", NOT_EMPTY)
     translate: int = PAIRS(0, "seq2seq: rows of the validation data, the first, that are translated at each evaluation for BLEU and chrF; "
@@ -85,19 +222,20 @@ class DataSettings:
         tasks=TAGS)
     choices_column: str = TASK("choices", "multiple-choice: column with a list of choices, or columns of one each, with commas.", NOT_EMPTY,
         tasks=CHOICES)
-    columns: str = TASK("", "Names, with commas, of the columns of CSV and TSV without a header row.", tasks=TASKS[1:])
-    max_length: int = TABLES(0, "Tokens of an example, at most; 0: as many as the model knows.", COUNT_OR_ZERO)
-    too_long: str = TABLES("error", "Examples above max_length or the token budget.", OneOf(("error", "truncate", "skip")))
-    no_target: str = TABLES("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")))
-    token_budget: int = TABLES(0, "Positions (rows x width) of an optimizer step; 0: batch_size rows instead.", COUNT_OR_ZERO)
+    columns: str = TASK("", "Names, with commas, of the columns of CSV and TSV without a header row.", tasks=EXAMPLES)
+    max_length: int = TABLE_TASK(0, "Tokens of an example, at most; 0: as many as the model knows.", COUNT_OR_ZERO)
+    too_long: str = TABLE_TASK("error", "Examples above max_length or the token budget.", OneOf(("error", "truncate", "skip")))
+    no_target: str = TABLE_TASK("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")))
+    token_budget: int = TABLE_TASK(0, "Positions (rows x width) of an optimizer step; 0: batch_size rows instead.", COUNT_OR_ZERO)
     packing: int = TASK(0, "causal-lm, tagging: tokens of a row that several examples fill; 0: pad each.", COUNT_OR_ZERO,
         tasks=("causal-lm", *TAGS))
-    length_buckets: int = TABLES(10, "Widths that batches are padded to, at most.", Range(1, 512))
-    batch_order: str = TABLES("",
+    length_buckets: int = TABLE_TASK(10, "Widths that batches are padded to, at most.", Range(1, 512))
+    batch_order: str = TABLE_TASK("",
         "length: examples of a step are of one length. shuffled: a step is a random sample, micro-batches are of about one length each. "
         "Empty: shuffled where a model learns to write (causal-lm, seq2seq), else length.", OneOf(("", "length", "shuffled")))
-    stratify: bool = TABLES(True, "Every batch has the data's share of each class, of answered windows, or of each quarter of a number.")
-    pad_multiple: int = TABLES(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
+    stratify: bool = TABLE_TASK(True,
+        "Every batch has the data's share of each class, of answered windows, or of each quarter of a number.")
+    pad_multiple: int = TABLE_TASK(8, "Widths are multiples of it.", OneOf((1, 2, 4, 8, 16, 32, 64, 128)))
     epochs: int = TASK(0, "Passes over the data, instead of steps; 0: steps.", COUNT_OR_ZERO)
     best: str = TASK("",
         "Metric whose best checkpoint is kept and exported; empty: the task's own, none of text; none: the last is exported.",

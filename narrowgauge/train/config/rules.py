@@ -12,7 +12,6 @@ from typing import Any
 
 from narrowgauge.errors import closest
 from narrowgauge.train.config import recipe_syntax
-from narrowgauge.train.config.task_names import TASKS
 
 Problem = tuple[tuple[str, ...], str]  # (keys whose values break a rule, message)
 Check = tuple[object, str, str]  # (truthy if broken, keys separated by spaces, message)
@@ -98,7 +97,7 @@ Rule = Range | OneOf | OneOrPair | Matching
 
 
 def setting(
-    group: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = TASKS
+    group: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = ()
 ) -> Any:  # fmt: skip
     """Declares a setting as a dataclass field.
 
@@ -107,7 +106,7 @@ def setting(
     help     help text
     rule     allowed values
     key      key in a file, if it differs from the field's name
-    tasks    tasks in which the setting has an effect
+    tasks    tasks in which the setting has an effect; () means all
     """
     metadata = {"group": group, "help": help, "rule": rule, "key": key, "tasks": tasks}
     if isinstance(default, type):
@@ -119,6 +118,11 @@ def setting(
 def key_of(each: Field[Any]) -> str:
     """Key of a setting in a file; with dashes instead of underscores, its flag."""
     return str(each.metadata["key"] or each.name)
+
+
+def has_effect(each: Field[Any], task: str) -> bool:
+    """True if a setting has an effect in runs of this task."""
+    return not each.metadata["tasks"] or task in each.metadata["tasks"]
 
 
 def refuse(each: Field[Any], value: Any) -> Problem | None:

@@ -20,7 +20,7 @@ from narrowgauge.diagnose.guard import settings as guard_settings
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import parallel_syntax, switch_syntax
 from narrowgauge.train.config.data_checks import task_checks
-from narrowgauge.train.config.data_settings import DataSettings
+from narrowgauge.train.config.data_settings import GENERATING, TASKS, DataSettings
 from narrowgauge.train.config.rules import (
     COUNT,
     COUNT_OR_ZERO,
@@ -32,16 +32,16 @@ from narrowgauge.train.config.rules import (
     OneOrPair,
     Problem,
     Range,
+    has_effect,
     is_set,
     key_of,
     refuse,
     setting,
     shown,
 )  # fmt: skip
-from narrowgauge.train.config.task_names import PICTURES, TASKS, WRITING
 
 __all__ = [
-    "FUSED_SAVES", "NO_RECIPE", "TABLE", "TASKS", "WRITING", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig", "by_key", "key_of",
+    "FUSED_SAVES", "GENERATING", "NO_RECIPE", "TABLE", "TASKS", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig", "by_key", "key_of",
     "replace", "resolved", "shown",
 ]  # fmt: skip
 
@@ -104,7 +104,7 @@ class TrainConfig(DataSettings):
         Matching(r"none|full|selective|sqrt|auto|every-[1-9]\d{0,3}|budget:\d+(\.\d+)? ?(B|[KMG]iB)?",
                  "one of 'none', 'selective', 'full', 'every-N' (as 'every-2'), 'sqrt', 'auto' or 'budget:512MiB'"))
     loss: str = TRAINING("chunks", "Logits of the loss: chunks of tokens; slices of the vocabulary too, again in backward; or whole.",
-        OneOf(("chunks", "slices", "whole")), tasks=WRITING)
+        OneOf(("chunks", "slices", "whole")), tasks=GENERATING)
     compress_activations: bool = TRAINING(False, "Keep what blocks save for backward in E4M3.")
     seed: int = TRAINING(0, "Decides weights, order of the data and stochastic rounding.", Range(0, MAX_INT))
     device: str = TRAINING("auto", "auto, cpu, cuda or cuda:N.",
@@ -141,8 +141,8 @@ class TrainConfig(DataSettings):
     on_spike: str = RUN("", "A spike of the loss: warn says whether data or format are to blame; skip also leaves the batch of data out.",
         OneOf(("", "warn", "skip")))
     compare: str = RUN("", "Recipe of a second run on the same data to compare with, as bf16; empty: none.")
-    sample_tokens: int = RUN(64, "Tokens of the sample written at each evaluation; 0: none.", Range(0, 2**20), tasks=WRITING)
-    prompt: str = RUN("", "Text that the sample continues.", tasks=WRITING)
+    sample_tokens: int = RUN(64, "Tokens of the sample written at each evaluation; 0: none.", Range(0, 2**20), tasks=GENERATING)
+    prompt: str = RUN("", "Text that the sample continues.", tasks=GENERATING)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ def by_key() -> dict[str, Field[Any]]:
 
 def resolved(config: TrainConfig) -> TrainConfig:
     """The same configuration with derived defaults: kv_heads, intermediate_size, cache."""
-    is_vit = config.task in PICTURES
+    is_vit = TASKS[config.task].source == "images"
     # 8/3 gives a gated MLP with three matrices the parameters of an ungated one with 4x width.
     usual = 4 * config.hidden_size if is_vit else math.ceil(8 * config.hidden_size / 3 / 64) * 64
     sizes: dict[str, Any] = (
@@ -233,10 +233,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     pairs: list[tuple[object, str, str]] = [
         *((config.model, key, "model") for key in SIZES),
         (config.tokenizer, "vocab_size", "tokenizer"),
-        *(
-            (config.task not in each.metadata["tasks"], each.name, "task")
-            for each in fields(config)
-        ),
+        *((not has_effect(each, config.task), each.name, "task") for each in fields(config)),
         (config.epochs, "steps", "epochs"),
         (is_table and config.validation_data, "validation_fraction", "validation_data"),
         (is_table and config.token_budget, "batch_size", "token_budget"),

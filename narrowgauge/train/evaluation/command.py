@@ -27,7 +27,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.optim import precision as precisions
 from narrowgauge.storage import reading
-from narrowgauge.train.config.settings import WRITING
+from narrowgauge.train.config.settings import GENERATING
 from narrowgauge.train.console import tell
 from narrowgauge.train.device import chosen_device, threads
 from narrowgauge.train.evaluation.lm_tasks import LmTasks, Scores
@@ -103,7 +103,7 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
         )
     saved = SavedRun.open(run, chosen_device(asked.device))
     paths = saved.paths(asked.checkpoints)
-    if asked.tasks and saved.config.task not in WRITING:
+    if asked.tasks and saved.config.task not in GENERATING:
         raise ConfigError(
             f"tasks: lm-eval scores language models, and this run's task is {saved.config.task!r}. "
             f"Leave --tasks out to score its own data.",

@@ -14,7 +14,7 @@ from narrowgauge.ops import rng
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan.forecast import Forecast, forecast
 from narrowgauge.plan.moments import Moment
-from narrowgauge.plan.sharding import divided
+from narrowgauge.plan.sharding import divided, micro_batches_in_flight
 from narrowgauge.plan.tally import as_rows, from_rows
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.parallel_syntax import Layout
@@ -96,12 +96,18 @@ class Counts:
             )
         else:
             found = self._of_one(source, layers, differing)
-        # Under 1F1B the first stage, the worst case, holds activations of at most pp micro-batches.
-        in_flight = min(sizes.pp, source.config.micro_batches)
+        micro_batches = source.config.micro_batches
+        in_flight = micro_batches_in_flight(source.config.schedule, sizes.pp, micro_batches)
         found = divided(
-            found, of_stage, copies=sizes.dp, fsdp=sizes.fsdp, tp=sizes.tp, stages=sizes.pp, in_flight=in_flight,
-            steady=source.config.micro_batches > sizes.pp,
-        )  # fmt: skip
+            found,
+            of_stage,
+            copies=sizes.dp,
+            fsdp=sizes.fsdp,
+            tp=sizes.tp,
+            stages=sizes.pp,
+            in_flight=in_flight if sizes.pp > 1 else 1,
+            steady=micro_batches > in_flight,
+        )
         return replace(found, notes=(*found.notes, *notes_of(source)))
 
     def _of_one(self, source: Source, layers: int, differing: str) -> Forecast:

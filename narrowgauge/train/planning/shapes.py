@@ -22,12 +22,12 @@ from narrowgauge.data.rows import round_up
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM, ModelClass
-from narrowgauge.train.tasks import TASKS
-from narrowgauge.train.tasks.images import ImageTask
+from narrowgauge.train.tasks import task_class
+from narrowgauge.train.tasks.image_classification import ImageTask
 from narrowgauge.train.tasks.reading import longest_example
-from narrowgauge.train.tasks.tables import TableTask
+from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import TrainTask
-from narrowgauge.train.tasks.writing import TextTask
+from narrowgauge.train.tasks.text import TextTask
 
 SOMEWHERE = 2048  # tokens of an example if neither settings nor model define a limit
 
@@ -75,7 +75,7 @@ def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
     tokenizer: Any = Vocabulary(words)
     if config.task == "text":
         return TextTask(config, tokenizer, [], None), CAUSAL_LM  # type: ignore[arg-type]
-    kind = TASKS[config.task]
+    kind = task_class(config.task)
     if issubclass(kind, ImageTask):
         images = kind.without_data(config)
         return images, images.model_class

@@ -5,7 +5,7 @@ study = Study(
     seeds=(0, 1, 2, 3, 4), output=Path("runs/study"),
 )
 result = run(study)
-[verdict.name for verdict in result.verdicts]
+[each.outcome for each in result.verdicts]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from narrowgauge import recipes, storage
 from narrowgauge.diagnose import seeds_text
-from narrowgauge.diagnose.seeds import NOT_FINITE, Verdict
+from narrowgauge.diagnose.seeds import NOT_FINITE, SeedComparison
 from narrowgauge.errors import EXIT_CANNOT_TELL, ConfigError, OutOfMemoryError
 from narrowgauge.report import groups, several
 from narrowgauge.report.run_data import read_alone
@@ -43,12 +43,12 @@ class Result:
     """Outcome of a study.
 
     exit_code  see `run`
-    verdicts   one for each recipe but the reference; [] if the study was stopped
+    verdicts   comparison of each other recipe with the reference; [] if the study was stopped
     failed     {run folder: reason}
     """
 
     exit_code: int
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[SeedComparison] = field(default_factory=list)
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -228,9 +228,7 @@ def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Resul
         )
         log.sync()
     for each in verdicts:
-        print(
-            f"{each.runs.name}: {seeds_text.heading(each)}. {seeds_text.sentences(each)} {seeds_text.about_own_interval(each)}"
-        )
+        print(seeds_text.verdict(each).text(each.runs.name))
     for words in several.limits(found, facts):
         print(words)
     for recorded, why in found.apart:
@@ -242,7 +240,7 @@ def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Resul
         if failed and set(failed.values()) <= {"out of memory"}
         else int(bool(failed) or bool(found.apart))
     )
-    if not code and any(each.cannot_tell for each in verdicts):
+    if not code and any(each.is_insensitive for each in verdicts):
         code = EXIT_CANNOT_TELL
     for name, why in failed.items():
         tell(f"{name} failed: {why}. The same command tries it again.")

@@ -1,25 +1,17 @@
-"""Registry of training tasks, by the `task` name in a run's configuration.
+"""Training tasks: each file has a task's data, collation, loss, metrics and model.
 
-Tasks are language modelling on running text, or learning from the examples of a table or of an
-image folder.
+A new task touches four files:
+
+    train/tasks/NAME.py            its columns (a `Task`) and its `TrainTask`, as in `regression`
+    train/config/data_settings.py  its entry in `TASKS`, and the settings that only it reads
+    tests/train/tasks/test_NAME.py its tests, and a JOB with which the tests of all tasks run it
+    docs/training.md               its row in the table of tasks
+
+`registry.task_class` finds a task by its name. `table`, `reading` and `feed` are the parts that
+tasks on a table share; `classes` is shared by the tasks that predict a class.
 """
 
-from narrowgauge.train.tasks.choices import ChoicesTask
-from narrowgauge.train.tasks.classification import ClassificationTask
-from narrowgauge.train.tasks.images import ImageTask
-from narrowgauge.train.tasks.questions import QuestionsTask
-from narrowgauge.train.tasks.regression import RegressionTask
-from narrowgauge.train.tasks.tagging import TaggingTask
+from narrowgauge.train.tasks.registry import task_class
 from narrowgauge.train.tasks.task import StepBatch, TrainTask
-from narrowgauge.train.tasks.writing import CausalTask, Seq2SeqTask, TextTask
 
-__all__ = ["TASKS", "StepBatch", "TrainTask"]
-
-TASKS: dict[str, type[TrainTask]] = {
-    task.name: task
-    for task in (
-        TextTask, CausalTask, ClassificationTask, Seq2SeqTask,
-        QuestionsTask, TaggingTask, ChoicesTask,
-        RegressionTask, ImageTask,
-    )
-}  # fmt: skip
+__all__ = ["StepBatch", "TrainTask", "task_class"]

@@ -127,3 +127,16 @@ def class_notes(train: Iterable[int], validation: Iterable[int], names: list[str
             "model says. Pass validation_data, or a larger validation_fraction."
         )
     return notes
+
+
+def padding_id(config: TrainConfig, tokenizer: Any) -> int:
+    """Token id by which a decoder finds the end of a text; DataError if there is none."""
+    # Decoders of transformers classify the last token that is not pad_token_id.
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if found is None:
+        raise DataError(
+            f"{config.tokenizer or config.model}: the tokenizer has neither a padding nor an end-of-text token, and a decoder "
+            "finds the end of a text by it. Set pad_token in its tokenizer_config.json.",
+            code="classification.no-padding",
+        )
+    return int(found)

@@ -1,25 +1,124 @@
 """Text classification: one class for a text or a pair of texts, with an encoder or a decoder."""
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import torch
+import numpy as np
 from transformers import AutoModelForSequenceClassification
 
 from narrowgauge import data
-from narrowgauge.errors import DataError
+from narrowgauge.data.batches import Indices
+from narrowgauge.data.cache import token_dtype
+from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.stored import Stored
+from narrowgauge.data.strata import strata_of
+from narrowgauge.data.tables import Record
+from narrowgauge.data.task import Encoded, Item, Notes, Task
+from narrowgauge.errors import ConfigError, DataError, closest
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Objective
 from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks import trivial
-from narrowgauge.train.tasks.classes import PROBLEM, chosen_classes, class_notes, labelled, names_of
+from narrowgauge.train.tasks.classes import (
+    PROBLEM,
+    chosen_classes,
+    class_notes,
+    labelled,
+    names_of,
+    padding_id,
+)
 from narrowgauge.train.tasks.confusion import class_scores
 from narrowgauge.train.tasks.reading import header
-from narrowgauge.train.tasks.tables import TableTask
+from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings
 
+NUMBER = re.compile(r"-?\d{1,18}")
 CLASSIFIER = ModelClass(AutoModelForSequenceClassification, "model that classifies texts", new=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification(Task):
+    """Columns with a text, optionally a second one, and a class.
+
+    classes  names in the order of their ids, or their number if the data holds ids
+    """
+
+    classes: tuple[str, ...] | int
+    text: str = "text"
+    pair: str | None = None
+    label: str = "label"
+    kind: ClassVar[str] = "classification"
+    refits: ClassVar[bool] = True
+    learnt: ClassVar[str] = "text"
+
+    def __post_init__(self) -> None:
+        names = self.classes if isinstance(self.classes, tuple) else ()
+        if self.count < 2 or len(set(names)) != len(names):
+            raise ConfigError(
+                f"Classification: classes {self.classes!r}. Name at least two, each once.",
+                code="classification.classes",
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of classes."""
+        return self.classes if isinstance(self.classes, int) else len(self.classes)
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.text, *([self.pair] if self.pair is not None else []), self.label]
+
+    def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        ids = token_dtype(encoder.vocabulary - 1)
+        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<i4")}
+
+    @staticmethod
+    def item(arrays: Item) -> Item:
+        return arrays | {"labels": int(arrays["labels"][0])}
+
+    @staticmethod
+    def strata(stored: Stored) -> Indices:
+        """Class of each example, or a group of classes with similar length."""
+        return strata_of(stored.numbers("labels"), stored.sizes("input_ids"))
+
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> Iterator[Encoded]:
+        labels = [self.class_of(row) for row in rows]
+        examples = encoder.rows(rows, self.text, self.pair, max_length)
+        return (
+            {**example, "labels": np.array([label])}
+            for example, label in zip(examples, labels, strict=True)
+        )
+
+    def class_of(self, row: Record) -> int:
+        """Class id of a row. Raises DataError for an unknown label."""
+        value = row.values[self.label]
+        if isinstance(self.classes, tuple):
+            if value in self.classes:
+                return self.classes.index(value)
+            near = closest(str(value), self.classes)
+            listing = (
+                f"Closest: {near}."
+                if near
+                else f"Classes: {', '.join(map(repr, self.classes[:20]))}."
+            )
+            raise DataError(
+                f"{row.origin}: label {value!r} in column {self.label!r} is none of the {self.count} classes. {listing} "
+                "Correct the row, or name all classes.",
+                code="classification.label",
+            )
+        number = int(value) if isinstance(value, str) and NUMBER.fullmatch(value.strip()) else value
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
+            raise DataError(
+                f"{row.origin}: label {value!r} in column {self.label!r} is not a class from 0 to {self.count - 1}. Correct the row, "
+                "pass the number of classes that the data has, or name them.",
+                code="classification.number",
+            )
+        return number
 
 
 @dataclass
@@ -28,7 +127,7 @@ class ClassificationTask(TableTask):
 
     name: ClassVar[str] = "classification"
     options: ClassVar[Mapping[str, Any]] = {}
-    default_metric: ClassVar[str] = "mcc"
+    loss_words: ClassVar[str] = "of one class for each example"
 
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
@@ -41,7 +140,7 @@ class ClassificationTask(TableTask):
 
         classes = chosen_classes(config, CLASSIFIER, rows)
         pad_id = padding_id(config, tokenizer)
-        columns = data.Classification(
+        columns = Classification(
             classes=classes,
             text=config.text_column,
             pair=config.pair_column or None,
@@ -78,13 +177,6 @@ class ClassificationTask(TableTask):
         """Class names, in the order of the logits."""
         return list(self.model_class.options["id2label"].values())
 
-    def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        return Objective(
-            torch.compile(model) if self.config.compile else model,
-            {},
-            "of one class for each example",
-        )
-
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
         text.append(f"  -> {self.classes[example['labels']]}", "bold green")
@@ -97,16 +189,3 @@ class ClassificationTask(TableTask):
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         return class_scores(readings, self.evaluation(model), len(self.classes))
-
-
-def padding_id(config: TrainConfig, tokenizer: Any) -> int:
-    """Token id by which a decoder finds the end of a text; DataError if there is none."""
-    # Decoders of transformers classify the last token that is not pad_token_id.
-    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if found is None:
-        raise DataError(
-            f"{config.tokenizer or config.model}: the tokenizer has neither a padding nor an end-of-text token, and a decoder "
-            "finds the end of a text by it. Set pad_token in its tokenizer_config.json.",
-            code="classification.no-padding",
-        )
-    return int(found)

@@ -1,5 +1,8 @@
 """Regression: numbers for a text or a pair of texts, with Pearson and Spearman correlations.
 
+Numbers are read strictly: a missing number, NaN, infinity and a decimal comma are errors with the
+row.
+
 loss = sum over rows and columns of (output - target)^2 / their number    [target units squared]
 
 Targets are not scaled. A note reports their scale, and the loss of always answering their mean.
@@ -8,8 +11,10 @@ Correlations are scipy's, averaged over columns; constant outputs have correlati
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -19,16 +24,83 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from narrowgauge import data
-from narrowgauge.data.targets import squared_loss
-from narrowgauge.errors import DataError
+from narrowgauge.data.batches import Indices
+from narrowgauge.data.cache import token_dtype
+from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.stored import Stored
+from narrowgauge.data.strata import strata_of
+from narrowgauge.data.tables import Record
+from narrowgauge.data.task import Encoded, Notes, Task
+from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch, Objective
+from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass
-from narrowgauge.train.tasks import trivial
-from narrowgauge.train.tasks.classes import labelled
-from narrowgauge.train.tasks.classification import padding_id
-from narrowgauge.train.tasks.tables import TableTask
+from narrowgauge.train.tasks.classes import labelled, padding_id
+from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
+
+DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
+LARGEST = 3.4e38  # largest float32; the loss is computed in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(Task):
+    """Columns with a text, optionally a second one, and the target numbers in output order."""
+
+    text: str = "text"
+    pair: str | None = None
+    labels: tuple[str, ...] = ("label",)
+    kind: ClassVar[str] = "regression"
+    refits: ClassVar[bool] = True
+    learnt: ClassVar[str] = "text"
+
+    def __post_init__(self) -> None:
+        if not self.labels or len(set(self.labels)) != len(self.labels) or not all(self.labels):
+            raise ConfigError(
+                f"Regression: labels {self.labels!r}. Name each column with numbers once.",
+                code="regression.labels",
+            )
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.text, *([self.pair] if self.pair is not None else []), *self.labels]
+
+    def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
+        ids = token_dtype(encoder.vocabulary - 1)
+        return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<f8")}
+
+    @staticmethod
+    def strata(stored: Stored) -> Indices:
+        """Quartile of the number in the last column."""
+        return strata_of(stored.numbers("labels"), stored.sizes("input_ids"))
+
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> Iterator[Encoded]:
+        numbers = [np.array([number_of(row, column) for column in self.labels]) for row in rows]
+        examples = encoder.rows(rows, self.text, self.pair, max_length)
+        return (
+            {**example, "labels": label} for example, label in zip(examples, numbers, strict=True)
+        )
+
+
+def number_of(row: Record, column: str) -> float:
+    """Number in this column, also if it is written as text. Raises DataError for anything else."""
+    value = row.values[column]
+    # DECIMAL first: float() also accepts "nan", "inf" and underscores.
+    number = float(value) if isinstance(value, str) and DECIMAL.fullmatch(value) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise DataError(
+            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in label_column.",
+            code="regression.not-a-number",
+        )
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise DataError(
+            f"{row.origin}: {value!r} in column {column!r} cannot be learnt. Correct the row or remove it.",
+            code="regression.not-finite",
+        )
+    return float(number)
+
 
 REGRESSOR = ModelClass(
     AutoModelForSequenceClassification, "model that gives numbers for texts", new=True
@@ -43,14 +115,12 @@ class RegressionTask(TableTask):
 
     name: ClassVar[str] = "regression"
     options: ClassVar[Mapping[str, Any]] = {}
-    default_metric: ClassVar[str] = "pearson"
+    loss_words: ClassVar[str] = "squared differences, their mean"
 
     @classmethod
     def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         names = tuple(name.strip() for name in config.label_column.split(","))
-        columns = data.Regression(
-            text=config.text_column, pair=config.pair_column or None, labels=names
-        )
+        columns = Regression(text=config.text_column, pair=config.pair_column or None, labels=names)
         pad_id = padding_id(config, tokenizer)
         return columns, labelled(REGRESSOR, names, pad_token_id=pad_id, problem_type="regression")
 
@@ -66,9 +136,9 @@ class RegressionTask(TableTask):
     def blank(self, width: int) -> dict[str, Any]:
         return super().blank(width) | {"labels": np.zeros(self.model_class.options["num_labels"])}
 
-    def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
-        forward = torch.compile(model) if self.config.compile else model
-        return Objective(forward, {}, "squared differences, their mean", criterion=squared_loss)
+    @staticmethod
+    def criterion(scores: Tensor, labels: Tensor) -> Tensor:
+        return squared_loss(scores, labels)
 
     def coloured(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
@@ -78,7 +148,7 @@ class RegressionTask(TableTask):
         return [text]
 
     def trivial(self) -> dict[str, Any]:
-        return trivial.of_numbers(numbers_of(self._evaluated))
+        return of_numbers(numbers_of(self._evaluated))
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), answered)
@@ -90,6 +160,18 @@ class RegressionTask(TableTask):
             "tokens": targets.size,
             **correlations(answers, targets),
         }
+
+
+def squared_loss(values: Tensor, targets: Tensor) -> Tensor:
+    """Sum of squared differences, a float32 scalar.
+
+    values, targets  [rows, columns]; NaN targets do not count
+    """
+    counts = ~targets.isnan()
+    # Replace NaN before the subtraction: masking afterwards would still give NaN gradients (0 x
+    # NaN).
+    difference = torch.where(counts, values.float() - targets.nan_to_num(), 0.0)
+    return (difference * difference).sum()
 
 
 def numbers_of(examples: data.Examples) -> Numbers:
@@ -122,6 +204,17 @@ def correlations(answers: Numbers, targets: Numbers) -> dict[str, float]:
                 warnings.simplefilter("ignore")  # NearConstantInputWarning
                 found[name].append(float(correlate(output, target).statistic))
     return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def of_numbers(targets: Numbers) -> dict[str, Any]:
+    """Mean of each target column. targets is [examples, columns]; NaN does not count."""
+    squares = (targets - np.nanmean(targets, axis=0)) ** 2
+    return {
+        "predictor": "means",
+        "loss": float(np.nanmean(squares)),
+        "pearson": 0.0,
+        "spearman": 0.0,
+    }
 
 
 def scale_notes(names: list[str], numbers: Numbers, where: str) -> Iterator[str]:

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from narrowgauge import data
+from narrowgauge.train.config.data_settings import TASKS, TaskEntry
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import NO_CACHE, Batch, Objective
+from narrowgauge.train.loss import NO_CACHE, Batch, Objective, aligned_loss, whole_logits
 
 # A constant, not the run's seed: runs of different seeds must share their held-out rows, or
 # their validation losses cannot be compared.
 SPLIT_SEED = 0
+CLASSES: dict[str, type["TrainTask"]] = {}  # name -> class, of all task files imported so far
 # batch, device -> (loss, logits or another output that a metric reads)
 Compute = Callable[[Batch, torch.device], tuple[Tensor, Tensor | None]]
 # batch, output of Compute -> the values that a metric needs, copied to the host
@@ -119,9 +121,9 @@ class TrainTask(ABC):
     config          settings of the run
     tokenizer       tokenizer that the export saves beside the model
     notes           sentences about the data for the user
-    name            value of `task` in the configuration
+    name            value of `task` in the configuration; its entry in `TASKS` has further facts
     options         keyword arguments of the model's forward besides the batch
-    default_metric  metric for the best weights unless `best` is configured; '' saves none
+    loss_words      description of the loss; '' for language models, whose loss `Objective.of` finds
     """
 
     config: TrainConfig
@@ -130,7 +132,16 @@ class TrainTask(ABC):
 
     name: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = NO_CACHE
-    default_metric: ClassVar[str] = ""
+    loss_words: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if name := vars(cls).get("name"):
+            CLASSES[name] = cls
+
+    @property
+    def entry(self) -> TaskEntry:
+        """Facts about the task in the catalog."""
+        return TASKS[self.name]
 
     @classmethod
     @abstractmethod
@@ -144,7 +155,7 @@ class TrainTask(ABC):
     def best(self) -> str:
         """Metric that selects the best weights; '' saves none."""
         # '' in the configuration means the task's default, "none" disables best weights.
-        return {"": self.default_metric, "none": ""}.get(self.config.best, self.config.best)
+        return {"": self.entry.default_metric, "none": ""}.get(self.config.best, self.config.best)
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -182,11 +193,35 @@ class TrainTask(ABC):
 
     def objective(self, model: Any, computes_in: torch.dtype) -> Objective:
         """Loss function of this task for `model`. `computes_in` is the dtype of the matmuls."""
-        return Objective.of(model, computes_in, self.config)
+        if not self.loss_words:
+            return Objective.of(model, computes_in, self.config)
+        return Objective(
+            torch.compile(model) if self.config.compile else model,
+            self.options,
+            self.loss_words,
+            scores=self.scores,
+            criterion=self.criterion,
+        )
 
-    def align(self, batch: Batch, model: Any) -> Batch:
-        """Converts the collator's batch to model inputs; labels[t] then belongs to logits[t]."""
-        return batch
+    @staticmethod
+    def scores(output: Any, batch: Batch) -> Tensor:
+        """Scores of a model's output that the labels of `batch` index."""
+        return whole_logits(output, batch)
+
+    @staticmethod
+    def criterion(scores: Tensor, labels: Tensor) -> Tensor:
+        """Sum of the loss over all targets, a float32 scalar."""
+        return aligned_loss(scores, labels)
+
+    @staticmethod
+    def align_labels(labels: Tensor) -> Tensor:
+        """Moves the collator's labels so that labels[t] belongs to logits[t]."""
+        return labels
+
+    @classmethod
+    def align(cls, batch: Batch, model: Any) -> Batch:
+        """Converts the collator's batch to model inputs with aligned labels."""
+        return batch | {"labels": cls.align_labels(batch["labels"])}
 
     @abstractmethod
     def feed(self, model: Any) -> Feed:

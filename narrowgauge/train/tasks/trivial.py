@@ -1,10 +1,9 @@
-"""Scores of the trivial predictor of each task: the best answer that ignores the input.
+"""Scores of the trivial predictor: the best answer that ignores the input.
 
-    tokens, tags     label distribution: loss H = -sum p log p; accuracy is the largest p
-    classes          the same; other scores are computed for the most frequent class
-    numbers          mean of each column: loss is the variance; correlation 0
-    choices          the most frequent position or a uniform guess, whichever scores better
-    answers          "no answer" with its frequency, all other tokens equally likely
+    tokens   label distribution: loss H = -sum p log p
+    classes  the same; other scores are computed for the most frequent class
+
+Tasks with other labels have their predictor in their own file.
 
 A reference run that does not beat this predictor has learnt nothing from its inputs.
 `diagnose.sensitivity` then accepts no comparison with it.
@@ -56,66 +55,6 @@ def of_classes(labels: Sequence[int], classes: int) -> dict[str, Any]:
         "predictor": "class frequencies",
         "loss": entropy(counts_of([found.numpy()])),
         **confusion.metrics(),
-    }
-
-
-def of_tags(labels: Iterable[Values]) -> dict[str, Any]:
-    """Most frequent tag of words. A constant tag marks no correct span, so span scores are 0."""
-    counts = counts_of(labels)
-    spans = dict.fromkeys(("f1", "precision", "recall"), 0.0)
-    return {
-        "predictor": "tag frequencies",
-        "loss": entropy(counts),
-        "accuracy": float(counts.max() / counts.sum()),
-        **spans,
-    }
-
-
-def of_numbers(targets: Values) -> dict[str, Any]:
-    """Mean of each target column. targets is [examples, columns]; NaN does not count."""
-    squares = (targets - np.nanmean(targets, axis=0)) ** 2
-    return {
-        "predictor": "means",
-        "loss": float(np.nanmean(squares)),
-        "pearson": 0.0,
-        "spearman": 0.0,
-    }
-
-
-def of_choices(labels: Sequence[int], choices: Sequence[int]) -> dict[str, Any]:
-    """Most frequent answer position, or a uniform guess over the choices of each question.
-
-    labels   position of the right choice of each question
-    choices  number of choices of each question
-    """
-    counts, sizes = counts_of([np.asarray(labels)]), np.asarray(choices, np.float64)
-    return {
-        "predictor": "places of answers",
-        "loss": min(entropy(counts), float(np.log(sizes).mean())),
-        "accuracy": max(float(counts.max() / counts.sum()), float((1 / sizes).mean())),
-    }
-
-
-def of_spans(
-    has_answer: Sequence[bool], lengths: Sequence[int], unanswered: float
-) -> dict[str, Any]:
-    """Constant prediction of the first and last token of an answer, for each window of a text.
-
-    has_answer  bool for each window
-    lengths     tokens of each window
-    unanswered  share of questions without an answer, which "no answer" gets right
-    """
-    share = float(np.mean(has_answer))
-    others = np.maximum(np.asarray(lengths, np.float64)[np.asarray(has_answer, bool)] - 1, 1)
-    # The no-answer position has probability 1 - share; a window's other tokens split `share`
-    # evenly.
-    inside = float(np.log(others).sum()) / len(lengths) if len(lengths) else 0.0
-    loss = entropy(np.array([share, 1 - share])) + inside
-    return {
-        "predictor": "“no answer”, or any token,",
-        "loss": loss,
-        "exact_match": unanswered,
-        "f1": unanswered,
     }
 
 

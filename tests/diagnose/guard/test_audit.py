@@ -13,8 +13,9 @@ import narrowgauge as ng
 from benchmarks.planted_faults import BROKEN, plant
 from narrowgauge.diagnose.guard.audit import Audited
 from narrowgauge.diagnose.guard.evidence import Evidence
+from narrowgauge.diagnose.guard.result import NUMBERS
 from narrowgauge.diagnose.guard.unlike import KERNEL, STALE, STUCK, UNCAST
-from narrowgauge.diagnose.guard.verdict import NUMBERS, UNKNOWN, WORSE
+from narrowgauge.diagnose.verdict import UNKNOWN, WORSE
 from tests.compare import assert_same
 from tests.small_model import Model
 
@@ -70,7 +71,7 @@ def kinds(event):
 def test_a_sound_recipe_is_as_it_says_and_keeps_its_bits(recipe):
     loop = Loop(recipe).run()
     assert (
-        not loop.event["unlike"] and loop.event["unseen"] == "" and loop.event["verdict"] == UNKNOWN
+        not loop.event["unlike"] and loop.event["unseen"] == "" and loop.event["outcome"] == UNKNOWN
     )
     assert loop.event["compared"] == 3 * len(
         [each for each in loop.model.modules() if isinstance(each, ng.QLinear)]
@@ -99,7 +100,7 @@ def test_every_recipe_is_as_it_says_and_keeps_its_bits(recipe):
 def test_a_fault_that_a_stretch_may_not_show_is_an_alarm_at_the_first_check(fault, kind):
     assert fault in BROKEN
     event = Loop(fault).run().event
-    assert (event["verdict"], event["seen_on"]) == (WORSE, NUMBERS) and kinds(event) == {kind}
+    assert (event["outcome"], event["seen_on"]) == (WORSE, NUMBERS) and kinds(event) == {kind}
     name, (_, detail) = next(iter(event["unlike"].items()))
     assert name in event["sentence"] and detail in event["sentence"]
 
@@ -178,11 +179,11 @@ def test_what_was_seen_lies_in_a_checkpoint():
     evidence.add(0.0, loss=2.0, unlike=found.unlike)
     other = Evidence()
     other.load_state_dict(json.loads(json.dumps(evidence.state_dict())))
-    assert other.verdict().sentence == evidence.verdict().sentence
+    assert other.result().sentence == evidence.result().sentence
     old = evidence.state_dict()
     del old["checks"][0]["unlike"]  # of a run from before
     other.load_state_dict(old)
-    assert other.verdict().name == UNKNOWN
+    assert other.result().outcome == UNKNOWN
 
 
 def test_a_loss_that_stands_still_is_said():

@@ -11,8 +11,9 @@ from narrowgauge.diagnose import runs
 from narrowgauge.diagnose.format_text import loss_value
 from narrowgauge.diagnose.guard.bets import CEILING, LIMIT, Money, Scale, chi2_quantile, factors
 from narrowgauge.diagnose.guard.evidence import Evidence
+from narrowgauge.diagnose.guard.result import FORESIGHT
 from narrowgauge.diagnose.guard.settings import parse
-from narrowgauge.diagnose.guard.verdict import FORESIGHT, REFERENCE, UNKNOWN, WITHIN, WORSE
+from narrowgauge.diagnose.verdict import EQUIVALENT, REFERENCE_DIVERGED, UNKNOWN, WORSE
 from narrowgauge.errors import ConfigError
 from tests.raising import raises
 
@@ -30,7 +31,7 @@ def judged(differences, loss=LOSS, control=0.0001):
 
 def first(verdicts, name):
     """The number of the first check with this verdict, or None."""
-    return next((i for i, verdict in enumerate(verdicts, 1) if verdict.name == name), None)
+    return next((i for i, verdict in enumerate(verdicts, 1) if verdict.outcome == name), None)
 
 
 # The gaps of healthy and sick runs that were measured on a small Llama, without the first check.
@@ -53,7 +54,7 @@ SICK = {
 def test_healthy_runs_are_certified_by_the_eighth_check_and_never_called_worse(name):
     verdicts = judged(HEALTHY[name])
     assert first(verdicts, WORSE) is None
-    assert first(verdicts, WITHIN) <= 8
+    assert first(verdicts, EQUIVALENT) <= 8
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -63,8 +64,8 @@ def test_sick_runs_are_worse_by_their_third_check(name):
 
 def test_both_signs_are_judged_and_said():
     above, below = judged([0.02] * 3)[-1], judged([-0.02] * 3)[-1]
-    assert (above.name, above.direction) == (WORSE, "higher") and "higher than" in above.sentence
-    assert (below.name, below.direction) == (WORSE, "lower") and "lower than" in below.sentence
+    assert (above.outcome, above.detail) == (WORSE, "higher") and "higher than" in above.sentence
+    assert (below.outcome, below.detail) == (WORSE, "lower") and "lower than" in below.sentence
     assert "saturate" in below.sentence and "saturate" not in above.sentence
     assert above.e_worse == below.e_worse
 
@@ -73,12 +74,12 @@ def test_one_wild_check_decides_nothing():
     """A spike of one of two continuations is chaos; the run is judged by the checks around it."""
     assert first(judged([5.0, 0.0, 0.0]), WORSE) is None
     assert first(judged([0.0, 0.0, 5.0, 0.0, 0.0]), WORSE) is None
-    assert first(judged([0.065, *[0.0006] * 8]), WITHIN) is not None
+    assert first(judged([0.065, *[0.0006] * 8]), EQUIVALENT) is not None
 
 
 def test_a_gap_that_begins_late_is_found_three_checks_later():
     verdicts = judged([0.0002] * 15 + [0.03] * 3)
-    assert first(verdicts, WITHIN) < 15
+    assert first(verdicts, EQUIVALENT) < 15
     assert first(verdicts, WORSE) in (17, 18)
     last = verdicts[-1]
     assert (last.since, last.mean) == (
@@ -89,7 +90,7 @@ def test_a_gap_that_begins_late_is_found_three_checks_later():
 
 def test_a_gap_that_was_mended_is_forgotten():
     verdicts = judged([0.03] * 3 + [0.0002] * 8)
-    assert verdicts[2].name == WORSE and verdicts[-1].name == WITHIN
+    assert verdicts[2].outcome == WORSE and verdicts[-1].outcome == EQUIVALENT
     assert verdicts[-1].since == 4 and verdicts[-1].mean == pytest.approx(0.0002)
 
 
@@ -105,36 +106,40 @@ def test_the_margin_is_a_share_of_the_loss_and_at_least_its_nats():
 def test_a_loss_that_is_not_finite_is_worse_at_once():
     for value in (math.nan, math.inf):
         verdict = judged([0.0, 0.0, value])[-1]
-        assert (verdict.name, verdict.direction, verdict.more_checks) == (WORSE, "not finite", 0)
+        assert (verdict.outcome, verdict.detail, verdict.more_checks) == (WORSE, "not finite", 0)
         assert "not finite" in verdict.sentence
-    assert judged([math.nan, 0.0])[-1].name == UNKNOWN, "the next check is judged by itself"
+    assert judged([math.nan, 0.0])[-1].outcome == UNKNOWN, "the next check is judged by itself"
 
 
 def test_a_reference_that_diverges_is_said_to_be_so():
     evidence = Evidence()
     for loss, difference in ((math.nan, math.nan), (math.inf, -math.inf)):
         verdict = evidence.add(difference, loss=loss)
-        assert verdict.name == REFERENCE and loss_value(loss) in verdict.sentence
+        assert (verdict.outcome, verdict.detail) == (UNKNOWN, REFERENCE_DIVERGED)
+        assert loss_value(loss) in verdict.sentence
     assert math.isnan(verdict.mean) and verdict.e_worse == 1
 
 
 def test_a_reference_whose_loss_doubles_diverges_and_its_check_does_not_count():
     evidence = Evidence()
     for loss in (2.0, 1.9, 1.8):
-        assert evidence.add(0.0, loss=loss).name != REFERENCE
-    before = evidence.verdict()
+        assert evidence.add(0.0, loss=loss).detail != REFERENCE_DIVERGED
+    before = evidence.result()
     verdict = evidence.add(0.8, loss=4.0)
-    assert verdict.name == REFERENCE and verdict.usual == 1.9
+    assert (verdict.outcome, verdict.detail) == (
+        UNKNOWN,
+        REFERENCE_DIVERGED,
+    ) and verdict.usual == 1.9
     assert "diverges (loss 4.0000, it was 1.9000 before)" in verdict.sentence
     assert (verdict.e_worse, verdict.e_within, verdict.mean) == (
         before.e_worse,
         before.e_within,
         before.mean,
     )
-    assert evidence.add(0.0, loss=1.8).name == before.name
+    assert evidence.add(0.0, loss=1.8).outcome == before.outcome
     for _ in range(8):
         verdict = evidence.add(0.0, loss=4.0)
-    assert verdict.name == WITHIN, "a new level of the loss becomes the usual one"
+    assert verdict.outcome == EQUIVALENT, "a new level of the loss becomes the usual one"
 
 
 def test_a_control_that_is_not_finite_counts_for_nothing():
@@ -144,7 +149,7 @@ def test_a_control_that_is_not_finite_counts_for_nothing():
 def test_what_is_not_known_says_how_many_checks_are_missing():
     for gap in (0.0, 0.002, 0.02, -0.02):
         verdicts = judged([gap] * 20)
-        decided = next(i for i, verdict in enumerate(verdicts, 1) if verdict.name != UNKNOWN)
+        decided = next(i for i, verdict in enumerate(verdicts, 1) if verdict.outcome != UNKNOWN)
         for checks, verdict in enumerate(verdicts[: decided - 1], 1):
             assert verdict.more_checks == decided - checks
             assert "more check" in verdict.sentence and f"{gap:+.4f}"[1:] in verdict.sentence
@@ -157,8 +162,8 @@ def test_what_is_not_known_says_how_many_checks_are_missing():
 
 def test_noise_of_controls_hides_a_gap():
     """The same differences decide where controls agree, and nothing where they scatter as far."""
-    assert judged([0.02] * 3, control=0.0001)[-1].name == WORSE
-    assert judged([0.02] * 3, control=0.02)[-1].name == UNKNOWN
+    assert judged([0.02] * 3, control=0.0001)[-1].outcome == WORSE
+    assert judged([0.02] * 3, control=0.02)[-1].outcome == UNKNOWN
 
 
 def test_jumps_of_many_margins_are_a_departure_and_not_noise():
@@ -176,10 +181,10 @@ def test_the_state_goes_through_json_and_gives_the_same_verdicts():
     evidence.add(0.0, loss=math.inf)
     resumed = Evidence()
     resumed.load_state_dict(runs.decode(runs.encode(evidence.state_dict())))
-    assert resumed.verdict() == evidence.verdict()
+    assert resumed.result() == evidence.result()
     assert resumed.add(0.03, loss=LOSS) == evidence.add(0.03, loss=LOSS)
-    event = resumed.verdict().event()
-    assert event["verdict"] == evidence.verdict().name and json.dumps(event, allow_nan=False)
+    event = resumed.result().event()
+    assert event["outcome"] == evidence.result().outcome and json.dumps(event, allow_nan=False)
 
 
 def test_margins_that_are_none_are_refused():
@@ -189,7 +194,7 @@ def test_margins_that_are_none_are_refused():
         with raises(ConfigError, "evidence.not-positive"):
             Evidence(least_margin=value)
     with raises(ConfigError, "evidence.no-check"):
-        Evidence().verdict()
+        Evidence().result()
 
 
 # --- the bets ---
@@ -254,4 +259,12 @@ def test_the_margin_in_nats_is_no_large_part_of_a_loss_that_has_none():
     assert asked is not None and asked.evidence().margin_at(0.003) == 0.003
     evidence = asked.evidence()
     *_, last = [evidence.add(0.0, loss=0.01) for _ in range(6)]
-    assert last.name == WITHIN and "30% of the loss" in last.sentence
+    assert last.outcome == EQUIVALENT and "30% of the loss" in last.sentence
+
+
+def test_the_former_name_of_the_result_still_works():
+    evidence = Evidence()
+    evidence.add(0.0, loss=LOSS)
+    with pytest.warns(DeprecationWarning):
+        former = evidence.verdict()
+    assert former == evidence.result() and former.name == "unknown"

@@ -13,7 +13,7 @@ import torch
 import narrowgauge as ng
 from benchmarks.guard_planted import SETTINGS, Run, batches, build
 from benchmarks.planted_faults import plant
-from narrowgauge.diagnose.guard.verdict import UNKNOWN, WITHIN, WORSE
+from narrowgauge.diagnose.verdict import EQUIVALENT, UNKNOWN, WORSE
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def checks(recipe: str, steps: int = STEPS) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("fault", ["e2m1-tensor", "saturating", "dropped-columns", "dead-layer"])
 def test_a_planted_fault_is_an_alarm_by_the_third_check(fault):
     """On which number it is seen first depends on the last bits of a machine, but of a layer that gives nothing."""
-    found = [event for event in checks(fault)[:3] if event["verdict"] == WORSE]
+    found = [event for event in checks(fault)[:3] if event["outcome"] == WORSE]
     assert found
     if fault == "dead-layer":
         assert (
@@ -64,4 +64,6 @@ def test_a_planted_fault_is_an_alarm_by_the_third_check(fault):
 def test_a_sound_recipe_is_never_alarmed_and_nears_its_certificate():
     """The first check is while this small text is still learnt steeply, so eight checks are not always enough here."""
     found = checks("fp8-current", steps=2 * STEPS)
-    assert {event["verdict"] for event in found} <= {UNKNOWN, WITHIN} and found[-1]["e_within"] > 1
+    assert {event["outcome"] for event in found} <= {UNKNOWN, EQUIVALENT} and found[-1][
+        "e_within"
+    ] > 1

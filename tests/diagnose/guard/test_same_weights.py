@@ -24,7 +24,7 @@ from narrowgauge.diagnose.guard.same_weights import (
     unseen,
     words,
 )
-from narrowgauge.diagnose.guard.verdict import UNKNOWN, WITHIN, WORSE
+from narrowgauge.diagnose.verdict import EQUIVALENT, UNKNOWN, WORSE
 from tests.diagnose.guard.test_evidence import LOSS, first
 from tests.raising import require
 from tests.small_model import Model
@@ -217,7 +217,7 @@ def test_a_gap_on_the_same_weights_is_an_alarm_that_says_so():
     verdicts = judged([0.0002] * 3, [-0.1] * 3)
     assert first(verdicts, WORSE) == 2
     found = verdicts[1]
-    assert (found.seen_on, found.direction) == ("same weights", "lower")
+    assert (found.seen_on, found.detail) == ("same weights", "lower")
     assert (
         found.sentence.startswith(
             "On the same weights and batch the loss is lower than that of BF16"
@@ -238,17 +238,17 @@ def test_steps_that_follow_say_how_far_one_batch_scatters():
         evidence = Evidence()
         for same in (0.03, 0.025):
             verdict = evidence.add(0.0, loss=LOSS, same=same, noise=[scatter] * PAIRS)
-        assert verdict.name == name
+        assert verdict.outcome == name
 
 
 def test_within_needs_both_numbers_inside():
-    assert first(judged([0.0002] * 8, [0.0003] * 8), WITHIN) is not None
-    assert first(judged([0.0002] * 8, [0.005] * 8), WITHIN) is None
-    assert first(judged([0.0002] * 8, [0.0003] * 8, [{"a": 0.0}] * 8), WITHIN) is None
+    assert first(judged([0.0002] * 8, [0.0003] * 8), EQUIVALENT) is not None
+    assert first(judged([0.0002] * 8, [0.005] * 8), EQUIVALENT) is None
+    assert first(judged([0.0002] * 8, [0.0003] * 8, [{"a": 0.0}] * 8), EQUIVALENT) is None
     alternating = [{"a": 0.0}, {}] * 4
-    assert [each.name for each in judged([0.0] * 8, [0.0] * 8, alternating)][-2:] == [
+    assert [each.outcome for each in judged([0.0] * 8, [0.0] * 8, alternating)][-2:] == [
         UNKNOWN,
-        WITHIN,
+        EQUIVALENT,
     ]
 
 
@@ -259,9 +259,9 @@ def test_a_weight_is_sick_at_two_checks_in_a_row():
         [{"a": 0.0}, {"b": 9.0}, {"b": 9.0, "a": 0.1}, {"c": 0.0, "b": 8.0}, {}],
     )
     assert [each.sick for each in verdicts] == [(), (), ("b",), ("b",), ()]
-    assert [each.direction for each in verdicts[2:4]] == ["gradient", "gradient"] and verdicts[
+    assert [each.detail for each in verdicts[2:4]] == ["gradient", "gradient"] and verdicts[
         4
-    ].name != WORSE
+    ].outcome != WORSE
     many = {f"layers.{i}": 0.0 for i in range(5)}
     said = judged([0.0] * 2, [0.0] * 2, [many, many])[-1].sentence
     assert (
@@ -281,7 +281,7 @@ def test_numbers_of_the_first_step_go_through_json():
         evidence.add(0.001, loss=LOSS, same=same, outside=sick)
     resumed = Evidence()
     resumed.load_state_dict(runs.decode(runs.encode(evidence.state_dict())))
-    assert resumed.verdict() == evidence.verdict() and evidence.verdict().sick == ("a",)
+    assert resumed.result() == evidence.result() and evidence.result().sick == ("a",)
 
 
 def test_checks_of_older_states_are_judged_by_the_stretch_alone():
@@ -290,7 +290,7 @@ def test_checks_of_older_states_are_judged_by_the_stretch_alone():
     for _ in range(3):
         new.add(0.02, loss=LOSS)
     assert (
-        old.verdict() == new.verdict()
-        and old.verdict().e_worse_same is None
-        and old.verdict().name == WORSE
+        old.result() == new.result()
+        and old.result().e_worse_same is None
+        and old.result().outcome == WORSE
     )

@@ -27,7 +27,7 @@ from narrowgauge.ops.selfcheck import examine as examined
 from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
 from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.triton import kernel as triton_kernel
-from narrowgauge.recipe import Cast, Window
+from narrowgauge.recipe import Cast, DelayedScaling
 from narrowgauge.scaling import POW2
 from tests.compare import assert_same
 from tests.ops.triton.cases import Case
@@ -41,9 +41,9 @@ from tests.ops.triton.stepped import (
     prove,
 )
 
-DELAYED, CURRENT = Cast(format=E4M3, calibrate=Window()), Cast(format=E4M3)
-POW = Cast(format=E5M2, calibrate=Window(length=3, margin=1), scale=POW2)
-INTEGER = Cast(format=INT8, calibrate=Window(length=1, algorithm="most_recent"))
+DELAYED, CURRENT = Cast(format=E4M3, calibrate=DelayedScaling()), Cast(format=E4M3)
+POW = Cast(format=E5M2, calibrate=DelayedScaling(length=3, margin=1), scale=POW2)
+INTEGER = Cast(format=INT8, calibrate=DelayedScaling(length=1, algorithm="most_recent"))
 # Rows that are no multiple of a band, of a program, of 16; rows of an odd number of elements, and of one tile.
 SHAPES = {"ragged": (35, 141), "low": (5, 271), "even": (16, 144), "wide": (5, 304)}
 STEPS = (
@@ -64,7 +64,7 @@ class Casting:
     def __init__(self, weight: torch.Tensor, cast: Cast, guards: Guards) -> None:
         window = (
             AmaxHistory(cast.calibrate, weight.device)
-            if isinstance(cast.calibrate, Window)
+            if isinstance(cast.calibrate, DelayedScaling)
             else None
         )
         self.stepped = PrecastWeight.of(weight, cast, window)

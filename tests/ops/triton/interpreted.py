@@ -49,7 +49,7 @@ from narrowgauge.ops.triton.launch import launch
 from narrowgauge.ops.triton.noise import uniform
 from narrowgauge.ops.triton.replay import Replay, Replays
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import WHOLE, Cast, Hadamard, Window
+from narrowgauge.recipe import WHOLE, Cast, DelayedScaling, Hadamard
 from narrowgauge.scaling import (
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
@@ -370,7 +370,7 @@ def compare_noise() -> None:
 
 def compare_replays(cast: Cast, cols: bool, dtype: torch.dtype) -> None:
     """Calls that are recorded and made again beside calls that are made anew: the same results, and windows."""
-    is_delayed = isinstance(cast.calibrate, Window)
+    is_delayed = isinstance(cast.calibrate, DelayedScaling)
 
     def call(x: Tensor, live: Tensor | None) -> Any:
         if cols or is_delayed:
@@ -499,7 +499,7 @@ def cases() -> Iterator[Case]:
     yield "broken kernels", find_a_broken_kernel
     for cast in (
         Cast(format=E4M3),
-        Cast(format=E4M3, calibrate=Window()),
+        Cast(format=E4M3, calibrate=DelayedScaling()),
         *TILED[1:2],
         *TILED[3:6],
         TILED[8],

@@ -14,12 +14,12 @@ from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.triton import launch
-from narrowgauge.recipe import Cast, Window
+from narrowgauge.recipe import Cast, DelayedScaling
 from tests.ops.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
 from tests.ops.triton.test_compiled_step import KERNEL, MASTERS, check
 from tests.selection import quick
 
-DELAYED, CURRENT = Cast(format=E4M3, calibrate=Window()), Cast(format=E4M3)
+DELAYED, CURRENT = Cast(format=E4M3, calibrate=DelayedScaling()), Cast(format=E4M3)
 QUICK = [
     ("8bit", "stochastic", torch.bfloat16, 90, DELAYED),
     ("8bit", "stochastic", torch.bfloat16, 90, CURRENT),
@@ -45,7 +45,7 @@ class Left:
     def __init__(self, weight: torch.Tensor, cast: Cast) -> None:
         window = (
             AmaxHistory(cast.calibrate, weight.device)
-            if isinstance(cast.calibrate, Window)
+            if isinstance(cast.calibrate, DelayedScaling)
             else None
         )
         self.stepped = PrecastWeight.of(weight.detach(), cast, window)
@@ -116,7 +116,7 @@ def test_more_odd_sizes_compile_without_spills(shape, states, master, dtype, sm)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", [E5M2, INT8], ids=str)
 def test_other_formats_compile_without_spills(format):
-    cast = Cast(format=format, calibrate=Window())
+    cast = Cast(format=format, calibrate=DelayedScaling())
     found = kernels("8bit", "stochastic", torch.bfloat16, 90, cast)
     assert found["step"].spills == 0, found["step"].usage
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
+from narrowgauge.train.config.data_settings import TASKS
 from narrowgauge.train.config.parallel_syntax import names
-from narrowgauge.train.config.rules import Range
+from narrowgauge.train.config.rules import Range, has_effect
 from narrowgauge.train.config.settings import (
     FUSED_SAVES,
     TABLE,
@@ -23,7 +24,6 @@ from narrowgauge.train.config.settings import (
     key_of,
     resolved,
 )
-from narrowgauge.train.config.task_names import METRICS
 from tests.raising import coded, raises
 from tests.selection import quick
 
@@ -326,10 +326,10 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
 def settle_the_task(drawn: dict) -> None:
     """Leaves out what has no effect with the task that was drawn, and with the other settings of it."""
     for each in FIELDS:
-        if drawn["task"] not in each.metadata["tasks"]:
+        if not has_effect(each, drawn["task"]):
             del drawn[each.name]
     drawn["best"] = (
-        drawn["best"] if drawn["best"] in ("", "none", *METRICS[drawn["task"]]) else "loss"
+        drawn["best"] if drawn["best"] in ("", "none", *TASKS[drawn["task"]].metrics) else "loss"
     )
     left_out = {
         "steps": drawn["epochs"], "batch_size": drawn.get("token_budget"), "validation_fraction": drawn.get("validation_data"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 
 import pytest
 
+from narrowgauge.train.config.data_settings import TASKS
 from tests.train.tasks import folders
 
 
@@ -37,8 +39,12 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def jobs(place):
-    """Settings by the name of a job; one for each kind of model, one more for chats, packed rows and a token budget."""
-    return {
+    """Settings by the name of a job; one for each kind of model, one more for chats, packed rows and a token budget.
+
+    A task that has none here brings its own: `job(place)` in its test file, `test_NAME.py`, which writes a table into the folder and
+    returns the settings of a tiny run.
+    """
+    known = {
         "classification": {"task": "classification", "model": place / "bert", "data": place / "classes.csv"},
         "pairs of a decoder": {
             "task": "classification", "model": place / "llama", "data": place / "two-texts.jsonl", "pair_column": "other",
@@ -68,6 +74,11 @@ def jobs(place):
         },
         "marian": {"task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl"},
     }  # fmt: skip
+    others = set(TASKS) - {"text", *(settings["task"] for settings in known.values())}
+    return known | {
+        name: import_module(f"tests.train.tasks.test_{name.replace('-', '_')}").job(place)
+        for name in sorted(others)
+    }
 
 
 @pytest.fixture

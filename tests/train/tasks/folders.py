@@ -25,8 +25,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from narrowgauge.train.config.data_settings import TASKS
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.config.task_names import WRITING
 
 COLOURS = ["red", "green", "blue", "grey"]
 THINGS = ["tile", "scale", "code", "amax", "row"]
@@ -311,7 +311,7 @@ def settings(output: Path, **changes: Any) -> TrainConfig:
                 {"token_budget": "batch_size", "epochs": "steps"}.get(key, "validation_fraction"),
                 None,
             )
-    if values["task"] not in WRITING:
+    if not TASKS[values["task"]].generates:
         values.pop("sample_tokens")
     return TrainConfig(
         **{key: str(value) if isinstance(value, Path) else value for key, value in values.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from narrowgauge.train.tasks.answers import best_span, exact_match, f1, normalized
+from narrowgauge.train.tasks.question_answering import best_span, exact_match, f1, normalized
 
 
 @pytest.mark.parametrize(

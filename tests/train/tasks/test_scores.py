@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.train.tasks.confusion import Confusion
-from narrowgauge.train.tasks.tables import perplexity
+from narrowgauge.train.tasks.table import perplexity
 
 
 def streamed(truth, predicted, classes, rows):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrowgauge.data.tagging import spans_in
-from narrowgauge.train.tasks.tagging import metrics
+from narrowgauge.train.tasks.tagging import metrics, spans_in
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 

@@ -73,7 +73,7 @@ def test_scores_are_those_of_the_exported_model_a_row_at_a_time(make, place, bea
 
 def test_what_stands_in_the_table_has_a_score_of_100(make):
     """Letters beyond ASCII come back from the cache as they were."""
-    from narrowgauge.train.tasks.writing import Seq2SeqTask
+    from narrowgauge.train.tasks.seq2seq import Seq2SeqTask
 
     task = Seq2SeqTask.prepare(make("translated", eval_wide=True))
     assert isinstance(task.translation, Translation)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.data import IGNORED
-from narrowgauge.train.tasks import TASKS, trivial
+from narrowgauge.train.tasks import task_class, trivial
 from narrowgauge.train.tasks.regression import numbers_of
 
 
@@ -32,7 +32,7 @@ def constant(batches, read, compute=None):
 def test_a_model_of_frequencies_scores_what_is_recorded(make, job):
     """And no metric of the evaluation is left out."""
     config = make(job)
-    task = TASKS[config.task].prepare(config)
+    task = task_class(config.task).prepare(config)
     recorded = task.trivial()
     scored = task.evaluate(None, constant)
     del scored["tokens"]
@@ -43,7 +43,7 @@ def test_a_model_of_frequencies_scores_what_is_recorded(make, job):
 @pytest.mark.parametrize("job", ["completion", "chat", "t5"])
 def test_texts_to_write_have_the_entropy_of_their_targets(make, job):
     config = make(job)
-    task = TASKS[config.task].prepare(config)
+    task = task_class(config.task).prepare(config)
     places = slice(1, None) if config.task == "causal-lm" else slice(None)
     counts = Counter(
         int(label)
@@ -59,7 +59,7 @@ def test_texts_to_write_have_the_entropy_of_their_targets(make, job):
 
 def test_the_mean_of_numbers_has_their_variance_as_loss(make):
     config = make("regression")
-    task = TASKS[config.task].prepare(config)
+    task = task_class(config.task).prepare(config)
     numbers = numbers_of(task._evaluated)
     assert task.trivial()["loss"] == pytest.approx(np.mean((numbers - numbers.mean(0)) ** 2))
     assert task.trivial()["pearson"] == task.trivial()["spearman"] == 0.0
@@ -68,7 +68,7 @@ def test_the_mean_of_numbers_has_their_variance_as_loss(make):
 @pytest.mark.parametrize("job", ["questions", "choices"])
 def test_answers_and_choices_are_as_likely_as_a_guess_or_more(make, job):
     config = make(job)
-    task = TASKS[config.task].prepare(config)
+    task = task_class(config.task).prepare(config)
     found = task.trivial()
     assert 0 < found["loss"] < math.inf and all(
         0 <= value <= 1 for key, value in found.items() if key not in ("predictor", "loss")

@@ -1,4 +1,6 @@
-"""Multiple-choice examples (SWAG, RACE, ARC): each choice is encoded as a row of its own.
+"""Multiple choice (SWAG, RACE, ARC): the choice with the largest score is the answer.
+
+Each choice is encoded as a row of its own:
 
     [CLS] context [SEP] question choice [SEP]       with a context and a question
     [CLS] context [SEP] choice [SEP]                with one alone
@@ -6,26 +8,41 @@
 Choices are a list, one column per choice, or an object with the lists `text` and `label` (ARC). The
 label is the zero-based number of the right choice, a letter from A, or an entry of the object's
 `label` list. Examples may have different numbers of choices; batches contain no filler rows.
+
+The loss is -log softmax over the choices of a question.
+`batch_size` counts questions, so a batch has more rows than that; `token_budget` counts the tokens
+of all rows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import numpy as np
+from torch import Tensor
+from transformers import AutoModelForMultipleChoice
 
-from narrowgauge.data.batches import Indices
+from narrowgauge import data
+from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.plan import runs
 from narrowgauge.data.rows import PaddingReport, Waste, round_up, width_of
 from narrowgauge.data.stored import GROUP, GROUPS, Stored, group_of
 from narrowgauge.data.tables import Record, refuse_half_a_pair
-from narrowgauge.data.task import Encoded, Item, Kind, Notes, Task
+from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.loss import Batch, whole_logits
+from narrowgauge.train.model import ModelClass
+from narrowgauge.train.tasks.table import TableTask
+from narrowgauge.train.tasks.task import Readings, total_of
+from narrowgauge.train.tasks.trivial import counts_of, entropy
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SIZES, LONGEST = "sizes", "longest"  # array names: tokens of each choice, tokens of the longest
@@ -45,7 +62,7 @@ class Choices(Task):
     question: str | None = "question"
     choices: tuple[str, ...] = ("choices",)
     label: str = "label"
-    kind: ClassVar[Kind] = "multiple-choice"
+    kind: ClassVar[str] = "multiple-choice"
     refits: ClassVar[bool] = True
     aside: ClassVar[frozenset[str]] = frozenset((LONGEST, GROUP))
     learnt: ClassVar[str] = "text"
@@ -239,3 +256,132 @@ def padding_of(
         ),
         planned=waste(cut, lambda size, rows: width_of(size, rows, widths, tokens_multiple)),
     )
+
+
+CHOOSER = ModelClass(AutoModelForMultipleChoice, "model that chooses among several texts", new=True)
+USUAL = 4  # choices of a question in a plan without data, as in SWAG, RACE and ARC
+
+
+@dataclass
+class ChoicesTask(TableTask):
+    """Task "multiple-choice"; `labels` of an example is the position of the right choice."""
+
+    name: ClassVar[str] = "multiple-choice"
+    options: ClassVar[Mapping[str, Any]] = {}
+    loss_words: ClassVar[str] = "of one choice for each question"
+
+    @classmethod
+    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+        columns = Choices(
+            context=config.context_column or None, question=config.question_column or None,
+            choices=tuple(_named(config)), label=config.label_column,
+        )  # fmt: skip
+        return columns, CHOOSER
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> Self:
+        task = super().prepare(config)
+        most, longest = task.rows_per_example, task.known["longest"]
+        if 0 < config.token_budget < most * longest and config.too_long != "skip":
+            raise DataError(
+                f"token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
+                f"{most * (longest + 15)} or more, or too_long = 'skip'.",
+                code="choices.token-budget",
+            )
+        return task
+
+    @cached_property
+    def rows_per_example(self) -> int:
+        """Largest number of choices of a question in either split."""
+        if self.train is None:  # a plan, without data
+            return len(_named(self.config)) if len(_named(self.config)) > 1 else USUAL
+        return int(max(choices_of(part).max() for part in (self.train, self.validation)))
+
+    def blank(self, width: int) -> dict[str, Any]:
+        ids = super().blank(width)["input_ids"]
+        return {"input_ids": [ids] * self.rows_per_example, "labels": 0}
+
+    def epoch(self, number: int) -> data.Plan:
+        plan, batching = super().epoch(number), self._batching
+        steps: Any = plan.steps
+        # The generic planner counts one row for each example, so padding is counted again over the
+        # rows of all choices.
+        padding = padding_of(
+            self.train,
+            steps,
+            plan.widths,
+            batching.multiple,
+            batching.tokens_multiple,
+            self.config.micro_batches,
+        )
+        return replace(plan, padding=padding)
+
+    @staticmethod
+    def scores(output: Any, batch: Batch) -> Tensor:
+        return choice_scores(whole_logits(output, batch), batch["labels"])
+
+    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+        shown = []
+        for place, ids in enumerate(example["input_ids"]):
+            shown.append(data.coloured_sample(self.tokenizer, ids, None))
+            if place == example["labels"]:
+                shown[-1].append("  -> this one", "bold green")
+        return shown
+
+    def trivial(self) -> dict[str, Any]:
+        labels = [example["labels"] for example in self._evaluated]
+        return of_choices(labels, choices_of(self._evaluated).tolist())
+
+    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
+        found = readings(self.evaluation(model), read)
+        questions, right = (sum(counts[place] for _, counts in found) for place in (0, 1))
+        return {
+            "loss": total_of(found) / questions,
+            "tokens": questions,
+            "accuracy": right / questions,
+        }
+
+
+def _named(config: TrainConfig) -> list[str]:
+    return [name.strip() for name in config.choices_column.split(",")]
+
+
+def choice_scores(logits: Tensor, labels: Tensor) -> Tensor:
+    """Scores [total, total]: row i holds the logits of the choices of row i's question.
+
+    logits  [total, 1], one for each choice
+    labels  [total], not IGNORED at the first choice of each question
+
+    Questions may have different numbers of choices. No shape depends on a value, so a GPU is not
+    synchronized. Memory: total^2 elements.
+    """
+    # A cumulative sum numbers the questions without a host sync.
+    question = (labels.to(logits.device) != IGNORED).cumsum(0)
+    same = question[:, None] == question[None, :]
+    return logits.view(1, -1).expand(len(same), -1).masked_fill(~same, -math.inf)
+
+
+def of_choices(labels: Sequence[int], choices: Sequence[int]) -> dict[str, Any]:
+    """Most frequent answer position, or a uniform guess over the choices of each question.
+
+    labels   position of the right choice of each question
+    choices  number of choices of each question
+    """
+    counts, sizes = counts_of([np.asarray(labels)]), np.asarray(choices, np.float64)
+    return {
+        "predictor": "places of answers",
+        "loss": min(entropy(counts), float(np.log(sizes).mean())),
+        "accuracy": max(float(counts.max() / counts.sum()), float((1 / sizes).mean())),
+    }
+
+
+def read(batch: Batch, scores: Tensor | None) -> tuple[int, int]:
+    """Returns (questions, correctly answered questions).
+
+    The first of equal scores counts as the answer.
+    """
+    assert scores is not None
+    labels = batch["labels"].cpu()
+    # Labels have one entry for each row; only the first row of a question carries the answer.
+    first = labels != data.IGNORED
+    return int(first.sum()), int((scores.cpu()[first].argmax(-1) == labels[first]).sum())

@@ -1,4 +1,4 @@
-"""Verdict on a run after a guard check, as numbers and as sentences."""
+"""Result of a guard after its newest check, as numbers and as sentences."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from narrowgauge.diagnose.format_text import count, loss_value, plural, signed
 from narrowgauge.diagnose.guard.unlike import Unlike
 from narrowgauge.diagnose.guard.unlike import sentence as unlike_sentence
 from narrowgauge.diagnose.sensitivity import SHARE
+from narrowgauge.diagnose.verdict import (
+    EQUIVALENT,
+    GUARD,
+    NOT_SENSITIVE,
+    REFERENCE_DIVERGED,
+    UNKNOWN,
+    WORSE,
+    Verdict,
+    stored_word,
+)
 
-WORSE, WITHIN, UNKNOWN, REFERENCE = "worse", "within", "unknown", "reference"
 # Evidence on which "worse" rests; "stretch" stands for the mean losses of the probes.
 STRETCH, SAME_WEIGHTS, GRADIENT, NUMBERS = "stretch", "same weights", "gradient", "numbers"
+# Details of "worse", beside GRADIENT and NUMBERS. A lower loss is an alarm too.
+HIGHER, LOWER, NOT_FINITE = "higher", "lower", "not finite"
 # Of the first check's loss: a loss that has fallen by less since then is on a plateau.
 PLATEAU = 0.02
 FORESIGHT = 100  # number of future checks that are simulated
@@ -21,11 +32,11 @@ WIDE = 0.02  # of the loss: a larger margin is mentioned in the sentence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Verdict after the newest check, with the numbers behind it; differences in nats."""
+class GuardResult:
+    """Outcome after the newest check, with the numbers behind it; differences in nats."""
 
-    name: str  # worse, within, unknown, reference
-    direction: str  # of "worse": "higher", "lower", "gradient", "numbers", "not finite"; else ""
+    outcome: str  # worse, equivalent or unknown; a lower loss counts as worse
+    detail: str  # of worse: HIGHER, LOWER, GRADIENT, NUMBERS, NOT_FINITE; or see `verdict`
     seen_on: str  # evidence for "worse": "stretch", "same weights", "gradient", "numbers"; else ""
     checks: int
     difference: float  # of the newest check
@@ -59,9 +70,32 @@ class Verdict:
     first_loss: float | None = None  # the reference's loss at the first check; None at that check
 
     def event(self) -> dict[str, Any]:
-        """Fields by name; `name` becomes `verdict`."""
+        """Fields of the `guard` event; `verdict` has the word of all versions."""
         fields = asdict(self)
-        return {"verdict": fields.pop("name"), **fields, "plateau": self.is_plateau}
+        detail = fields.pop("detail")
+        return {
+            "verdict": self.name,
+            "direction": detail if self.outcome == WORSE else "",
+            **fields,
+            "plateau": self.is_plateau,
+        }
+
+    @property
+    def name(self) -> str:
+        """The outcome in the word of `guard` events: worse, within, unknown or reference."""
+        return stored_word(GUARD, self.outcome, self.detail)
+
+    @property
+    def verdict(self) -> Verdict:
+        evidence = {"e_worse": self.e_worse, "e_within": self.e_within}
+        return Verdict(
+            outcome=self.outcome,
+            detail=self.detail,
+            estimate=self.mean,
+            margin=self.certified if self.outcome == EQUIVALENT else self.margin,
+            evidence=evidence,
+            sentence=self.sentence,
+        )
 
     @property
     def is_plateau(self) -> bool:
@@ -77,13 +111,13 @@ class Verdict:
         Followed, if so, by sentences on GEMMs with wrong numbers and on a loss that stands still.
         """
         said = (
-            [self._verdict()]
+            [self._judged()]
             if self.seen_on != NUMBERS
             else ["The run does not compute what its recipe says."]
         )
         if self.unlike:
             said.append(unlike_sentence(self.unlike))
-        if self.first_loss is not None and self.is_plateau and self.name in (WITHIN, UNKNOWN):
+        if self.first_loss is not None and self.is_plateau and self._is_open:
             first, now = loss_value(self.first_loss), loss_value(self.loss)
             said.append(
                 f"The loss has hardly moved since the first check ({first}, now {now}): what holds a run on a plateau does not show "
@@ -91,26 +125,26 @@ class Verdict:
             )
         return " ".join(said)
 
-    def _verdict(self) -> str:
-        if self.name == REFERENCE:
+    def _judged(self) -> str:
+        if self.detail == REFERENCE_DIVERGED:
             was = "" if self.usual is None else f", it was {self.usual:.4f} before"
             return (
                 f"The BF16 reference itself diverges (loss {loss_value(self.loss)}{was}): the format of this stretch is not the cause, "
                 "and nothing can be judged here."
             )
-        if self.direction == "not finite":
+        if self.detail == NOT_FINITE:
             return (
                 "The loss in narrow numbers is not finite, and that of BF16 from the same state is."
             )
-        if self.direction == GRADIENT:
+        if self.detail == GRADIENT:
             return self._of_gradients()
         margin = f"the margin of {self.margin:.4f} nats"
-        if self.name == WORSE:
+        if self.outcome == WORSE:
             return self._worse(margin)
         mean = f"{signed(self.mean)} nats {self._over()}"
-        if self.cannot_tell:
+        if self.detail == NOT_SENSITIVE:
             return self._of_too_little(mean)
-        if self.name == WITHIN:
+        if self.outcome == EQUIVALENT:
             margin = f"the margin of {self.certified:.4f} nats"
             same = (
                 "" if self.same_mean is None else f", {signed(self.same_mean)} on the same weights"
@@ -133,9 +167,9 @@ class Verdict:
         return f"Not known yet: {mean}, {margin}; {more}."
 
     @property
-    def cannot_tell(self) -> bool:
-        """True if the verdict is unknown because the run has learnt too little (`sensitivity`)."""
-        return self.name == UNKNOWN and self.certified < self.margin
+    def _is_open(self) -> bool:
+        """True if no alarm was raised and the reference can judge."""
+        return self.outcome in (EQUIVALENT, UNKNOWN) and self.detail != REFERENCE_DIVERGED
 
     def _of_too_little(self, mean: str) -> str:
         fell = (
@@ -167,8 +201,8 @@ class Verdict:
         )
         mean = f"{signed(self.same_mean if is_same else self.mean)} nats {self._over()}"
         lower = " A lower loss is a departure too: values that saturate lower it at first, and weights may have grown used to a fault."
-        hint = lower if self.direction == "lower" else ""
-        return f"{begin} is {self.direction} than that of BF16 by more than {margin}: {mean}, E = {self.e_worse:,.0f}.{hint}"
+        hint = lower if self.detail == LOWER else ""
+        return f"{begin} is {self.detail} than that of BF16 by more than {margin}: {mean}, E = {self.e_worse:,.0f}.{hint}"
 
     def _of_gradients(self) -> str:
         named = ", ".join(self.sick[:NAMED])

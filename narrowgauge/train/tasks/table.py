@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from narrowgauge import data
 from narrowgauge.data.batches import Indices
 from narrowgauge.errors import Reason
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.config.task_names import WRITING
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, check_sizes, pretrained
 from narrowgauge.train.tasks.feed import TableFeed
@@ -49,8 +48,6 @@ class TableTask(TrainTask):
     validation: data.Examples
     longest: int | None
     known: dict[str, Any]
-
-    default_metric: ClassVar[str] = "loss"
 
     @classmethod
     @abstractmethod
@@ -121,7 +118,7 @@ class TableTask(TrainTask):
         0.062 nats higher on Multi30k after 500 steps (docs/log.md, "Steps of one length teach
         writing later").
         """
-        asked = self.config.batch_order or ("shuffled" if self.name in WRITING else "length")
+        asked = self.config.batch_order or ("shuffled" if self.entry.generates else "length")
         return "shuffled" if asked == "shuffled" else "length"
 
     @cached_property
@@ -207,7 +204,7 @@ class TableTask(TrainTask):
         by_length = replace(self._batching, order="length")
         sorted_ = self._planned(by_length, 0, config.micro_batches).padding.planned.percent
         later = (
-            "; models that began at random learnt to write later so" if self.name in WRITING else ""
+            "; models that began at random learnt to write later so" if self.entry.generates else ""
         )
         return [f"{said} batch_order = 'length' would pad {sorted_:.0f} %{later}."]
 
