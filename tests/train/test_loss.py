@@ -139,7 +139,7 @@ def test_other_heads_fall_back_and_say_why(model):
     nested = copy.deepcopy(model)
     nested.lm_head = torch.nn.Sequential(nested.lm_head)
     assert words(nested) == "whole logits: the output head is a Sequential, not an nn.Linear"
-    assert "the last hidden state" in words(Scaled(model.config))
+    assert "hidden state" in words(Scaled(model.config))
 
 
 def test_finding_out_leaves_no_trace(model):
