@@ -126,19 +126,20 @@ class DriftError(NarrowgaugeError):
     exit_code = 10
 
 
-class NarrowgaugeWarning(UserWarning):
-    """Base of the package's warnings about a training loop, a model or its data."""
+class NarrowgaugeWarning(Warning):
+    """Base of every warning that narrowgauge issues."""
 
     def __init__(self, *args: object, code: str = "") -> None:
         super().__init__(*args)
         self.code = code
 
 
-class SlowerWarning(NarrowgaugeWarning, RuntimeWarning):
-    """Numbers are right, but the computation is slower or larger than was asked for.
+class UsageWarning(NarrowgaugeWarning, UserWarning):
+    """The model, the data or the training loop most likely does not do what was meant."""
 
-    Also a RuntimeWarning, the category under which users filtered these before they had a code.
-    """
+
+class SlowerWarning(NarrowgaugeWarning, RuntimeWarning):
+    """Numbers are right, but the computation is slower or takes more memory than it could."""
 
 
 def warn(
@@ -146,7 +147,7 @@ def warn(
     *,
     code: str,
     stacklevel: int,
-    category: type[NarrowgaugeWarning] = NarrowgaugeWarning,
+    category: type[NarrowgaugeWarning] = UsageWarning,
 ) -> None:
     """As warnings.warn, with a code. stacklevel  1: the line that calls this function"""
     warnings.warn(category(text, code=code), stacklevel=stacklevel + 1)

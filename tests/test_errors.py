@@ -79,12 +79,12 @@ def test_only_the_owner_of_warnings_calls_torch_or_python_to_warn():
     assert [place.rpartition(":")[0] for place in found] == [errors.__file__]
 
 
-@pytest.mark.parametrize("category", [errors.NarrowgaugeWarning, errors.SlowerWarning])
+@pytest.mark.parametrize("category", [errors.UsageWarning, errors.SlowerWarning])
 def test_a_warning_names_the_line_of_its_caller(category):
     def caller():
         errors.warn("A sentence.", code="subject.cause", stacklevel=2, category=category)
 
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(NarrowgaugeWarning) as caught:
         caller()
     [found] = caught
     assert (found.category, found.message.code) == (category, "subject.cause")
@@ -92,7 +92,12 @@ def test_a_warning_names_the_line_of_its_caller(category):
         found.filename == __file__
         and "caller()" in Path(__file__).read_text(encoding="utf-8").splitlines()[found.lineno - 1]
     )
-    assert issubclass(category, RuntimeWarning) == (category is errors.SlowerWarning)
+
+
+def test_warnings_keep_the_categories_that_users_filter():
+    assert issubclass(errors.UsageWarning, UserWarning)
+    assert issubclass(errors.SlowerWarning, RuntimeWarning)
+    assert not issubclass(errors.SlowerWarning, UserWarning)
 
 
 def test_a_reason_is_its_text_and_keeps_its_code():
