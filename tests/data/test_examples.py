@@ -105,7 +105,7 @@ def test_a_completion_alone_is_learnt(write, llama_like, tmp_path):
     found = prepare_examples(write(rows), Completion(), llama_like, cache=tmp_path)
     assert [learnt(llama_like, item) for item in found] == [" a tile</s>", "amax</s>"]
     assert [llama_like.decode(item["input_ids"]) for item in found] == [
-        "<s>the scale of a tile</s>",
+        "<s>scale of a tile</s>",
         "<s>amax</s>",
     ]
     assert found.lengths.tolist() == [len(item["input_ids"]) for item in found]

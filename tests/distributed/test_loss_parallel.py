@@ -119,5 +119,5 @@ def _refusals() -> list[str]:
 def test_what_does_not_say_how_it_lies_is_refused(ranks):
     for plain, columns, bias in ranks(2)(_refusals):
         require(plain, "chunked-loss.hidden-mesh", "from_local(hidden, mesh")
-        require(columns, "chunked-loss.hidden-placement", "Shard(dim=1)", "ColwiseParallel")
+        require(columns, "chunked-loss.weight-placement", "Shard(dim=1)", "ColwiseParallel")
         require(bias, "chunked-loss.bias-placement")

@@ -265,4 +265,4 @@ def test_training_in_eval_mode_is_told(name: str) -> None:
         return
     [words] = said
     kind = "learned steps" if name.startswith("int4") else "amax windows"
-    require(words, "advance.eval-mode", f"{name}: ", f"{kind} of 1 of its layers")
+    require(words, "advance.eval-mode", f"{name}: ", kind, " 1 of its layers")

@@ -583,7 +583,7 @@ def test_what_happened_is_told_in_order(tmp_path):
         'Step 25: 1 product suspect: down_proj:output. In 16 bits with recipes = ["down_proj=bf16:output"].',
         "Step 25: Alarm of the guard. The loss is higher.",
         "Step 26: No product is suspect.",
-        "Step 30: the GPU was idle. Compile the model.",
+        "Step 30: idle for 5 ms. Compile the model.",
         "Step 240: 14 layers went from nvfp4 to bf16.",
     ]
     assert tables.happenings(recorded(tmp_path)) == []

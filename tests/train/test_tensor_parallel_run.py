@@ -284,7 +284,7 @@ def test_an_overflow_in_one_ranks_features_is_named_by_its_layer(ranks, make):
 
 REFUSED = {
     "tensor-parallel.head-count": {"kv_heads": 1},
-    "?": {"recipe": "mxfp8"},
+    "tensor-parallel.tiles": {"recipe": "mxfp8"},
     "parallel.compiled": {"compile": True},
     "parallel.fuse": {"fuse": True},
     "parallel.no-gradients": {"gradients": "fp8"},
