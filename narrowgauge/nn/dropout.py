@@ -34,7 +34,7 @@ BLOCK = 4096
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {
     "dropout": (
-        ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, *(ctypes.c_uint32,) * 3, ctypes.c_float, ctypes.c_void_p,
+        ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, *(ctypes.c_uint32,) * 3, ctypes.c_float, ctypes.c_void_p,
     )
 }  # fmt: skip
 LIBRARY = Library(("dropout.cpp",), "dropout", _SIGNATURES)
@@ -116,6 +116,7 @@ def _computed(x: Tensor, p: float, words: tuple[int, int]) -> Tensor:
         "dropout",
         blocks,
         x.numel(),
+        BLOCK,
         x,
         DTYPES[x.dtype],
         x.numel(),

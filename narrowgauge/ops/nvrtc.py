@@ -27,7 +27,7 @@ from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp.build import BUILT, cache_folder, digest, is_whole
 from narrowgauge.ops.registry import constant_while_compiling
-from narrowgauge.storage import reading
+from narrowgauge.storage import publish, reading, temporary, write_synced
 
 # No fused multiply-add: results must be bit-identical to a definition that rounds twice.
 OPTIONS = ("--std=c++17", "--fmad=false")
@@ -164,12 +164,16 @@ class Source:
             return reading.bytes_of(found, BUILT)
         made, _ = compiled(self.file, self.text, capability)
         target = place / f"{stem}-{digest(made)}.cubin"
-        # Written under another name and renamed, so that no process reads half a file.
-        draft = target.with_suffix(f".{id(made)}")
-        draft.write_bytes(made)
-        # Explicit, whatever the umask: `is_whole` refuses files that others may write to.
-        draft.chmod(0o600)
-        draft.replace(target)
+        # Written under a name of this process alone and renamed: several processes may compile the
+        # kernel at once, and none may read half a file.
+        draft = temporary(target)
+        try:
+            write_synced(draft, made)
+            # Explicit, whatever the umask: `is_whole` refuses files that others may write to.
+            draft.chmod(0o600)
+            publish(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
         return made
 
     def launch(

@@ -40,6 +40,17 @@ def test_the_kernel_is_its_definition(dtype, p):
         assert_same(x.grad, reference(gy, p, words))
 
 
+def test_the_size_of_a_block_is_stated_once(monkeypatch):
+    """Another size gives the same numbers: the C++ takes it as an argument (exact)."""
+    monkeypatch.setattr(counted, "BLOCK", 1 << 20)
+    x = torch.randn(7, 1031)
+    torch.manual_seed(1)
+    y = counted.dropout(x, 0.3)
+    torch.manual_seed(1)
+    words = tuple(torch.randint(0, 2**32, (2,), dtype=torch.int64).tolist())
+    assert_same(y, reference(x, 0.3, words))
+
+
 def test_it_reads_what_is_not_contiguous():
     x = torch.randn(40, 30).T
     torch.manual_seed(1)

@@ -9,12 +9,12 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.errors import BackendError
-from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, INT8, NF4
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4, IntFormat
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.mm import KERNELS, plan
 from narrowgauge.ops.mm import spec as mm_spec
 from narrowgauge.ops.mm.definition import compute_dtype
-from narrowgauge.ops.mm.spec import MmSpec
+from narrowgauge.ops.mm.spec import NEEDS, MmSpec, refuse
 from narrowgauge.ops.registry import (
     Device,
     Kernel,
@@ -45,6 +45,11 @@ def choose(gemm, device, forced=None, expanded=False):
 TENSOR = dict.fromkeys(("fp8-delayed", "fp8-current", "fp8-current-fast"), "native")
 FP8 = TENSOR | {"fp8-row": "native"}
 INT8_UNITS = {"int8": "native-int8"}
+# The recipes of the table; others need no entry.
+NAMED = {
+    "bf16", *FP8, *INT8_UNITS, "fp8-block", "mxfp8", "mxfp4", "nvfp4",
+    "int4-hq-bs", "int4-hq-lss", "int4-lsq-luq", "int4-minmax-sr", "int4-row-sr",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,7 @@ def test_which_kernel_computes_which_recipe(device, found, gemm, triton_installe
             gemm, set()
         )
     found = dict.fromkeys(integers, "native-cpp" if in_cpp else "native-int8") | found
-    for recipe in recipes.ALL:
+    for recipe in map(recipes.get, sorted(NAMED)):
         expected = found.get(recipe.name, "reference")
         assert choose(getattr(recipe, gemm), device).kernel.name == expected, recipe.name
 
@@ -265,7 +270,7 @@ def test_every_recipe_is_exact_in_bfloat16():
     for recipe in recipes.ALL:
         for gemm in recipe.gemms().values():
             # A CPU's bfloat16 GEMM returns bfloat16, which rounds integer sums; scales per token stay in the sum in float32.
-            integers = gemm.lhs is not None and gemm.lhs.format in (INT4, INT4X2, INT8)
+            integers = gemm.lhs is not None and isinstance(gemm.lhs.format, IntFormat)
             inside = gemm.lhs is not None and gemm.lhs.tile == (WHOLE, 1)
             assert compute_dtype((gemm.lhs, gemm.rhs), FAST_CPU) == (
                 torch.float32 if integers else torch.bfloat16
@@ -314,3 +319,25 @@ def test_onednn_may_be_held_back_from_vnni(environment, held):
 @pytest.mark.gpu
 def test_facts_about_this_gpu():
     assert device_facts("cuda", 0).capability == torch.cuda.get_device_capability(0)
+
+
+class NotComparable(tuple):
+    """A version as Dynamo of torch 2.11 sees the ones of a Device: it cannot trace a comparison of two tuples."""
+
+    def _refuse(self, other):
+        raise TypeError("Dynamo of torch 2.11 compares no tuples of a dataclass")
+
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("kernel", NEEDS)
+def test_requirements_compare_versions_number_by_number(kernel, capability):
+    """So that torch 2.11 can trace them; for every pair of casts of the recipes (exact)."""
+    device = Device("cuda", NotComparable(capability), cuda=NotComparable((12, 9)))
+    for recipe in recipes.ALL:
+        for gemm in recipe.gemms().values():
+            if gemm.lhs and gemm.rhs:
+                plain = MmSpec(gemm.lhs, gemm.rhs, Device("cuda", capability, cuda=(12, 9)))
+                found = refuse(kernel)(MmSpec(gemm.lhs, gemm.rhs, device))
+                assert found == refuse(kernel)(plain)

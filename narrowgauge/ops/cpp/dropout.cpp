@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 4096;
-
 inline uint32_t mix(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x846CA68Bu;
@@ -46,12 +44,12 @@ void drop(int64_t begin, int64_t end, const T* x, uint32_t low, uint32_t high, u
 
 }  // namespace
 
-// Process blocks `first` to `last` of BLOCK elements each, out of n elements. dropped: p * 2^24,
+// Process blocks `first` to `last` of `block` elements each, out of n elements. dropped: p * 2^24,
 // rounded up. The index of the noise is the element's index in the whole tensor, so results do not
-// depend on the number of threads.
-extern "C" void narrowgauge_dropout(int64_t first, int64_t last, const void* x, int32_t narrow, int64_t n, uint32_t low,
-                                    uint32_t high, uint32_t dropped, float scale, void* y) {
-    const int64_t begin = first * BLOCK, end = std::min(last * BLOCK, n);
+// depend on the number of threads or the size of a block.
+extern "C" void narrowgauge_dropout(int64_t first, int64_t last, int64_t block, const void* x, int32_t narrow, int64_t n,
+                                    uint32_t low, uint32_t high, uint32_t dropped, float scale, void* y) {
+    const int64_t begin = first * block, end = std::min(last * block, n);
     if (narrow) {
         drop(begin, end, static_cast<const uint16_t*>(x), low, high, dropped, scale, static_cast<uint16_t*>(y));
     } else {

@@ -202,7 +202,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
         Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no INT4 units"),
-        _sm(lambda s: (8, 0) <= s.device.capability < (9, 0), "INT4 units are those of 8.0 to 8.9"),
+        _sm(lambda s: s.device.capability[0] == 8, "INT4 units are those of 8.0 to 8.9"),
     ),
     "native-int8": (
         Need("operands", lambda s: all(isinstance(format, IntFormat) for format in s.formats), NOT_INTEGERS),

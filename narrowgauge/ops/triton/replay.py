@@ -123,8 +123,10 @@ class Recording(TorchDispatchMode):
         self, kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         self._is_paused = True
-        compiled = kernel[(programs,)](*arguments, **options)
-        self._is_paused = False
+        try:
+            compiled = kernel[(programs,)](*arguments, **options)
+        finally:  # the caller may catch the error and go on by torch operators
+            self._is_paused = False
         self.launches.append(Launch(kernel, programs, arguments, options, compiled))
 
     def made(self, make: Callable[[], Tensor]) -> Tensor:

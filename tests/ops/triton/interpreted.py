@@ -401,8 +401,8 @@ def compare_replays(cast: Cast, cols: bool, dtype: torch.dtype) -> None:
 
 # By what a case begins with.
 KINDS = (
-    "noise", "amax of ", "e4m3 tensor", "e5m2 tensor", "e3m2 tensor", "e2m3 tensor", "e3m0 tensor", "e2m1 tensor", "int8 tensor",
-    "int4 tensor", "int4x2 tensor", "both ", "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
+    "noise", "amax of ", *(f"{format} tensor" for format in ELEMENTS), "both ",
+    "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
     "given amax ", "one column ", "long rows ", "delayed, ", "rotated ", "in turns ", "not in turns",
     "check of ", "broken ", "layers ", "replayed ",
 )  # fmt: skip
