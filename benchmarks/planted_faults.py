@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from narrowgauge.conversion import convert
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear_context import LinearContext, RankOptions
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, OperandPlan
+from narrowgauge.nn.plan import PRODUCTS, LinearPlan, OperandPlan
 from narrowgauge.ops.quantize import tile_amax
 from narrowgauge.ops.random import Stream
 from narrowgauge.qtensor import QTensor
@@ -119,7 +120,7 @@ class _StaleCasts:
         self.calls, self.casts = 0, Casts()
 
     def into(self, context: LinearContext) -> None:
-        context.sources["w"] = [self]
+        context.sources.by_role["w"] = [self]
 
     def lookup(self, operand: Operand) -> Casts:
         if self.calls % STALE == 0:
@@ -131,8 +132,8 @@ class _StaleCasts:
 def stuck_noise(model: nn.Module) -> None:
     """Stochastic rounding of each Linear draws the same random numbers at every step."""
     for name, layer in _linears(model):
-        stream = Stream(name, (1, 2))
-        _wrap_context(layer, lambda context, stream=stream: setattr(context, "stream", stream))
+        ranks = RankOptions(stream=Stream(name, (1, 2)))
+        _wrap_context(layer, lambda context, ranks=ranks: setattr(context, "ranks", ranks))
 
 
 def lost_tokens(model: nn.Module) -> None:

@@ -480,7 +480,7 @@ class Recipe:
 
     Details of save="quantized": per-tensor casts share the codes of `output`, other casts store
     codes tiled for `grad_weight`. Codes are not saved if the producer of x saves x anyway
-    (nn/kept_inputs.py). If a CPU emulates the GEMM, decoded values are saved for per-tensor casts
+    (nn/keep_policy.py). If a CPU emulates the GEMM, decoded values are saved for per-tensor casts
     and x for others, because encoding costs more there than the GEMM gains.
     """
 

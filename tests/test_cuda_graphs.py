@@ -151,7 +151,7 @@ def test_weights_are_cast_once_in_a_step(monkeypatch, micro):
     assert step.graphs.captured[FORWARD_BACKWARD] == 1
     assert step.graphs.captured.get(WEIGHT_CASTS, 0) == (micro > 1)
     layer = model[0]
-    assert layer._cache.casts.is_empty, (
+    assert layer.state.cache.casts.is_empty, (
         "what a graph has made is out of reach between its parts, as for an evaluation"
     )
 
@@ -294,7 +294,7 @@ def test_what_cannot_be_captured_raises_and_is_not_run_in_its_place():
     with raises(BackendError, "cuda-graphs.capture", FORWARD_BACKWARD, "operation not permitted"):
         step.accumulate(batch)
     assert runs == [4]
-    assert all(layer._cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
+    assert all(layer.state.cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
 
 
 def test_casts_of_weights_do_not_outlive_an_update():
@@ -306,9 +306,11 @@ def test_casts_of_weights_do_not_outlive_an_update():
     model(torch.randn(4, 32))
     step.update()
     model(torch.randn(4, 32))
-    assert any(not layer._cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
+    assert any(
+        not layer.state.cache.casts.is_empty for layer in model if isinstance(layer, QLinear)
+    )
     step.update()
-    assert all(layer._cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
+    assert all(layer.state.cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
 
 
 def test_discarded_gradients_are_zero_and_stay_the_same_tensors():

@@ -120,7 +120,7 @@ def convert(
         for _, quantized in _quantized(model):
             quantized.refuse(None)
         for _, quantized in _quantized(model):
-            _restore(quantized)
+            quantized.restore()
         for module in model.modules():
             module.__dict__.pop(LEFT_BY, None)
         restore_embeddings(model)
@@ -197,7 +197,7 @@ def convert(
     # k and v then share the casts of their input.
     shared = SharedInputs()
     for _, quantized in _quantized(model):
-        quantized.shared_inputs = shared
+        quantized.state.shared_inputs = shared
     if embeddings is not None:
         quantize_embeddings(model, embeddings)
     refuse_fast_path(model)
@@ -348,8 +348,8 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         for layer, was in zip(layers, before, strict=True):
-            # nn.Module.__setattr__ fails if the block ends at interpreter exit.
-            layer.__dict__["is_suspended"] = was
+            # Not `layer.is_suspended`: nn.Module.__setattr__ fails at interpreter exit.
+            layer.state.is_suspended = was
 
 
 def advance(model: nn.Module) -> None:
@@ -374,12 +374,14 @@ def advance(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if isinstance(module, QLinear | QEmbedding)
     }
-    step_end.end_steps({layer: name for layer, name in layers.items() if not layer.step_ended})
+    step_end.end_steps(
+        {layer: name for layer, name in layers.items() if not layer.state.step_ended}
+    )
     for layer in layers:
         # The hook of an optimizer has ended this step already: only clear casts made since.
-        if layer.step_ended:
+        if layer.state.step_ended:
             layer.end_step()
-            layer.__dict__["step_ended"] = False
+            layer.state.step_ended = False
 
 
 def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
@@ -399,24 +401,6 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
 def _quantized(model: nn.Module, verb: str = "convert") -> Iterator[tuple[str, QLinear]]:
     require_module(model, verb)
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QLinear))
-
-
-def _restore(layer: QLinear) -> None:
-    layer.recipe = None
-    if type(layer) is not QLinear:  # a class of other code, for example torch's parametrization
-        return
-    # The attributes that QLinear._become sets. A new one belongs in both lists.
-    own = (
-        "observer is_suspended reason decision _cache precast shared_inputs peers _step_watch step_ended _recipe _plans gathered frozen "
-        "suspects weight_codes reads_last warned_of_ranks warned_of_eval called bypassed missed watch"
-    )
-    for name in own.split():
-        layer.__dict__.pop(name)
-    step_end.forget(layer)
-    for name in ("scaling", "steps", "sampling"):
-        layer._modules.pop(name, None)
-        layer.__dict__.pop(name, None)
-    layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:

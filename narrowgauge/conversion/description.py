@@ -223,7 +223,7 @@ def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
         grad_weight=str(recipe.grad_weight) + kept,
         backend=backends["output"] if len(set(backends.values())) == 1 else backend,
         notes=(*_notes(model, name, layer), *_four_bit_notes(layer, recipe)),
-        sends="" if layer.peers is None else layer.peers.describe_traffic(layer),
+        sends="" if layer.state.peers is None else layer.state.peers.describe_traffic(layer),
         emulated=any(why_emulated(gemm, layer.weight.device) for gemm in recipe.gemms().values()),
     )
 
@@ -271,7 +271,7 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
 
         if words := cut_tiles(layer.weight, layer.recipe):
             yield Note(words, code="cut-tiles")
-    if layer.bypassed:
+    if layer.state.is_bypassed:
         yield Note(
             "its weight was multiplied without calling it in training: there the recipe takes no effect",
             code="bypassed",

@@ -19,16 +19,15 @@ from typing import TypeVar
 
 from torch import nn
 
-from narrowgauge.conversion import _restore
 from narrowgauge.conversion.embeddings import quantized_embeddings
 from narrowgauge.conversion.fast_path import refuse_fast_path
 from narrowgauge.errors import ConfigError, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.converted_state import ADDED
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.linear_state import ADDED
 from narrowgauge.structure import plain_name, require_module
 
 Kind = TypeVar("Kind", nn.Linear, nn.Embedding)
@@ -90,7 +89,7 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
     shared = SharedInputs()
     for layer in reference.modules():
         if isinstance(layer, QLinear):
-            layer.shared_inputs = shared
+            layer.state.shared_inputs = shared
     # `fuse` leaves this attribute on the model that it was called with.
     if any("_not_fused" in module.__dict__ for module in policy.modules()):
         fuse_producers(reference)
@@ -179,7 +178,7 @@ def _prefixes(names: Mapping[str, object], others: Mapping[str, object]) -> tupl
 def _follow(source: nn.Linear, target: nn.Linear) -> None:
     if not isinstance(source, QLinear):
         if isinstance(target, QLinear):
-            _restore(target)
+            target.restore()
         return
     layer = target if isinstance(target, QLinear) else QLinear.adopt(target, None)
     layer.recipe = source.recipe  # first: the setter resets reason, decision and state

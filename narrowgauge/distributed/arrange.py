@@ -119,7 +119,7 @@ def _detect(
         for layer, name in layers.items()
     }
     for layer, peers in state.layers.items():
-        layer.peers = peers
+        layer.state.peers = peers
 
     topology.exclude_from_broadcasts(model, layers)
     if weights == "codes":

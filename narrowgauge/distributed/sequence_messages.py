@@ -205,7 +205,7 @@ def _operand(layer: QLinear, role: str, like: Tensor) -> Operand:
 
 def _cache_casts(found: DTensor, operand: Operand, reader: QLinear, layers: list[QLinear]) -> None:
     whole: Any = local_part(found)
-    shared = reader.shared_inputs
+    shared = reader.state.shared_inputs
     if shared is None:
         return
     operand.tensor = whole.reshape(-1, whole.shape[-1])

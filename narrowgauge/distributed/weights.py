@@ -449,7 +449,7 @@ def install(model: nn.Module, topology: Topology, state: DistributedState) -> We
             if others
             else _gathered_weight(layer, peers.name, topology)
         )
-        before = layer.gathered
+        before = layer.state.gathered
         if isinstance(found, str):
             reasons[layer] = found
             if before is not None and before.was_gathered:
@@ -458,7 +458,7 @@ def install(model: nn.Module, topology: Topology, state: DistributedState) -> We
                     "Build the model anew, and distribute it once as it shall be.",
                     code="weight-codes.changed",
                 )
-            layer.gathered = None
+            layer.state.gathered = None
             continue
         if before is not None and before.was_gathered and before.coder.width != found.coder.width:
             raise ConfigError(
@@ -467,7 +467,7 @@ def install(model: nn.Module, topology: Topology, state: DistributedState) -> We
                 code="weight-codes.other-recipe",
             )
         found.was_gathered, found.state = before is not None and before.was_gathered, state
-        layer.gathered = gathered[layer] = found
+        layer.state.gathered = gathered[layer] = found
         found.attach()
     for module, layers in _by_owner(topology, gathered).items():
         # After FSDP's pre-hook: compiled code then sees the same strides in every step. Freed
@@ -481,16 +481,16 @@ def install(model: nn.Module, topology: Topology, state: DistributedState) -> We
 def uninstall(state: DistributedState) -> None:
     """Return to torch's 16-bit all-gather. Raises ConfigError once codes have been sent."""
     for layer, peers in state.layers.items():
-        if layer.gathered is None:
+        if layer.state.gathered is None:
             continue
-        if layer.gathered.was_gathered:
+        if layer.state.gathered.was_gathered:
             raise ConfigError(
                 f"distribute: the weight of {peers.name!r} has travelled as codes, which fully_shard goes on with. "
                 'Take weights="codes", or build the model anew.',
                 code="weight-codes.not-codes",
             )
-        layer.gathered.detach()
-        layer.gathered = None
+        layer.state.gathered.detach()
+        layer.state.gathered = None
 
 
 def _by_owner(topology: Topology, layers: Iterable[QLinear]) -> dict[nn.Module, list[QLinear]]:
@@ -508,15 +508,15 @@ def _by_owner(topology: Topology, layers: Iterable[QLinear]) -> dict[nn.Module, 
 def _free_storage(layers: list[QLinear], *_: Any) -> None:
     """Forward pre-hook after FSDP's own: free the storage of the gathered parameters."""
     for layer in layers:
-        if layer.gathered is not None:
-            layer.gathered.free_storage(layer.weight)
+        if layer.state.gathered is not None:
+            layer.state.gathered.free_storage(layer.weight)
 
 
 def _gathered_weight(layer: QLinear, name: str, topology: Topology) -> GatheredWeight | str:
     """Return the GatheredWeight of a layer, or the reason against it; the same on all ranks."""
     weight, mesh = layer._parameters.get("weight"), topology.mesh
-    if layer.gathered is not None:
-        weight = layer.gathered.parameter
+    if layer.state.gathered is not None:
+        weight = layer.state.gathered.parameter
     if mesh is None or not isinstance(weight, DTensor):
         return "fully_shard does not shard it"
     if layer.recipe is None:

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
 from narrowgauge.fuse.forward import OWN_CODE, FusedForward, Fusion
-from narrowgauge.fuse.saving import RecomputedOutput, SavedLayout, SavePolicy, quantize_input
+from narrowgauge.fuse.saving import RecomputedOutput, SavedLayout, quantize_input
 from narrowgauge.nn import transforms
 from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.caches import CacheStats
+from narrowgauge.nn.keep_policy import SavePolicy, producer_policy
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.observer import needs_x
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
@@ -109,16 +111,13 @@ class FusedModule(FusedForward):
 
     def save_policy(self, operand: Operand) -> SavePolicy:
         """Choose the tensors to save for backward, from the first reader's operand."""
-        if not operand.context.grads:
-            return "both"
-        if (
+        shares_codes = (
             self.save in NARROW
             and self.kind.is_norm
-            and operand.keeps_codes
+            and operand.saves_codes
             and operand.plan.transposes
-        ):
-            return "outputs"
-        return "inputs" if operand.can_be_made_again else "both"
+        )
+        return producer_policy(operand.context.keep.grads, shares_codes, operand.is_recomputable)
 
     @torch.no_grad()
     def _hand_over(self, y: Tensor, reader: QLinear, operand: Operand) -> None:
@@ -127,7 +126,7 @@ class FusedModule(FusedForward):
         Readers with the same recipe get the first reader's amax state.
         """
         # The cache goes by the tensor itself, so y must be the object that the readers receive.
-        inputs = None if reader.shared_inputs is None else reader.shared_inputs.of(y)
+        inputs = None if reader.state.shared_inputs is None else reader.state.shared_inputs.of(y)
         if inputs is None or y.shape[-1] != reader.in_features:
             return
         if operand.casts.is_empty:
@@ -298,9 +297,11 @@ class _Function(torch.autograd.Function):
         )
         for layer, each in zip(fused.sources, gradients, strict=False):
             if each.plain is not None:
-                shared: Any = layer.shared_inputs
+                assert isinstance(layer, QLinear) and layer.state.shared_inputs is not None
                 # The source's backward finds the cast by this gradient tensor.
-                shared.gradients.put(each.value, Casts(each.plain, each.transposed, each.amax))
+                layer.state.shared_inputs.gradients.put(
+                    each.value, Casts(each.plain, each.transposed, each.amax)
+                )
         return (
             None,
             None,
@@ -312,15 +313,6 @@ class _Function(torch.autograd.Function):
         )
 
 
-def _observer_needs_input(layer: QLinear) -> bool:
-    """Return True if an observer needs x in backward, which fused functions may not save.
-
-    See `nn.observer.ProductObserver`. Other observers see the tensors of the actual step. Refusing
-    those would make an observed step differ from an unobserved one.
-    """
-    return hasattr(layer.observer, "multiplied") and getattr(layer.observer, "keeps_inputs", True)
-
-
 def refuse_reader(layer: QLinear) -> str | None:
     """Return the reason why a layer cannot use a cast made elsewhere, or None."""
     if layer.recipe is None or layer.is_suspended:
@@ -329,9 +321,11 @@ def refuse_reader(layer: QLinear) -> str | None:
         return f"recipe {layer.recipe.name} does not cast its input"
     if layer.recipe.backward == "straight-through":
         return f"recipe {layer.recipe.name} works on the codes of a rotated or learned cast"
-    if _observer_needs_input(layer):
+    # Fused functions may not save x. Other observers see the tensors of the actual step: refusing
+    # those would make an observed step differ from an unobserved one.
+    if needs_x(layer.observer):
         return "an observer needs its input in backward"
-    if layer.shared_inputs is None:
+    if layer.state.shared_inputs is None:
         return "shares no inputs"
     rotates_saved_input = (
         layer.recipe.save == "quantized" and layer.recipe.grad_weight.rotate is not None
@@ -362,7 +356,7 @@ def _requested_cast(operand: Operand, policy: SavePolicy) -> CastRequest | str:
     plan, cast, transposed = (
         operand.plan,
         operand.plan.rows,
-        operand.keeps_codes and policy != "inputs",
+        operand.saves_codes and policy != "inputs",
     )
     if cast is None or isinstance(cast.calibrate, LearnedStep):
         return "the input is not cast, or by a learned step"
@@ -378,11 +372,11 @@ def _gradient_request(layer: nn.Module | None) -> CastRequest | None:
         not isinstance(layer, QLinear)
         or layer.recipe is None
         or layer.is_suspended
-        or _observer_needs_input(layer)
+        or needs_x(layer.observer)
     ):
         return None
     gy = layer.plan(layer.weight.device).gy
-    if layer.shared_inputs is None or not layer.weight.requires_grad:
+    if layer.state.shared_inputs is None or not layer.weight.requires_grad:
         return None
     if not gy.pairs or gy.rows is None or gy.rows.rounding != "nearest":
         return None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +32,6 @@ from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, DelayedScaling
 from narrowgauge.scaling import from_exponents, to_exponents
-
-# "inputs": the readers recompute y from the function's inputs. "outputs": the function's backward
-# uses the readers' codes of y.T. "both": each saves its own.
-SavePolicy = Literal["inputs", "outputs", "both"]
 
 
 def quantize_input(x: Tensor, cast: Cast) -> Kept:
@@ -163,7 +159,7 @@ class RecomputedOutput(Again):
 def _requests(operand: Operand, amax: Tensor | None) -> list[CastRequest | None]:
     """Return the casts to try in order: y.T in the same kernel if backward needs it, then none."""
     plan = operand.plan
-    if not (operand.keeps_codes and plan.pairs and plan.transposes) or plan.cols is None:
+    if not (operand.saves_codes and plan.pairs and plan.transposes) or plan.cols is None:
         return [None]
     live = None
     # The same scale as in forward: an amax state whose `in_use` entry is forward's amax.

@@ -200,9 +200,10 @@ def _replace_by_codes(layer: QLinear) -> int:
     # Casts of the 16-bit weight are obsolete from here on.
     layer.empty_cache()
     before = layer.weight.nbytes
-    layer.frozen = FrozenWeight(layer)
-    layer.frozen.hold(layer)
-    return before - layer.frozen.nbytes
+    frozen = FrozenWeight(layer)
+    layer.put_submodule("frozen", frozen)
+    frozen.hold(layer)
+    return before - frozen.nbytes
 
 
 def train_only(

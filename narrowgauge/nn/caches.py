@@ -8,7 +8,7 @@
 
 `lookup(operand)` returns a Casts object, possibly empty, to which new casts are added, or None for
 an unknown tensor. Other sources (gathered codes, codes of a message) implement `lookup` and are
-listed in `LinearContext.sources`.
+listed in `CastSources`.
 
 All caches compare one key, `addresses.validity`. It contains `_version`, which does
 not change on writes through `.data`, NumPy or raw pointers, so `weight_cache` compares
@@ -86,16 +86,16 @@ class InputCasts:
 
         Memory is then free before the input itself is. reader: the layer, after it took its casts.
         """
-        if reader.reads_last:
+        if reader.state.is_last_reader:
             self.made.clear()
 
     def close(self) -> None:
         """Note which layer read the entry last, for `was_read` in the next pass."""
         readers = [each for found in self.readers.values() if (each := found()) is not None]
         for each in readers:
-            # nn.Module.__setattr__ fails at interpreter exit: an input may be
-            # freed after torch's globals.
-            each.__dict__["reads_last"] = each is readers[-1]
+            # A field of `state`, since nn.Module.__setattr__ fails at interpreter exit: an input may
+            # be freed after torch's globals.
+            each.state.is_last_reader = each is readers[-1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:
         """Attach casts to the input, for every layer whose operand has the same key."""
@@ -106,7 +106,7 @@ class InputCasts:
 def _precast_key(operand: Operand) -> Key:
     """The settings on which layers must agree to use one cast of x by its producer."""
     plan = operand.plan
-    cols = plan.cols if operand.keeps_codes else None
+    cols = plan.cols if operand.saves_codes else None
     return plan.rows, plan.rows_expand, cols, cols is not None and plan.transposes
 
 

@@ -20,6 +20,7 @@ out from the paper's code: a rotation of the rows and a rounding of their gradie
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -29,12 +30,20 @@ from narrowgauge.addresses import is_compiling
 from narrowgauge.formats import INT4, INT8, IntFormat
 from narrowgauge.nn import step_end, transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
+from narrowgauge.nn.converted_state import SETTING, ConvertedState, StateField
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.recipe import LearnedStep
 
 Codes = Literal["int4", "int8"]
 FORMATS: dict[str, IntFormat] = {"int4": INT4, "int8": INT8}
 WEIGHT = "w"
+
+
+@dataclass(eq=False, kw_only=True)
+class EmbeddingState(ConvertedState):
+    """The attributes of a QEmbedding. format: INT4 or INT8."""
+
+    format: IntFormat = field(default=INT8, metadata=SETTING)
 
 
 class QEmbedding(nn.Embedding):
@@ -47,9 +56,10 @@ class QEmbedding(nn.Embedding):
     is_suspended  True: return the rows unquantized
     """
 
-    format: IntFormat
+    state: EmbeddingState
     steps: LearnedSteps
-    is_suspended: bool
+    format = StateField[IntFormat]()
+    is_suspended = StateField[bool]()
     __prepare_scriptable__ = transforms.refuse_script  # called by torch.jit.script
     qconfig = property(None, transforms.refuse_qconfig)  # set by torch.ao.quantization
 
@@ -61,8 +71,8 @@ class QEmbedding(nn.Embedding):
         """
         module.__class__ = cls
         assert isinstance(module, cls)
-        module.format, module.is_suspended = FORMATS[codes], False
-        module._for_step_end()
+        module.state = EmbeddingState(format=FORMATS[codes])
+        step_end.follow_layer(module)
         steps = LearnedSteps({WEIGHT: LearnedStep(cold_steps=1)}, module.weight.device)
         module.steps = steps.requires_grad_(module.weight.requires_grad)
         return module
@@ -71,12 +81,11 @@ class QEmbedding(nn.Embedding):
         """Turn it into an nn.Embedding again, in place."""
         step_end.forget(self)
         del self.steps
-        for name in ("format", "is_suspended", "step_ended"):
-            del self.__dict__[name]
+        del self.__dict__["state"]
         self.__class__ = nn.Embedding  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.is_suspended:
+        if self.state.is_suspended:
             return super().forward(input)
         if not isinstance(input, Tensor):
             found: Tensor = transforms.leaf(self, input)
@@ -114,13 +123,7 @@ class QEmbedding(nn.Embedding):
 
     # --- interface that `step_end` requires of a layer
 
-    recipe = peers = scaling = sampling = None  # ranks exchange nothing: equal weights, equal steps
-    warned_of_ranks = False
-    suspects = ()  # no casts are cached, so no write can be missed
-
-    def _for_step_end(self) -> None:
-        self.step_ended = False
-        step_end.follow_layer(self)
+    recipe = scaling = sampling = None  # ranks exchange nothing: equal weights, equal steps
 
     def end_step(self) -> None:
         """Do nothing: the learned step is the only state."""
@@ -130,7 +133,10 @@ class QEmbedding(nn.Embedding):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._for_step_end()
+        step_end.follow_layer(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"state": self.state.copied()}
 
 
 class _Rounded(torch.autograd.Function):

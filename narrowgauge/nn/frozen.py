@@ -35,6 +35,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn import coded_weight
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.coded_weight import CodedWeight
+from narrowgauge.nn.linear_context import CastSources
 from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
@@ -195,8 +196,7 @@ class FrozenWeight(LayerState):
 
     def drop(self, layer: QLinear) -> None:
         """Detach the codes: the layer computes with its weight from now on."""
-        del layer.frozen  # from _modules; the next line sets a plain attribute
-        layer.frozen = None
+        layer.put_submodule("frozen", None)
         layer.empty_cache()
 
     def move(self, layer: QLinear, moving: Callable[[], object]) -> None:
@@ -292,7 +292,7 @@ def refuse(layer: QLinear) -> str:
     recipe: Recipe | None = layer.recipe
     if recipe is None:
         return "no recipe casts it"
-    if layer.gathered is not None or type(layer.weight).__name__ == "DTensor":
+    if layer.state.gathered is not None or type(layer.weight).__name__ == "DTensor":
         return "ranks share it"
     if recipe.backward == "straight-through":
         return f"{recipe.name} multiplies straight-through, which needs the weight in backward"
@@ -313,7 +313,7 @@ def _cast(layer: QLinear, weight: Tensor) -> QTensor:
     """Quantize such a weight as the `output` GEMM would, [N, K]."""
     context = layer.context(weight)
     # Neither read nor fill the caches: the weight may be another than the layer's.
-    context.sources, context.cache = {}, None
+    context.sources = CastSources()
     operand = find("w", weight.detach(), context, (False, False), layer.amax_state("w"))
     found = operand.rows(Rotation.draw(context.plan.w.rows_rotate, weight))
     assert isinstance(found, QTensor)

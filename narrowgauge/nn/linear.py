@@ -6,7 +6,7 @@ they are passed. linear_function.py has the GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,22 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 from narrowgauge.addresses import is_compiling, type_of, wrapper
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
-from narrowgauge.nn.caches import NUMBERS, InputCasts, SharedInputs
+from narrowgauge.nn.caches import NUMBERS, InputCasts
+from narrowgauge.nn.converted_state import ADDED, SUBMODULES, StateField
+from narrowgauge.nn.keep_policy import WeightCodes, keep_policy, resolved
+from narrowgauge.nn.linear_context import (
+    NO_PROGRESS,
+    ONE_RANK,
+    CastSources,
+    LinearContext,
+    RankOptions,
+    RecipeProgress,
+)
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
+from narrowgauge.nn.linear_state import LinearState
+from narrowgauge.nn.observer import Observation, Observer, needs_x
 from narrowgauge.nn.operands import Casts
-from narrowgauge.nn.plan import PRODUCTS, LinearContext, LinearPlan, Observer
-from narrowgauge.nn.weight_codes import WeightCodes, chosen
+from narrowgauge.nn.plan import PRODUCTS, LinearPlan
 from narrowgauge.ops.registry import device_facts, imported
 from narrowgauge.recipe import Recipe
 
@@ -30,23 +41,10 @@ if TYPE_CHECKING:
     from narrowgauge.nn.learned_step import LearnedSteps
     from narrowgauge.nn.leverage_score import RowSampling
     from narrowgauge.nn.sharded import Locals
-    from narrowgauge.nn.step_watch import StepWatch
     from narrowgauge.nn.weight_cache import WeightCache
-    from narrowgauge.ops.fingerprint import Readback
-    from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 
 __all__ = ["Observer", "QLinear", "WeightCodes", "linear"]
 
-_ADDED = ("scaling", "steps", "sampling")  # submodules that recipes add
-_NOT_COPIED = (
-    "_cache",
-    "precast",
-    "observer",
-    "peers",
-    "gathered",
-    "watch",
-    "_step_watch",
-)  # None in a copy
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Function.apply searches every argument for transforms and for tensors that a finished transform
 # has left behind: 2 us. Eager mode calls the C++ `apply` directly. `_check` has found that no
@@ -68,8 +66,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
         imported(_REFUSALS, "refuse_recipe")(recipe)
     _check(x, weight, bias, recipe)
     plan = plan_of(recipe, x.device, wrapper(x, weight))
-    is_cpu = device_facts(x.device.type, x.device.index).type == "cpu"
-    context = LinearContext(plan, _out_dtype(x), keeps_x=is_cpu and not plan.x.transposes)
+    keep = keep_policy(
+        save=recipe.save,
+        casts_once=plan.x.transposes,
+        device_type=device_facts(x.device.type, x.device.index).type,
+        weight_codes="auto",
+        weight="recast" if is_compiling() else "none",
+    )
+    context = LinearContext(plan=plan, out_dtype=_out_dtype(x), keep=keep)
     y: Tensor = LinearFunction.apply(_rows(x), weight, bias, context, None, None, None)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -82,29 +86,26 @@ class QLinear(nn.Linear):
     reset. A state dict without any state of the recipe leaves the layer's state unchanged, with a
     warning. A partial one raises an error.
 
+    state          LinearState: everything that a recipe adds to the layer, but for submodules
     observer       receives every operand in eager mode, and results if it has `multiplied`; see
                    `Observer` and `observer.ProductObserver`
     is_suspended   True: compute as nn.Linear
-    weight_codes   "auto", "recast" or "step", see `weight_codes`
+    weight_codes   "auto", "recast" or "step", see `keep_policy`
     reason         why `convert` chose another recipe than requested, for `describe`; '' if it did
                    not
     decision       decision of recipe "auto" (narrowgauge.conversion.auto.Decision), else None
     scaling        ModuleDict role -> AmaxHistory under delayed scaling, else None
     steps          LearnedSteps, or None
     sampling       RowSampling, or None
-    precast        casts of the weight that the optimizer's step leaves, or None
-    shared_inputs  cache of x's casts, shared by all layers of a model
-    peers          (distributed.state.Peers) ranks that hold the layer; None without
-                   `distribute`
-    gathered       (distributed.weights.GatheredWeight) codes from other ranks; None
-    frozen         (nn.frozen.FrozenWeight) codes that replace the weight; None
-    step_ended     an optimizer of torch ended the step, and no other step has begun
-    suspects       comparisons of reused casts with the weight, read at a later step's end
+    frozen         (nn.frozen.FrozenWeight) codes that replace the weight, or None
     """
 
-    scaling: nn.ModuleDict | None
-    steps: LearnedSteps | None
-    sampling: RowSampling | None
+    state: LinearState
+    observer = StateField["Observer | None"]()
+    is_suspended = StateField[bool]()
+    weight_codes = StateField["WeightCodes"]()
+    reason = StateField[str]()
+    decision = StateField["object | None"]()
     __prepare_scriptable__ = imported(_TRANSFORMS, "refuse_script")  # called by torch.jit.script
     qconfig = property(
         None, imported(_TRANSFORMS, "refuse_qconfig")
@@ -129,38 +130,30 @@ class QLinear(nn.Linear):
         return module
 
     def _become(self, recipe: Recipe | str | None) -> None:
-        self.observer: Observer | None = None
-        self.is_suspended = False
-        self.reason = ""
-        self.decision: object | None = None
-        # conversion._restore and diagnose.blame.undisturbed list these
-        # attributes: add new ones there.
-        self.precast: PrecastWeight | None = None
-        self.shared_inputs: SharedInputs | None = None
-        # Any, since importing their types would be a cycle.
-        self.peers: Any = None
-        self.gathered: Any = None
-        self.frozen: Any = None
-        self.warned_of_ranks = self.warned_of_eval = self.warned_of_float16 = False
-        self.float16_steps = 0
-        self.weight_codes: WeightCodes = "auto"
-        self.reads_last = False  # the layer was the last reader of its previous input (nn.caches)
-        # nn.reached: called in this step; weight multiplied without a call; steps without a call.
-        self.called = self.bypassed = False
-        self.missed, self.watch = 0, None
-        self.step_ended = False
-        self._cache: WeightCache | None = None
-        self._step_watch: StepWatch | None = None  # detects training without `advance`
-        self.suspects: tuple[Readback, ...] = ()
-        self._recipe: Recipe | None = None
-        self._plans: dict[tuple[torch.device, str, bool], LinearPlan] = {}
-        self.scaling = self.steps = self.sampling = None
+        self.state = LinearState()
         self.recipe = recipe
         step_end.follow_layer(self)
 
+    # Properties, since a missing submodule would go through nn.Module.__getattr__ at every call.
+    @property
+    def scaling(self) -> nn.ModuleDict | None:
+        return self._modules.get("scaling")  # type: ignore[return-value]
+
+    @property
+    def steps(self) -> LearnedSteps | None:
+        return self._modules.get("steps")  # type: ignore[return-value]
+
+    @property
+    def sampling(self) -> RowSampling | None:
+        return self._modules.get("sampling")  # type: ignore[return-value]
+
+    @property
+    def frozen(self) -> Any:
+        return self._modules.get("frozen")
+
     @property
     def recipe(self) -> Recipe | None:
-        return self._recipe
+        return self.state.recipe
 
     @recipe.setter
     def recipe(self, recipe: Recipe | str | None) -> None:
@@ -172,7 +165,7 @@ class QLinear(nn.Linear):
             imported(_REFUSALS, "refuse_recipe")(recipe, "QLinear.recipe")
         self.refuse(recipe)
         self.compute_as(recipe)
-        self.reason, self.decision = "", None
+        self.state.reason, self.state.decision = "", None
         with torch.inference_mode(False):  # tensors made in inference mode cannot be trained later
             self.renew_state()
 
@@ -180,7 +173,7 @@ class QLinear(nn.Linear):
         """Raise ConfigError if the layer cannot have this recipe."""
         if self.frozen is not None and not self.frozen.serves(recipe):
             raise ConfigError(
-                f"QLinear.recipe: the weight was frozen as codes of recipe {self._recipe and self._recipe.name!r}, which no other recipe "
+                f"QLinear.recipe: the weight was frozen as codes of recipe {self.recipe and self.recipe.name!r}, which no other recipe "
                 "reads. Call narrowgauge.memory.thaw(model) first, which gives back what they decode to.",
                 code="freeze.other-recipe",
             )
@@ -190,7 +183,8 @@ class QLinear(nn.Linear):
 
         Amax histories, learned steps and sampling stay as the recipe before left them.
         """
-        self._recipe, self._plans, self._step_watch = recipe, {}, None
+        state = self.state
+        state.recipe, state.plans, state.step_watch = recipe, {}, None
         self.empty_cache()
 
     def renew_state(self) -> None:
@@ -199,7 +193,7 @@ class QLinear(nn.Linear):
         Learned steps with the settings of the old recipe stay the same parameters. New ones require
         a gradient if the weight does, so a frozen layer stays frozen as a whole.
         """
-        device, recipe = self.weight.device, self._recipe
+        device, recipe = self.weight.device, self.recipe
         windows, steps, samples = {}, {}, {}
         if recipe is not None:
             windows, steps, samples = (
@@ -207,26 +201,36 @@ class QLinear(nn.Linear):
                 recipe.learned_steps(),
                 recipe.samplers(),
             )
-        self.scaling = self.sampling = None
+        self.put_submodule("scaling", None)
+        self.put_submodule("sampling", None)
         if windows:
             from narrowgauge.nn.amax_history import AmaxHistory
 
-            self.scaling = nn.ModuleDict(
-                {role: AmaxHistory(each, device) for role, (each, _) in windows.items()}
-            )
+            histories = {role: AmaxHistory(each, device) for role, (each, _) in windows.items()}
+            self.put_submodule("scaling", nn.ModuleDict(histories))
         # An optimizer may hold the parameters: keep them if the settings agree.
         if self.steps is not None and self.steps.settings == steps:
             self.steps.reset_parameters()
         else:
-            self.steps = None
+            self.put_submodule("steps", None)
         if steps and self.steps is None:
             from narrowgauge.nn.learned_step import LearnedSteps
 
-            self.steps = LearnedSteps(steps, device).requires_grad_(self.weight.requires_grad)
+            made = LearnedSteps(steps, device).requires_grad_(self.weight.requires_grad)
+            self.put_submodule("steps", made)
         if samples:
             from narrowgauge.nn.leverage_score import RowSampling
 
-            self.sampling = RowSampling(samples, device)
+            self.put_submodule("sampling", RowSampling(samples, device))
+
+    def put_submodule(self, name: str, module: nn.Module | None) -> None:
+        """Add, replace or remove one of SUBMODULES.
+
+        nn.Module's own assignment refuses None, and `add_module` the name of a property.
+        """
+        self._modules.pop(name, None)
+        if module is not None:
+            self._modules[name] = module
 
     def empty_cache(self, keep: bool = False) -> None:
         """Drop the quantized weight.
@@ -235,7 +239,8 @@ class QLinear(nn.Linear):
               the optimizer's step stay: they belong to the weight as it is now, unless it is
               written
         """
-        before = self._cache
+        state = self.state
+        before = state.cache
         if keep or before is not None:
             from narrowgauge.nn.weight_cache import WeightCache  # not needed for inference
 
@@ -244,91 +249,89 @@ class QLinear(nn.Linear):
             # reads it without waiting.
             for changed in (
                 before.changed,
-                None if self.precast is None else self.precast.taken_changed(),
+                None if state.precast is None else state.precast.taken_changed(),
             ):
                 if changed is not None:
                     from narrowgauge.ops.fingerprint import Readback
 
-                    self.suspects += (Readback(changed),)
-            # nn.Module.__setattr__ costs 2 us.
-            self.__dict__["_cache"] = before.renewed(self.recasts)
-        if not keep and self.precast is not None:
-            self.precast.forget()
-        if self.carried is not None:
-            self.carried.invalidate()
+                    state.write_checks += (Readback(changed),)
+            state.cache = before.renewed(self.recasts)
+        if not keep and state.precast is not None:
+            state.precast.forget()
+        if (source := self.code_source) is not None:
+            source.invalidate()
 
     @property
-    def carried(self) -> Any:
+    def code_source(self) -> Any:
         """The holder of the weight's codes while the parameter has no memory; None if it has."""
-        return self.gathered if self.frozen is None else self.frozen
+        # Not by the property `frozen`: every call of the layer and every step come here.
+        frozen: Any = self._modules.get("frozen")
+        return self.state.gathered if frozen is None else frozen
 
     @contextmanager
     def keeping_apart(self) -> Iterator[None]:
         """Inside the block, cache weight casts apart: the cache from before returns at the end."""
-        before = self._cache
+        before = self.state.cache
         if before is None or not before.is_given:
             from narrowgauge.nn.weight_cache import WeightCache
 
-            self._cache = WeightCache(recasts=self.recasts)
+            self.state.cache = WeightCache(recasts=self.recasts)
         try:
             yield
         finally:
-            self._cache = before
+            self.state.cache = before
 
     def stop_keeping(self) -> None:
         """Stop caching weight casts, as before the first `empty_cache(keep=True)`."""
-        self._cache = None
+        self.state.cache = None
 
     @property
     def recasts(self) -> bool:
         """True if backward recasts the weight instead of reading cached codes."""
         weight = self._parameters.get("weight")
         device = (self.weight if weight is None else weight).device
-        return chosen(self.weight_codes, device_facts(device.type, device.index).type) == "recast"
-
-    def _keeps_x(self, plan: LinearPlan, device: torch.device) -> bool:
-        """True on a CPU if x.T needs its own cast and weight_codes is not "recast".
-
-        See `LinearContext`.
-        """
-        if plan.x.transposes or plan.recipe.save != "quantized" or self.weight_codes == "recast":
-            return False
-        return device_facts(device.type, device.index).type == "cpu"
+        return (
+            resolved(self.state.weight_codes, device_facts(device.type, device.index).type)
+            == "recast"
+        )
 
     def kept_casts(self) -> list[Casts]:
-        return [] if self._cache is None else [self._cache.casts]
+        return [] if self.state.cache is None else [self.state.cache.casts]
 
     def end_step(self) -> None:
         """End a step, for every recipe: drop casts of the weight and of inputs."""
         self.empty_cache(keep=True)
-        if self.shared_inputs is not None:
-            self.shared_inputs.clear()
-        self.__dict__["_step_watch"] = None
+        if self.state.shared_inputs is not None:
+            self.state.shared_inputs.clear()
+        self.state.step_watch = None
 
     def take_casts(self, casts: Casts) -> None:
         """Use these casts until the next `empty_cache`, even if the weight is written."""
         from narrowgauge.nn.weight_cache import WeightCache
 
-        self._cache = WeightCache(casts, is_given=True)
+        self.state.cache = WeightCache(casts, is_given=True)
 
     def forward(self, input: Tensor) -> Tensor:
         x, compiling = input, is_compiling()
+        state, frozen = self.state, self.frozen
+        recipe = state.recipe
         if not compiling:
-            self.__dict__["called"] = True  # nn.Module.__setattr__ costs a microsecond
-            if self.frozen is not None:
-                self.frozen.check(self)  # may drop the codes, so read `carried` afterwards
-        carried = self.carried
-        if carried is not None:
+            state.was_called = True
+            if frozen is not None:
+                frozen.check(self)  # may drop the codes
+                frozen = self.frozen
+        source = state.gathered if frozen is None else frozen
+        if source is not None:
             if not compiling:
-                if self.frozen is None:
+                if frozen is None:
                     # FSDP has filled the parameter for this pass. The codes
                     # replace it, so free its memory.
-                    carried.free_storage(self.weight)
-            elif self.is_suspended or not (carried.serves(self._recipe) and carried.joins_graphs):
+                    source.free_storage(self.weight)
+            elif state.is_suspended or not (source.serves(recipe) and source.joins_graphs):
                 return self._forward_eagerly(x)
-        if self._recipe is None or self.is_suspended:
-            original = self.weight if carried is None else carried.original(self.weight)
-            if self._recipe is None or compiling:
+        if recipe is None or state.is_suspended:
+            original = self.weight if source is None else source.original(self.weight)
+            if recipe is None or compiling:
                 return nn.functional.linear(x, original, self.bias)
             from narrowgauge.nn.suspended_linear import suspended_linear
 
@@ -337,10 +340,10 @@ class QLinear(nn.Linear):
             return imported(_TRANSFORMS, "leaf")(self, x)
         parameters = self._parameters  # lacks a weight under torch's parametrization
         weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
-        if self.frozen is not None:
-            weight = self.frozen.placeholder(weight)
+        if frozen is not None:
+            weight = frozen.placeholder(weight)
         bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
-        _check(x, weight, bias, self._recipe)
+        _check(x, weight, bias, recipe)
         apply: Any = LinearFunction.apply
         if not compiling:
             apply, x, weight = _APPLY, _UNWRAPPED(x), _UNWRAPPED(weight)
@@ -354,26 +357,18 @@ class QLinear(nn.Linear):
             x, weight, bias, owner = local.x, local.weight, local.bias, local.owner
         # A pass without gradients reads no cached cast: evaluation may run
         # on averaged or merged weights.
-        context, inputs = self.context(x, self._cache if torch.is_grad_enabled() else None), None
+        context, inputs = self.context(x, state.cache if torch.is_grad_enabled() else None), None
         if not compiling:
             if (
-                self.shared_inputs is not None
-                and (inputs := self.shared_inputs.of(x, self, owner)) is not None
+                state.shared_inputs is not None
+                and (inputs := state.shared_inputs.of(x, self, owner)) is not None
             ):
-                context.sources["x"] = [inputs]
+                context.sources.by_role["x"] = [inputs]
             if (window := self.window("x")) is not None:
-                context.x_window = self._window_key(window, inputs)
-            if (
-                context.cache is not None
-                and context.cache.recasts
-                and self._recipe.save == "quantized"
-            ):
-                from narrowgauge.nn.kept_inputs import stays  # for recipes that save codes of x
-
-                context.keeps_x = stays(x)
-            if context.grads and self.training and self._remembers:
-                if self.step_ended:
-                    self.step_ended = False
+                context.sources.x_history_key = self._history_key(window, inputs)
+            if context.keep.grads and self.training and self._remembers:
+                if state.step_ended:
+                    state.step_ended = False
                 self._expect_advance(weight)
         try:
             y: Tensor = apply(
@@ -385,15 +380,17 @@ class QLinear(nn.Linear):
         except (RuntimeError, TypeError) as error:
             raise imported(_TRANSFORMS, "explained")(error, x, weight, bias)  # noqa: B904
         finally:
-            context.sources.pop("x", None)  # backward holds the context, which must not hold casts
+            context.sources.by_role.pop(
+                "x", None
+            )  # backward holds the context, which must not hold casts
             if inputs is not None:
                 inputs.was_read(self)
 
-    def _window_key(self, window: AmaxHistory, inputs: InputCasts | None) -> Hashable:
-        """Return `LinearContext.x_window` and note that the amax history recorded this input."""
+    def _history_key(self, window: AmaxHistory, inputs: InputCasts | None) -> Hashable:
+        """Return `CastSources.x_history_key` and note that the amax history recorded this input."""
         lineage, groups = (
             window.lineage(),
-            () if self.peers is None else tuple(map(id, self.peers.groups)),
+            () if (peers := self.state.peers) is None else tuple(map(id, peers.groups)),
         )
         if self.training:
             window.saw(next(NUMBERS) if inputs is None else inputs.number)
@@ -410,36 +407,12 @@ class QLinear(nn.Linear):
         x      an input, for its dtype and device
         cache  cache of weight casts, in eager mode only
         """
-        assert self._recipe is not None
-        steps, sampling, out_dtype = self.steps, self.sampling, _out_dtype(x)
-        is_cold, sampled = (
-            steps is not None and steps.is_cold,
-            () if sampling is None else sampling.active,
-        )
+        state = self.state
+        assert state.recipe is not None
         if is_compiling():
-            plan = plan_of(self._recipe, x.device)
-            by_rows = self.peers is not None
-            found = LinearContext(
-                plan, out_dtype, self.training, is_cold=is_cold, sampled=sampled, by_rows=by_rows
-            )
-            found.keeps_x = self._keeps_x(plan, x.device)
-            device = self.weight.device.type
-            found.keeps_w = (
-                self.carried is None and chosen(self.weight_codes, device, compiled=True) == "step"
-            )
-            if (carried := self.carried) is not None:
-                found.sources, found.cache = {"w": [carried]}, carried
-            return found
-        cache = cache if self.carried is None else self.carried
-        sources: dict[str, list[Any]] = {}
-        if cache is not None:
-            sources["w"] = [cache]
-            if self.precast is not None and self.carried is None:
-                from narrowgauge.nn.weight_cache import PrecastSource
-
-                sources["w"].insert(0, PrecastSource(self.precast, cache))
-        if self.shared_inputs is not None:
-            sources["gy"] = [self.shared_inputs.gradients]
+            return self._compiled_context(x)
+        source, steps, out_dtype = self.code_source, self.steps, _out_dtype(x)
+        cache = cache if source is None else source
         weight = self._parameters.get("weight")
         # A float32 layer on a CPU dequantizes to float32 once, instead of converting bfloat16
         # values in every GEMM: six conversions less per call (docs/log.md).
@@ -448,25 +421,97 @@ class QLinear(nn.Linear):
             and weight is not None
             and weight.dtype == torch.float32
         )
-        shows_results = hasattr(self.observer, "multiplied")
-        watches = shows_results and getattr(self.observer, "keeps_inputs", True)
         plan = self.plan(x.device, wrapper(x, weight), wide and type_of(x.device) == "cpu")
+        observer, peers = state.observer, state.peers
+        keep = keep_policy(
+            save=state.recipe.save,
+            casts_once=plan.x.transposes,
+            device_type=device_facts(x.device.type, x.device.index).type,
+            weight_codes=state.weight_codes,
+            weight="none" if cache is None else "recast" if cache.recasts else "step",
+            observer_needs_x=observer is not None and needs_x(observer),
+            grads=torch.is_grad_enabled(),
+            x=x,
+        )
         return LinearContext(
-            plan, out_dtype, self.training, torch.is_grad_enabled(), sources, cache, self.observer, is_cold, sampled,
-            () if steps is None or cache is None else steps.version(),
-            None if self.peers is None else self.peers.stream(x.device), self.peers is not None, None,
-            watches or self._keeps_x(plan, x.device), False, watches, shows_results=shows_results,
-        )  # fmt: skip
+            plan=plan,
+            out_dtype=out_dtype,
+            records=self.training,
+            keep=keep,
+            sources=self._sources(cache, source is None),
+            progress=self._progress(() if steps is None or cache is None else steps.version()),
+            ranks=ONE_RANK
+            if peers is None
+            else RankOptions(stream=peers.stream(x.device), sums_by_row=True),
+            observation=None if observer is None else Observation(observer),
+        )
+
+    def _compiled_context(self, x: Tensor) -> LinearContext:
+        """Compiled code has no caches and no observer, and draws from torch's generator."""
+        state, source = self.state, self.code_source
+        assert state.recipe is not None
+        plan = plan_of(state.recipe, x.device)
+        caches = (
+            source is not None
+            or resolved(state.weight_codes, self.weight.device.type, compiled=True) == "step"
+        )
+        keep = keep_policy(
+            save=state.recipe.save,
+            casts_once=plan.x.transposes,
+            device_type=device_facts(x.device.type, x.device.index).type,
+            weight_codes=state.weight_codes,
+            weight="step" if caches else "recast",
+        )
+        sources = CastSources()
+        if source is not None:
+            sources = CastSources(by_role={"w": [source]}, weight_cache=source)
+        return LinearContext(
+            plan=plan,
+            out_dtype=_out_dtype(x),
+            records=self.training,
+            keep=keep,
+            sources=sources,
+            progress=self._progress(()),
+            ranks=RankOptions(sums_by_row=state.peers is not None),
+        )
+
+    def _sources(self, weight_cache: Any, has_weight: bool) -> CastSources:
+        """The caches of one call in eager code.
+
+        weight_cache  WeightCache or holder of the weight's codes, or None
+        has_weight    False if the parameter has no memory
+        """
+        state = self.state
+        by_role: dict[str, Sequence[Any]] = {}
+        if weight_cache is not None:
+            by_role["w"] = [weight_cache]
+            if state.precast is not None and has_weight:
+                from narrowgauge.nn.weight_cache import PrecastSource
+
+                by_role["w"] = [PrecastSource(state.precast, weight_cache), weight_cache]
+        if state.shared_inputs is not None:
+            by_role["gy"] = [state.shared_inputs.gradients]
+        return CastSources(by_role=by_role, weight_cache=weight_cache)
+
+    def _progress(self, steps_version: tuple[int, ...]) -> RecipeProgress:
+        steps, sampling = self.steps, self.sampling
+        if steps is None and sampling is None:
+            return NO_PROGRESS
+        return RecipeProgress(
+            is_cold=steps is not None and steps.is_cold,
+            sampled=() if sampling is None else sampling.active,
+            steps_version=steps_version,
+        )
 
     def _expect_advance(self, weight: Tensor) -> None:
         """Warn once of a training loop without `advance`: the weight changes and no step ends."""
         if weight.is_inference():
             return
-        if self._step_watch is None:
+        if self.state.step_watch is None:
             from narrowgauge.nn.step_watch import StepWatch  # for recipes with state
 
-            self._step_watch = StepWatch()
-        self._step_watch.look(self, weight)
+            self.state.step_watch = StepWatch()
+        self.state.step_watch.look(self, weight)
 
     def amax_state(self, role: str) -> Tensor | None:
         """Amax state of role "x", "w" or "gy" (`ops.quantize.amax_state`); None without one."""
@@ -477,7 +522,7 @@ class QLinear(nn.Linear):
     def _remembers(self) -> bool:
         """True if the recipe added state to the layer."""
         modules = self._modules  # nn.Module.__getattr__ costs a microsecond
-        return bool(modules) and any(modules.get(name) is not None for name in _ADDED)
+        return bool(modules) and any(modules.get(name) is not None for name in ADDED)
 
     def _any_state(self) -> Tensor | None:
         """A buffer that the recipe added to the layer, or None."""
@@ -556,23 +601,20 @@ class QLinear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        from narrowgauge.nn.linear_state import load
+        from narrowgauge.nn.state_loading import load
 
         load(self, super()._load_from_state_dict, state_dict, prefix, *rest)
 
     def plan(self, device: torch.device, hidden_by: str = "", wide: bool = False) -> LinearPlan:
         """The plan of the layer's recipe on a device, computed once; see `LinearPlan.of`."""
-        if (plan := self._plans.get((device, hidden_by, wide))) is None:
-            assert self._recipe is not None
-            plan = self._plans[device, hidden_by, wide] = plan_of(
-                self._recipe, device, hidden_by, wide
-            )
+        plans, recipe = self.state.plans, self.state.recipe
+        if (plan := plans.get((device, hidden_by, wide))) is None:
+            assert recipe is not None
+            plan = plans[device, hidden_by, wide] = plan_of(recipe, device, hidden_by, wide)
         return plan
 
     def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, recipe={None if self._recipe is None else self._recipe.name}"
-        )
+        return f"{super().extra_repr()}, recipe={None if self.recipe is None else self.recipe.name}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -583,12 +625,21 @@ class QLinear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """State for copy and pickle: without cached casts, the optimizer's casts and observer."""
         frozen = {} if self.frozen is None else self.frozen.copied(self)
-        return (
-            self.__dict__
-            | dict.fromkeys(_NOT_COPIED)
-            | {"_plans": {}, "step_ended": False, "suspects": ()}
-            | frozen
-        )
+        return self.__dict__ | {"state": self.state.copied()} | frozen
+
+    def restore(self) -> None:
+        """Turn it into an nn.Linear again, in place.
+
+        A class of other code, as torch's parametrization makes one, stays, without a recipe.
+        """
+        self.recipe = None
+        if type(self) is not QLinear:
+            return
+        step_end.forget(self)
+        for name in SUBMODULES:
+            self.put_submodule(name, None)
+        del self.__dict__["state"]
+        self.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

@@ -29,8 +29,9 @@ from narrowgauge.nn.autograd_rules import (
     no_double_backward,
 )
 from narrowgauge.nn.kept_products import KEEPER
+from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.operands import KINDS, Casts, find
-from narrowgauge.nn.plan import LinearContext, LinearPlan
+from narrowgauge.nn.plan import LinearPlan
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.recipe import Recipe
 
@@ -57,7 +58,7 @@ class LinearFunction(torch.autograd.Function):
         rotation = (
             NONE
             if (h := plan.recipe.output.rotate) is None
-            else Rotation.draw(h, x, context.stream, "output")
+            else Rotation.draw(h, x, context.ranks.stream, "output")
         )
         x_operand = find("x", x, context, wants, x_state)
         # With y at hand, make only casts that backward reads or that draw random numbers.
@@ -69,8 +70,8 @@ class LinearFunction(torch.autograd.Function):
             y = plan.output.choice.kernel.run(
                 lhs, rhs, bias, context.out_dtype, plan.recipe.output.fast_accumulate
             )
-            if context.shows_results:
-                context.observer.multiplied("output", bias, y)  # type: ignore[union-attr]
+            if context.observation is not None:
+                context.observation.result("output", bias, y)
         if keeper is not None:
             keeper.end(y)
         ctx.context, ctx.wants, ctx.x_kept, ctx.again = context, wants, len(kept), x_operand.again
@@ -89,7 +90,7 @@ class LinearFunction(torch.autograd.Function):
         context, wants, saved, asked = ctx.context, ctx.wants, ctx.saved_tensors, asked_for(ctx)
         plan: LinearPlan = context.plan
         # The tensors saved for x come first. The weight is the second tensor saved for w.
-        recipe, weight, stream = plan.recipe, saved[ctx.x_kept + 1], context.stream
+        recipe, weight, stream = plan.recipe, saved[ctx.x_kept + 1], context.ranks.stream
         x = plan.x.kind(None, plan.x, context, wants, None)
         x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.again)
         w = plan.w.kind(None, plan.w, context, wants, None).restore(
@@ -132,9 +133,9 @@ class LinearFunction(torch.autograd.Function):
         )
         # The gradient of a learned step is zero in its cold start, and if
         # the other operand of the GEMM is not quantized.
-        if ctx.needs_input_grad[4] and (x_step is None or context.is_cold):
+        if ctx.needs_input_grad[4] and (x_step is None or context.progress.is_cold):
             x_step = torch.zeros(1, device=gy.device)
-        if ctx.needs_input_grad[5] and (w_step is None or context.is_cold):
+        if ctx.needs_input_grad[5] and (w_step is None or context.progress.is_cold):
             w_step = torch.zeros(1, device=gy.device)
         return grad_input, grad_weight, grad_bias, None, x_step, w_step, None
 
@@ -155,8 +156,8 @@ def _gradient(
     elif plan.expand == context.out_dtype == torch.bfloat16 and type_of(lhs.device) == "cpu":
         dtype = torch.bfloat16
     d: Tensor = plan.choice.kernel.run(lhs, rhs, None, dtype, gemm.fast_accumulate)
-    if context.shows_results:
-        context.observer.multiplied(product, None, d)  # type: ignore[union-attr]
+    if context.observation is not None:
+        context.observation.result(product, None, d)
     return d
 
 

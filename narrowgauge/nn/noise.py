@@ -23,7 +23,7 @@ def noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     which    "rows" or "cols"
     """
     noise = _noise_of(operand, x, which)
-    if operand.context.observer is not None:
+    if operand.context.observation is not None:
         operand.drawn = {**(operand.drawn or {}), which: noise}
     return noise
 
@@ -38,15 +38,15 @@ def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
     # Only the noise of a cached weight is needed again. Random signs change its cast at every call.
     if (
         plan.role != "w"
-        or context.cache is None
+        or context.sources.weight_cache is None
         or (rotate is not None and rotate.signs == "random")
     ):
-        return draw(tuple(x.shape), x.device, context.stream, plan.role, which)
+        return draw(tuple(x.shape), x.device, context.ranks.stream, plan.role, which)
     # w.cols is cast once per optimizer step. A recast in a later backward
     # pass must repeat its noise.
     if which == "cols" and which in keys:
         return keys[which]
-    noise = draw(tuple(x.shape), x.device, context.stream, plan.role, which)
+    noise = draw(tuple(x.shape), x.device, context.ranks.stream, plan.role, which)
     return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
 
 
@@ -57,18 +57,18 @@ def show(operand: Any, made: QTensor, product: str, which: str) -> None:
     product  the GEMM that reads it
     which    "rows" or "cols"
     """
-    drew = getattr(operand.context.observer, "drew", None)
+    observation = operand.context.observation
     drawn = operand.casts.keys | (operand.drawn or {})
     # A transposed cast has the noise of the cast that it was made from.
     noise, is_turned = drawn.get(which), False
     if noise is None and which == "cols" and operand.plan.transposes:
         noise, is_turned = drawn.get("rows"), True
-    if drew is None or noise is None:
+    if not observation.receives_noise or noise is None:
         return
     if not isinstance(noise, Tensor):
         outer, inner = made.shape
         noise = noise.uniform((inner, outer) if is_turned else (outer, inner))
-    drew(product, operand.plan.role, noise.T if is_turned else noise)
+    observation.noise(product, operand.plan.role, noise.T if is_turned else noise)
 
 
 def drawn_ahead(gy: Any, w: Any) -> bool:

@@ -1,15 +1,18 @@
-"""Protocol of observers of a QLinear that also receive GEMM results.
-
-For type checkers and readers only: nothing imports it at run time.
-"""
+"""Observers of a QLinear, and the object that passes operands and results on to them."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from narrowgauge.qtensor import QTensor
+
+# Called with (gemm, role, original tensor, operand as it enters the GEMM)
+# for each operand of each GEMM. Eager mode only.
+Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
 
 
 class ProductObserver(Protocol):
@@ -31,3 +34,32 @@ class ProductObserver(Protocol):
         self, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor
     ) -> None: ...
     def multiplied(self, gemm: str, bias: Tensor | None, result: Tensor) -> None: ...
+
+
+def needs_x(observer: Observer | None) -> bool:
+    """True if backward saves x itself for this observer; see `ProductObserver`."""
+    return hasattr(observer, "multiplied") and bool(getattr(observer, "keeps_inputs", True))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An observer during one call.
+
+    observer  an Observer, or a ProductObserver
+    """
+
+    observer: Any
+
+    def operand(self, gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
+        self.observer(gemm, role, original, operand)
+
+    def result(self, gemm: str, bias: Tensor | None, result: Tensor) -> None:
+        if hasattr(self.observer, "multiplied"):
+            self.observer.multiplied(gemm, bias, result)
+
+    @property
+    def receives_noise(self) -> bool:
+        return hasattr(self.observer, "drew")
+
+    def noise(self, gemm: str, role: str, noise: Tensor) -> None:
+        self.observer.drew(gemm, role, noise)

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from narrowgauge.addresses import PIECE, in_memory, is_compiling, type_of
 from narrowgauge.nn.again import Again, Origin, Saved
-from narrowgauge.nn.plan import PRODUCTS, LinearContext, OperandPlan
+from narrowgauge.nn.keep_policy import SavedInput
+from narrowgauge.nn.linear_context import LinearContext
+from narrowgauge.nn.plan import PRODUCTS, OperandPlan
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
@@ -78,6 +80,7 @@ class Operand:
     needs        (gradient of x is needed, gradient of w is needed)
     state        amax state, learned step, or readings of the row sampler; None without one
     casts        the quantized copies
+    saves_codes  (x) codes of x.T are saved for backward, or recomputed there, instead of x
     sampled      [n] int64, the rows of t that the sampler selected; None: all rows
     is_restored  True in backward for an operand that `restore` rebuilt
     is_carrier   True if the tensor has no data: its codes were gathered or frozen
@@ -110,6 +113,8 @@ class Operand:
             state,
         )
         self.casts = Casts()
+        # (x) codes of x.T are saved for backward, unless backward recomputes them.
+        self.saves_codes = needs[1] and context.keep.codes_of_x
         self.waiting: dict[str, Any] = {}
 
     def read(self) -> None:
@@ -138,7 +143,7 @@ class Operand:
         ):
             delayed, both = (
                 isinstance(cast.calibrate, DelayedScaling),
-                plan.pairs and self._keeps_cols(cast),
+                plan.pairs and self._casts_both(cast),
             )
             # Reading x once saves a read only if the kernel also returns the amax or the cols.
             x, run = self.tensor, None
@@ -170,46 +175,37 @@ class Operand:
     @property
     def _remembers_amax(self) -> bool:
         """(w) True if backward recasts w, so that storing its amax saves a second read of w."""
-        plan, cache = self.plan, self.context.cache
+        plan = self.plan
         is_whole = (
             plan.rows is not None
             and plan.rows.is_per_tensor
             and isinstance(plan.rows.calibrate, CurrentScaling)
         )
-        recasts = is_compiling() and not self.context.keeps_w if cache is None else cache.recasts
+        recasts = self.context.keep.weight == "recast"
         return plan.role == "w" and plan.pairs and is_whole and self.needs[0] and recasts
 
-    def _keeps_cols(self, cast: Cast) -> bool:
+    def _casts_both(self, cast: Cast) -> bool:
         """True if cols made now will still exist when a GEMM reads them."""
-        needs, context, stochastic = self.needs, self.context, cast.rounding == "stochastic"
-        if self.plan.role == "gy":
-            return needs[0] and needs[1]
-        # w: a cache holds cols. A stochastic cast draws at every forward
-        # pass, so it is not made ahead.
-        if self.plan.role == "w":
-            if context.cache is None:
-                return context.keeps_w and needs[0] and not stochastic
-            return (
-                needs[0]
-                and not context.cache.recasts
-                and not stochastic
-                and not self.tensor.is_inference()
-            )
-        # Draw noise whether or not autograd records: the first pass of reentrant checkpointing runs
-        # without gradients, and its repetition must draw the same numbers.
-        return self.keeps_codes and self.casts.origin is None and (context.grads or stochastic)
+        is_recomputed, cache = self.casts.origin is not None, self.context.sources.weight_cache
+        is_stochastic = cast.rounding == "stochastic"
+        if not self.context.keep.casts_both(
+            self.plan.role, self.needs, is_stochastic, is_recomputed
+        ):
+            return False
+        # No version counter shows a write to an inference tensor, so no cache holds its cols.
+        return self.plan.role != "w" or cache is None or not self.tensor.is_inference()
 
     def rows(self, rotation: Rotation) -> QTensor | Tensor:
         """The operand of the GEMM that reads t."""
         made = self._rows(rotation)
-        if self.context.observer is not None:
+        if self.context.observation is not None:
             self._show("rows", self._shown(rotation, made), made)
         return made
 
     def cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
         """The operand of the GEMM that reads t.T. beside: the other operand of that GEMM."""
         made = self._cols(rotation, beside)
-        if self.context.observer is not None:
+        if self.context.observation is not None:
             self._show("cols", self._shown(rotation, made, made), made)
         return made
 
@@ -220,7 +216,8 @@ class Operand:
             from narrowgauge.nn.noise import show
 
             show(self, made, product, which)
-        self.context.observer(product, role, original, made)  # type: ignore[misc]
+        assert self.context.observation is not None
+        self.context.observation.operand(product, role, original, made)
 
     def _shown(
         self, rotation: Rotation, made: QTensor | Tensor, cols: QTensor | Tensor | None = None
@@ -233,7 +230,7 @@ class Operand:
         """Return t in the basis of its cast, for an observer."""
         if cols is None:
             return rotation(self.tensor)
-        if self.plan.role == "x" and isinstance(cols, QTensor) and self.keeps_codes:
+        if self.plan.role == "x" and isinstance(cols, QTensor) and self.saves_codes:
             return dequantize(cols).T
         return rotation(self.tensor.T).T
 
@@ -278,7 +275,7 @@ class Operand:
 
     def _may_share(self, casts: Casts) -> bool:
         """(w) True if later forward passes may read the copies that backward makes now."""
-        cache = self.context.cache if self.plan.role == "w" else None
+        cache = self.context.sources.weight_cache if self.plan.role == "w" else None
         return cache is None or cache.is_gathered or bool(cache.may_add(casts, self.tensor))
 
     def _rotated_cast(
@@ -328,43 +325,35 @@ class Operand:
         plan = self.plan
         if plan.rows is not None and not plan.serves_a_step[0]:
             return True
-        return plan.role == "x" and self.keeps_codes and plan.transposes and self.casts.cols is None
+        return plan.role == "x" and self.saves_codes and plan.transposes and self.casts.cols is None
 
     @property
-    def keeps_codes(self) -> bool:
-        """(x) True if the codes of x.T are saved for backward instead of x."""
-        return (
-            self.needs[1]
-            and self.context.plan.recipe.save == "quantized"
-            and not self.context.keeps_x
-        )
-
-    @property
-    def can_be_made_again(self) -> bool:
+    def is_recomputable(self) -> bool:
         """(x) True if a recomputed x gives the same cols: they use no random numbers."""
         plan = self.plan
         return (
             self.needs[1]
             and plan.kind is Operand
-            and (plan.serves_a_step[1] or not self.keeps_codes)
+            and (plan.serves_a_step[1] or not self.saves_codes)
         )
 
     def share_key(self) -> tuple[Any, ...] | None:
         """(x) Equal for layers whose casts of the same tensor are equal; None: do not share."""
-        plan, context, codes = self.plan, self.context, self.keeps_codes
+        plan, context, codes = self.plan, self.context, self.saves_codes
+        history = context.sources.x_history_key
         if plan.rows is None or not plan.shares_rows or (codes and not plan.shares_cols):
             return None
-        if plan.is_delayed and context.x_window is None:
+        if plan.is_delayed and history is None:
             return None
         # Everything that rows, cols and the tensors saved for backward depend on.
         kept = (plan.cols, plan.cols_rotate, plan.transposes) if codes else None
-        window = (context.x_window, context.records) if plan.is_delayed else None
+        window = (history, context.records) if plan.is_delayed else None
         return (
             plan.rows,
             plan.rows_rotate,
             plan.rows_expand,
             context.out_dtype,
-            context.grads,
+            context.keep.grads,
             kept,
             window,
         )
@@ -379,25 +368,31 @@ class Operand:
 
         The second entry is always w for w.
         """
-        casts, plan = self.casts, self.plan
-        cache = self.context.cache if plan.role == "w" and self.context.grads else None
-        if cache is not None and not cache.is_gathered:
-            self.context.w_casts = cache.kept_for_backward(casts)
-        if (
-            plan.role == "w"
-            and self.context.keeps_w
-            and isinstance(cols := casts.cols, QTensor)
-            and is_compiling()
-        ):
-            return casts.amax, self.tensor, cols.data, cols.scale, cols.global_scale
-        if casts.origin is not None and self.needs[1]:
+        if self.plan.role == "w":
+            return self._saved_weight()
+        casts = self.casts
+        form = self.context.keep.of_input(self.needs[1], casts.origin is not None)
+        if form is SavedInput.NOTHING:
+            return casts.amax, None
+        if form is SavedInput.INPUT:
+            return casts.amax, self.tensor
+        if form is SavedInput.PRODUCER_INPUTS:
+            assert casts.origin is not None
             casts.origin.again.readers += 1
             return casts.amax, *casts.origin.tensors
-        if plan.role != "x" or not self.keeps_codes:
-            return casts.amax, self.tensor if plan.role == "w" or self.needs[1] else None
         if casts.kept is None:
             casts.kept = self._kept_codes()
         return casts.amax, *casts.kept
+
+    def _saved_weight(self) -> Saved:
+        casts, keep, sources = self.casts, self.context.keep, self.context.sources
+        cache = sources.weight_cache
+        if cache is None and keep.weight == "step" and isinstance(cols := casts.cols, QTensor):
+            return casts.amax, self.tensor, cols.data, cols.scale, cols.global_scale
+        # Autograd saves no Python objects, so the casts go to backward in the context.
+        if cache is not None and keep.grads and not cache.is_gathered:
+            sources.saved_for_w = cache.kept_for_backward(casts)
+        return casts.amax, self.tensor
 
     def _kept_codes(self) -> Saved:
         """(codes, scale, global scale) of x.T; scales may be exponents, see `_keeps_exponents`."""
@@ -408,7 +403,9 @@ class Operand:
             keeps_values = rows.is_expanded and type_of(rows.device) == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
-            rotation = Rotation.draw(plan.cols_rotate, self.tensor.T, self.context.stream, "x")
+            rotation = Rotation.draw(
+                plan.cols_rotate, self.tensor.T, self.context.ranks.stream, "x"
+            )
             casts.cols = self._rotated_cast(self.tensor.T, rotation, plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
@@ -462,27 +459,30 @@ class Operand:
             )  # fmt: skip
             return self
         self.tensor, self.is_restored = tensor, True  # type: ignore[assignment]
-        cache = self.context.cache if plan.role == "w" else None
-        found = (
-            self.context.w_casts if cache is None or not cache.is_gathered else cache.lookup(self)
-        )
-        if (
-            plan.role == "w"
-            and found is not None
-            and not torch._C._autograd._get_current_graph_task_keep_graph()
-        ):
+        if plan.role == "w":
+            self._restore_casts(amax)
+        return self
+
+    def _restore_casts(self, amax: Tensor | None) -> None:
+        """(w) Find the casts that forward left, or those of a holder of the weight's codes."""
+        sources = self.context.sources
+        cache = sources.weight_cache
+        is_gathered = cache is not None and cache.is_gathered
+        found = cache.lookup(self) if is_gathered else sources.saved_for_w
+        if found is None:
+            return
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             # The autograd graph holds the context, and the loss holds the
             # graph: free the codes now.
-            self.context.w_casts = None
-        if cache is not None and found is not None:
+            sources.saved_for_w = None
+        if cache is not None:
             self.casts = found
             if found.is_empty:
                 found.amax = amax
-        return self
 
     def lets_wait(self, w: Operand) -> bool:
         """(gy) True if grad_input may run after grad_weight; draws its random numbers now."""
-        if self.plan.pairs or self.context.observer is not None or is_compiling():
+        if self.plan.pairs or self.context.observation is not None or is_compiling():
             return False
         from narrowgauge.nn.noise import drawn_ahead  # only if gy needs two casts
 
@@ -524,7 +524,7 @@ def find(
     if not is_compiling():
         tensor = in_memory(tensor)
     operand: Operand = plan.kind(tensor, plan, context, needs, state)
-    for source in context.sources.get(role, ()):
+    for source in context.sources.by_role.get(role, ()):
         if (casts := source.lookup(operand)) is not None:
             operand.casts = casts
             break

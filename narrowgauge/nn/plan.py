@@ -1,4 +1,4 @@
-"""LinearPlan: a recipe resolved for a device. LinearContext: the options of one call of a layer.
+"""LinearPlan: a recipe resolved for a device.
 
 A plan is computed once. Choosing kernels at every call would cost more than a small GEMM.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
-
-if TYPE_CHECKING:
-    from narrowgauge.ops.random import Stream
-
-# Called with (gemm, role, original tensor, operand as it enters the GEMM)
-# for each operand of each GEMM. Eager mode only.
-Observer = Callable[[str, str, Tensor, "QTensor | Tensor"], None]
 
 # Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).
 PRODUCTS = {
@@ -251,49 +244,3 @@ def _operand_plan(
     return OperandPlan(
         role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares, is_delayed
     )
-
-
-@dataclass(eq=False)
-class LinearContext:
-    """The options of one call of a Linear, besides its tensors.
-
-    out_dtype      dtype of the result
-    records        True in training: delayed scaling records amax
-    grads          autograd records, so a backward pass may follow
-    sources        role -> caches of the operand (caches.py), in the order in which they are
-                   searched
-    cache          cache of the weight's casts, also for backward
-    observer       receives the operands
-    is_cold        learned steps are in their cold start
-    sampled        GEMMs whose rows are sampled in this step
-    steps_version  changes whenever the learned steps change
-    stream         source of random numbers on several ranks; None: torch's generator
-    by_rows        sum the squares of a weight row by row, which ranks with some of its rows can
-                   repeat
-    x_window       equal for layers whose amax histories of x are equal; None: unknown
-    keeps_x        save x for backward and cast it there, although the recipe saves codes; see
-                   `kept_inputs`
-    keeps_w        (compiled code) forward casts the weight both ways and saves cols for backward
-    watches        the observer needs x itself in backward (`observer.ProductObserver`)
-    shows_results  the observer receives results (`observer.ProductObserver`)
-    w_casts        (eager code) weight casts that forward leaves for backward; None: backward casts
-    """
-
-    plan: LinearPlan
-    out_dtype: torch.dtype
-    records: bool = True
-    grads: bool = True
-    sources: dict[str, list[Any]] = field(default_factory=dict)
-    cache: Any = None
-    observer: Observer | None = None
-    is_cold: bool = False
-    sampled: tuple[str, ...] = ()
-    steps_version: tuple[int, ...] = ()
-    stream: Stream | None = None
-    by_rows: bool = False
-    x_window: Hashable | None = None
-    keeps_x: bool = False
-    keeps_w: bool = False
-    watches: bool = False
-    shows_results: bool = False
-    w_casts: Any = None

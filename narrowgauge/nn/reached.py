@@ -63,29 +63,31 @@ def end_step(layers: dict[QLinear, str]) -> None:
 
     layers  layer -> name
     """
-    own = [each for each in layers if "missed" in each.__dict__]  # without embeddings
-    others = sum(each.called for each in own)
+    own = [each for each in layers if not isinstance(each, nn.Embedding)]
+    others = sum(each.state.was_called for each in own)
     bypassed = []
     for layer in own:
-        facts = layer.__dict__  # nn.Module.__setattr__ costs a microsecond per attribute
+        state = layer.state
         if (
-            facts["called"]
+            state.was_called
             or not others
-            or layer.recipe is None
-            or layer.is_suspended
-            or _casts_nothing(layer.recipe)
+            or state.recipe is None
+            or state.is_suspended
+            or _casts_nothing(state.recipe)
         ):
-            facts["called"], facts["missed"] = False, 0 if facts["called"] else facts["missed"]
-            if facts["watch"] is not None:
+            if state.was_called:
+                state.steps_without_call = 0
+            state.was_called = False
+            if state.weight_watch is not None:
                 _stop(layer)
             continue
-        facts["missed"] += 1
-        if (watch := facts["watch"]) is not None and watch.products and not facts["bypassed"]:
-            facts["bypassed"] = True
+        state.steps_without_call += 1
+        if (watch := state.weight_watch) is not None and watch.products and not state.is_bypassed:
+            state.is_bypassed = True
             bypassed.append(layer)
         if (
-            PATIENCE <= facts["missed"] < PATIENCE + WATCHED
-            and not facts["bypassed"]
+            PATIENCE <= state.steps_without_call < PATIENCE + WATCHED
+            and not state.is_bypassed
             and not has_compiled()
         ):
             _watch(layer)
@@ -105,8 +107,9 @@ def _casts_nothing(recipe: Recipe) -> bool:
 
 def _warn(bypassed: list[QLinear], names: dict[QLinear, str], others: int) -> None:
     first, more = names[bypassed[0]], f" and {len(bypassed) - 1} more" if len(bypassed) > 1 else ""
+    steps = bypassed[0].state.steps_without_call
     warn(
-        f"advance: the weight of {first!r}{more} is multiplied without calling the layer, which was not called in {bypassed[0].missed} "
+        f"advance: the weight of {first!r}{more} is multiplied without calling the layer, which was not called in {steps} "
         f"steps in which {others} others were. Recipe {bypassed[0].recipe.name!r} takes no effect there: the products are computed in the "
         f"dtype of the weight. Call the layer instead of reading its weight, or say that it stays wide: narrowgauge.convert(model, "
         f"{{{first!r}: None}}). describe marks these layers.",
@@ -127,16 +130,16 @@ def _watch(layer: QLinear) -> None:
         return
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_pause))
-    watch = layer.__dict__["watch"] = layer.__dict__["watch"] or Watch()
+    watch = layer.state.weight_watch = layer.state.weight_watch or Watch()
     weight.__class__ = WatchedWeight
     weight.__dict__["_watch"] = watch
     _watched[id(weight)] = weight, watch
 
 
 def _stop(layer: QLinear) -> None:
-    watch = layer.__dict__["watch"]
+    watch = layer.state.weight_watch
     watch.is_active = False
-    layer.__dict__["watch"] = None
+    layer.state.weight_watch = None
     for weight, each in list(_watched.values()):
         if each is watch:
             _give_back(weight)

@@ -68,7 +68,7 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
     from narrowgauge.nn.step_warnings import warn_of_eval, warn_of_ranks
 
     reached.end_step(layers)
-    if any(layer.suspects for layer in layers):
+    if any(layer.state.write_checks for layer in layers):
         from narrowgauge.nn.step_warnings import warn_of_unseen_writes
 
         warn_of_unseen_writes(layers)
@@ -76,13 +76,15 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
     if held is not None:
         warn_of_eval(layers)
     states = {
-        id(layer.peers.state): layer.peers.state for layer in layers if layer.peers is not None
+        id(peers.state): peers.state for layer in layers if (peers := layer.state.peers) is not None
     }
     # All ranks must run these collectives in one order, and a dict may order them differently.
     for state in sorted(states.values(), key=lambda each: each.creation_index):
         state.end_step(layers.keys())
-    learned = [(name, layer.steps) for layer, name in layers.items() if layer.steps is not None]
-    samplings = [layer.sampling for layer in layers if layer.sampling is not None]
+    # Most recipes add no submodule, and a property costs a call for each layer and step.
+    with_state = {layer: name for layer, name in layers.items() if layer._modules}
+    learned = [(name, layer.steps) for layer, name in with_state.items() if layer.steps is not None]
+    samplings = [layer.sampling for layer in with_state if layer.sampling is not None]
     for layer in layers:
         layer.end_step()
     for _, steps in learned:
@@ -95,7 +97,7 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    if windows := [each for layer in layers for each in (layer.scaling or {}).values()]:
+    if windows := [each for layer in with_state for each in (layer.scaling or {}).values()]:
         from narrowgauge.nn.amax_history import roll_history
 
         roll_history(windows)
@@ -138,7 +140,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
         warn_of_float16({each: name for each, name in ended.items() if each in alone}, optimizer)
     for layer in ended:
-        layer.__dict__["step_ended"] = True  # nn.Module.__setattr__ costs 2 us
+        layer.state.step_ended = True
     from narrowgauge.nn.wide_copies import end_step
 
     end_step(models, ended.keys())

@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import Reason, warn
-from narrowgauge.nn.linear_state import added, words
+from narrowgauge.nn.state_loading import added, words
 
 
 def warn_of_ranks(layers: Collection[Any]) -> None:
@@ -31,9 +31,9 @@ def warn_of_ranks(layers: Collection[Any]) -> None:
     alone = [
         each
         for each in layers
-        if each.peers is None and each.recipe is not None and each.recipe.has_state
+        if each.state.peers is None and each.recipe is not None and each.recipe.has_state
     ]
-    if any(not layer.warned_of_ranks for layer in alone):
+    if any(not layer.state.warned_of_ranks for layer in alone):
         warn(
             f"{distributed.get_world_size()} ranks train, and recipe {alone[0].recipe.name!r} remembers amax, steps or readings, which "
             f"differ from rank to rank in {len(alone)} layers. Call narrowgauge.distribute(model) once, after it was parallelised.",
@@ -41,7 +41,7 @@ def warn_of_ranks(layers: Collection[Any]) -> None:
             stacklevel=4,
         )
     for layer in alone:
-        layer.warned_of_ranks = True
+        layer.state.warned_of_ranks = True
 
 
 def warn_of_eval(layers: Collection[Any]) -> None:
@@ -54,7 +54,7 @@ def warn_of_eval(layers: Collection[Any]) -> None:
     still = [
         each
         for each in layers
-        if not (each.training or each.warned_of_eval) and each.recipe is not None
+        if not (each.training or each.state.warned_of_eval) and each.recipe is not None
     ]
     still = [each for each in still if each.recipe.has_state and each.weight.requires_grad]
     if still:
@@ -65,22 +65,22 @@ def warn_of_eval(layers: Collection[Any]) -> None:
             stacklevel=4,
         )
     for layer in still:
-        layer.warned_of_eval = True
+        layer.state.warned_of_eval = True
 
 
 def warn_of_unseen_writes(layers: dict[Any, str]) -> None:
     """Warn of weights that were written behind reused casts. Those layers recast from now on."""
     found = []
     for layer, name in layers.items():
-        if not (suspects := layer.suspects):
+        if not (suspects := layer.state.write_checks):
             continue
-        layer.suspects = tuple(each for each in suspects if not each.is_here)
+        layer.state.write_checks = tuple(each for each in suspects if not each.is_here)
         if any(each.value for each in suspects if each.is_here):
             found.append((layer, name))
     for layer, _ in found:
-        layer.weight_codes = "recast"
-        if layer.precast is not None:
-            layer.precast.disable(
+        layer.state.weight_codes = "recast"
+        if layer.state.precast is not None:
+            layer.state.precast.disable(
                 Reason(
                     "unseen-write",
                     "its weight was written between the step and the forward pass, where its version shows nothing",
@@ -130,15 +130,15 @@ def warn_of_float16(layers: dict[Any, str], optimizer: torch.optim.Optimizer) ->
             or layer.recipe is None
         ):
             continue
-        if weight.grad.dtype != torch.float16 or layer.warned_of_float16:
+        if weight.grad.dtype != torch.float16 or layer.state.warned_of_float16:
             continue
-        layer.float16_steps += 1
-        if layer.float16_steps & (layer.float16_steps - 1) == 0 and (
+        layer.state.float16_steps += 1
+        if layer.state.float16_steps & (layer.state.float16_steps - 1) == 0 and (
             why := _outside_float16(weight.grad)
         ):
             found.append((layer, name, why))
     for layer, _, _ in found:
-        layer.warned_of_float16 = True
+        layer.state.warned_of_float16 = True
     if found:
         layer, name, why = found[0]
         warn(

@@ -32,6 +32,7 @@ from torch import Tensor
 from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.again import Again, Saved
+from narrowgauge.nn.keep_policy import forward_codes
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand
 from narrowgauge.nn.rotation import Rotation
@@ -139,7 +140,9 @@ class CodedOperand(Operand):
         An observer saves x too. The dequantized x is returned then, so that
         rows are sampled as without it.
         """
-        shown = self.tensor is not None and not (self.context.watches and self.plan.role == "x")
+        shown = self.tensor is not None and not (
+            self.context.keep.observer_needs_x and self.plan.role == "x"
+        )
         if shown or self.coded is None or self.coded.codes is None:
             return self.tensor
         return self.coded.codes * self.coded.scale
@@ -189,8 +192,8 @@ class CodedInput(CodedOperand):
     @property
     def _asks(self) -> tuple[bool, bool]:
         """(mask is needed, codes are needed). A learned step has a gradient if the mask is."""
-        plan, needs = self.context.plan, self.needs
-        return needs[0] and plan.w.cols is not None, needs[1] and plan.x.cols is not None
+        plan = self.context.plan
+        return forward_codes(self.needs, plan.x.cols is not None, plan.w.cols is not None)
 
     def share_key(self) -> tuple[Any, ...] | None:
         plan = self.plan
@@ -227,7 +230,7 @@ class CodedInput(CodedOperand):
         return replace(coded, residual=coded.rounding(some, rows).to(torch.float16), rows=rows)
 
     def _offset(self, x: Tensor) -> Tensor:
-        return uniform((), x.device, self.context.stream, "x", "residual")
+        return uniform((), x.device, self.context.ranks.stream, "x", "residual")
 
     def saved(self) -> Saved:
         """(signs, x, scale, packed codes, mask bits, residual, rows); None for unneeded entries."""
@@ -235,7 +238,9 @@ class CodedInput(CodedOperand):
         kept: Saved = (None, None, None, None, None)
         if coded is not None and (masks or reads):
             kept = (coded.scale, coded.packed, coded.bits, coded.residual, coded.rows)
-        keeps_x = self.needs[1] and (not reads or coded is None or self.context.watches)
+        keeps_x = self.needs[1] and (
+            not reads or coded is None or self.context.keep.observer_needs_x
+        )
         return self.rotation.signs, self.tensor if keeps_x else None, *kept
 
 
@@ -250,7 +255,7 @@ class CodedWeight(CodedOperand):
             if cast is None:
                 made = high_precision(rotation(self.tensor), self.context.out_dtype)
             else:
-                scale = self._scale_by_rows(cast) if self.context.by_rows else None
+                scale = self._scale_by_rows(cast) if self.context.ranks.sums_by_row else None
                 made = _coded(self.tensor, rotation, cast, self.state, scale)[0].operand(
                     self.plan.rows_expand
                 )
@@ -272,7 +277,7 @@ class CodedWeight(CodedOperand):
         return scale_of_spread(cast, rms, self.tensor.shape[1], self.rotation.hadamard)
 
     def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
-        self.is_restored, source = True, self.context.cache
+        self.is_restored, source = True, self.context.sources.weight_cache
         if source is not None and source.is_gathered and (found := source.lookup(self)) is not None:
             given: Coded = found.codes
             return given
@@ -335,8 +340,8 @@ class CodedGradient(Operand):
             leverage_score.sampling_variance(p, scores),
             scores.square().sum(),
         )
-        if product in self.context.sampled:
-            noise = uniform((len(gy) + 1,), gy.device, self.context.stream, "gy", product)
+        if product in self.context.progress.sampled:
+            noise = uniform((len(gy) + 1,), gy.device, self.context.ranks.stream, "gy", product)
             self.sample = leverage_score.systematic(p, budget, noise)
             # In float32, so that the weighted rows are rounded once, by their cast.
             self.read_rows = leverage_score.importance_weighted(gy.to(torch.float32), self.sample)

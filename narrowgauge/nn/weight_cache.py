@@ -73,7 +73,7 @@ class WeightCache:
         context = operand.context
         # The plan stands for the recipe. A learned step changes the codes
         # without a write to the weight.
-        key = (valid, context.plan, context.out_dtype, context.steps_version)
+        key = (valid, context.plan, context.out_dtype, context.progress.steps_version)
         keeps = not self.recasts or self._keeps_noise(operand)
         if key != self.key:
             self._begin(operand, Casts(), keeps)

@@ -17,7 +17,7 @@ def keeps_casts(layer: QLinear) -> bool:
         layer.recipe is None
         or layer.is_suspended
         or layer.steps is not None
-        or layer.carried is not None
+        or layer.code_source is not None
     ):
         return False
     return any(layer.plan(layer.weight.device).w.serves_a_step)

@@ -100,7 +100,8 @@ class _Hook:
             return
         # The model must have computed in this step already, as a policy does before its reference.
         if not any(
-            layer is not None and layer.called for layer in (each() for each in self.layers)
+            layer is not None and layer.state.was_called
+            for layer in (each() for each in self.layers)
         ):
             return
         self.copies.clear()

@@ -65,7 +65,7 @@ class _Link:
             parameter.device,
             *memory,
         )
-        if made_of != self.made_of[2:] or layer.precast is not self.stepped:
+        if made_of != self.made_of[2:] or layer.state.precast is not self.stepped:
             self.made_of, self.reason, self.stepped = (
                 (layer.recipe, window, *made_of),
                 self.fixed,
@@ -73,7 +73,7 @@ class _Link:
             )
             if not self.reason:
                 self._decide(layer, parameter, window, own)
-            layer.precast = self.stepped
+            layer.state.precast = self.stepped
         return None if self.stepped is None or self.stepped.refused else self.stepped
 
     def _decide(
@@ -163,8 +163,8 @@ class WeightCasts(Mapping[str, str]):
     def release(self) -> None:
         """Let all layers cast their weights in forward again."""
         for link in self._links.values():
-            if isinstance(link.layer, QLinear) and link.layer.precast is link.stepped:
-                link.layer.precast = None
+            if isinstance(link.layer, QLinear) and link.layer.state.precast is link.stepped:
+                link.layer.state.precast = None
 
     def summary(self) -> list[str]:
         """One line for each kind of cast or reason, with the number of layers."""

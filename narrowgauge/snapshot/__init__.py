@@ -151,8 +151,8 @@ class Snapshot:
             for module in part.modules() if isinstance(part, nn.Module) else ():
                 if isinstance(module, QLinear):
                     module.empty_cache()
-                    if module.shared_inputs is not None:
-                        module.shared_inputs.clear()
+                    if module.state.shared_inputs is not None:
+                        module.state.shared_inputs.clear()
                 elif isinstance(module, LayerState):
                     module.reread()
 

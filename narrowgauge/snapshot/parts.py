@@ -19,18 +19,13 @@ from torch import Tensor, nn
 from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
+from narrowgauge.nn.converted_state import ConvertedState
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.optim.base import NarrowOptimizer
 
 Restore = Callable[[], Any]
-
-# Fields of a layer that `distribute`, `freeze`, an optimizer or an observer attaches, at times inside
-# a forward pass. They belong to these owners and stay attached.
-ATTACHED = frozenset(
-    {"observer", "peers", "gathered", "frozen", "precast", "shared_inputs", "watch"}
-)
 
 
 class Scope(Enum):
@@ -165,14 +160,17 @@ class Parts:
             if type(each).get_extra_state is not nn.Module.get_extra_state
         ]
         drawn = [(each, each.get_state()) for each in _own_generators(model)]
+        states = [(each, self._recorded(each.progress())) for each in _layer_states(model)]
 
         def restore() -> None:
             for again in tables:
                 again()
             for load, again in extra:
                 load(again())
-            for generator, states in drawn:
-                generator.set_state(states)
+            for generator, saved in drawn:
+                generator.set_state(saved)
+            for state, again in states:
+                state.restore_progress(again())
 
         return restore
 
@@ -185,6 +183,7 @@ class Parts:
             for each in model.modules()
             if isinstance(each, QLinear | QEmbedding | LayerState)
         ]
+        restores += [each.snapshot() for each in _layer_states(model)]
 
         def restore() -> None:
             for each in restores:
@@ -301,6 +300,13 @@ def _own_generators(model: nn.Module) -> Iterator[torch.Generator]:
         yield from (each for each in vars(module).values() if isinstance(each, torch.Generator))
 
 
+def _layer_states(model: nn.Module) -> Iterator[ConvertedState]:
+    """The attributes of converted layers (`nn.converted_state`)."""
+    for module in model.modules():
+        if isinstance(module, QLinear | QEmbedding):
+            yield module.state
+
+
 def _integers(owner: Any) -> Restore:
     before = {name: value for name, value in vars(owner).items() if type(value) is int}
     return lambda: vars(owner).update(before)
@@ -308,10 +314,10 @@ def _integers(owner: Any) -> Restore:
 
 def _fields(owner: nn.Module) -> Restore:
     """Restores the Python attributes of a layer, by reference."""
-    before = {name: value for name, value in vars(owner).items() if name not in ATTACHED}
+    before = dict(vars(owner))
 
     def restore() -> None:
-        for name in [each for each in vars(owner) if each not in before and each not in ATTACHED]:
+        for name in [each for each in vars(owner) if each not in before]:
             del vars(owner)[name]
         vars(owner).update(before)
 

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.keep_policy import KeepPolicy
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.linear_function import plan_of
 from narrowgauge.nn.operands import Operand
-from narrowgauge.nn.plan import LinearContext
 from tests.compare import assert_same
 
 TOKENS, WIDTH = 24, 64
@@ -39,7 +40,7 @@ def built(recipe: str, shared: bool = True) -> nn.Module:
     model = ng.convert(Attention(), recipe)
     if not shared:
         for layer in layers(model):
-            layer.shared_inputs = None
+            layer.state.shared_inputs = None
     return model
 
 
@@ -146,19 +147,25 @@ def test_windows_that_share_end_as_those_that_do_not():
 def test_casts_go_with_the_last_reader_of_the_pass_before():
     """x itself may live on, where it is kept for backward."""
     model = built("fp8-row")
-    shared, x = model.q.shared_inputs, torch.randn(TOKENS, WIDTH)
+    shared, x = model.q.state.shared_inputs, torch.randn(TOKENS, WIDTH)
     model(x)
     assert shared._entry.made
     ng.advance(model)
     model(x)
-    assert not shared._entry.made and [each.reads_last for each in (model.q, model.k, model.v)] == [
+    assert not shared._entry.made and [
+        each.state.is_last_reader for each in (model.q, model.k, model.v)
+    ] == [
         False,
         False,
         True,
     ]
     model.q(x)
     model.v(x * 2)
-    assert [each.reads_last for each in (model.q, model.k, model.v)] == [True, False, True]
+    assert [each.state.is_last_reader for each in (model.q, model.k, model.v)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("through", ["reentrant", "non-reentrant"])
@@ -220,7 +227,8 @@ def test_the_entry_goes_with_its_tensor():
     shared, x = SharedInputs(), torch.randn(3)
     share = shared.of(x)
     plan = plan_of(recipes.FP8_CURRENT, x.device)
-    operand = Operand(x, plan.x, LinearContext(plan, torch.float32), (True, True), None)
+    context = LinearContext(plan=plan, out_dtype=torch.float32, keep=KeepPolicy())
+    operand = Operand(x, plan.x, context, (True, True), None)
     assert share is not None and share.lookup(operand) is share.lookup(operand) is not None
     del x, operand
     gc.collect()
@@ -231,13 +239,13 @@ def test_backward_does_not_hold_the_casts_of_inputs():
     model = built("fp8-current")
     layer = layers(model)[0]
     y = layer(torch.randn(TOKENS, WIDTH, requires_grad=True))
-    assert "x" not in y.grad_fn.context.sources
+    assert "x" not in y.grad_fn.context.sources.by_role
 
 
 def test_copies_share_among_themselves_and_begin_empty():
     model = built("int4-hq-bs")
     model(torch.randn(TOKENS, WIDTH))
-    original = layers(model)[0].shared_inputs
+    original = layers(model)[0].state.shared_inputs
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        (one,) = {id(layer.shared_inputs) for layer in layers(twin)}
-        assert one != id(original) and layers(twin)[0].shared_inputs._entry is None
+        (one,) = {id(layer.state.shared_inputs) for layer in layers(twin)}
+        assert one != id(original) and layers(twin)[0].state.shared_inputs._entry is None

@@ -47,4 +47,4 @@ def test_an_input_that_goes_after_torch_needs_nothing_of_torch(
     monkeypatch.setattr(nn.Module, "__setattr__", lambda *given: isinstance(given, None))  # type: ignore[arg-type]
     del x
     monkeypatch.undo()
-    assert not failed and model[0].reads_last
+    assert not failed and model[0].state.is_last_reader

@@ -529,8 +529,8 @@ def test_cached_casts_keep_the_memory_of_their_weight() -> None:
         weight = torch.randn(32, 64)
         y = torch.func.functional_call(layer, {"weight": weight}, (x,))
         assert_same(y, linear(x, weight, None, recipes.FP8_CURRENT))
-        assert layer._cache is not None and layer._cache.held is not None
-        assert layer._cache.held.data_ptr() == weight.data_ptr()
+        assert layer.state.cache is not None and layer.state.cache.held is not None
+        assert layer.state.cache.held.data_ptr() == weight.data_ptr()
         del weight, y
 
 
@@ -538,9 +538,9 @@ def test_moving_a_layer_drops_its_casts() -> None:
     layer = layer_of(recipes.FP8_CURRENT)
     layer.empty_cache(keep=True)
     layer(torch.randn(8, 64))
-    assert layer._cache is not None and not layer._cache.casts.is_empty
+    assert layer.state.cache is not None and not layer.state.cache.casts.is_empty
     layer.to(torch.bfloat16)
-    assert layer._cache.casts.is_empty and layer._cache.held is None
+    assert layer.state.cache.casts.is_empty and layer.state.cache.held is None
 
 
 def test_a_view_of_the_weight_at_the_same_address_is_another_weight() -> None:

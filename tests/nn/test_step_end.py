@@ -219,8 +219,8 @@ def test_a_step_inside_backward_ends_nothing_and_forgets_casts():
         parameter.register_post_accumulate_grad_hook(lambda each: own[each].step())
     ng.advance(model)
     accumulated(model, 1)
-    assert float(model[0].window("x").live[1]) > 0 and not model[0].step_ended
-    assert model[0]._cache.casts.is_empty
+    assert float(model[0].window("x").live[1]) > 0 and not model[0].state.step_ended
+    assert model[0].state.cache.casts.is_empty
     ng.advance(model)
     assert float(model[0].window("x").live[1]) == 0
 
@@ -231,10 +231,10 @@ def test_copies_are_followed_too(copied):
     accumulated(model)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     twin = copied(model)
-    assert not twin[0].step_ended
+    assert not twin[0].state.step_ended
     accumulated(twin)
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    assert float(twin[0].window("x").live[1]) == 0 and twin[0].step_ended
+    assert float(twin[0].window("x").live[1]) == 0 and twin[0].state.step_ended
 
 
 def test_layers_that_are_gone_are_not_kept_and_restored_ones_are_left_alone():

@@ -485,10 +485,10 @@ def test_codes_go_with_the_backward_pass_and_stay_for_a_second_one():
     x = torch.randn(ROWS, IN, requires_grad=True)
     y = model(x)
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    assert not y.grad_fn.context.w_casts.is_empty
+    assert not y.grad_fn.context.sources.saved_for_w.is_empty
     (second,) = torch.autograd.grad(y.sum(), x)
     assert_same(first, second)
-    assert y.grad_fn.context.w_casts is None
+    assert y.grad_fn.context.sources.saved_for_w is None
 
 
 def test_loops_of_one_forward_pass_per_step_take_no_fingerprint(monkeypatch):

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.keep_policy import resolved
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.weight_codes import chosen
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Gemm, Recipe
 from tests.compare import assert_same
@@ -139,14 +139,10 @@ def test_a_cpu_keeps_them_and_a_gpu_does_not(device_is):
     assert layer.recasts
 
 
-def test_auto_keeps_codes_for_further_micro_batches_where_a_plan_says_that_they_fit():
-    assert [chosen("auto", "cuda", micro_batches=n, step_fits=fits) for n, fits in ((1, True), (4, True), (4, False), (4, None))] == [
-        "recast", "step", "recast", "recast"
-    ]  # fmt: skip
-    assert (
-        chosen("auto", "cpu") == chosen("step", "cuda") == "step"
-        and chosen("recast", "cpu") == "recast"
-    )
+def test_auto_caches_on_a_cpu_and_in_compiled_code():
+    assert [resolved("auto", kind) for kind in ("cpu", "cuda")] == ["step", "recast"]
+    assert resolved("auto", "cuda", compiled=True) == "step"
+    assert resolved("step", "cuda") == "step" and resolved("recast", "cpu") == "recast"
 
 
 def test_convert_takes_it_and_leaves_layers_that_are_not_named():

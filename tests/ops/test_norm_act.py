@@ -266,7 +266,7 @@ def test_gate_and_up_take_the_casts_of_their_gradients(monkeypatch, recipe):
     torch.manual_seed(0)
     fused = forced(ng.convert(Mlp(), recipe), monkeypatch)
     put, taken = [], []
-    shared = fused.gate_proj.shared_inputs.gradients
+    shared = fused.gate_proj.state.shared_inputs.gradients
     monkeypatch.setattr(
         shared, "put", lambda g, casts, real=shared.put: put.append(g.shape) or real(g, casts)
     )
@@ -306,7 +306,7 @@ def test_a_gradient_that_was_changed_on_the_way_is_cast_by_its_layer(monkeypatch
     for change in (lambda g: g.mul_(2), lambda g: g * 2):
         torch.manual_seed(0)
         model = forced(ng.convert(Mlp(), "fp8-current"), monkeypatch)
-        shared = model.gate_proj.shared_inputs.gradients
+        shared = model.gate_proj.state.shared_inputs.gradients
         taken = []
         monkeypatch.setattr(
             shared,

@@ -421,7 +421,7 @@ def test_released_layers_cast_for_themselves(codes):
         run.step()
 
     run = both("fp8-delayed", story)
-    assert run.model[0].precast is None
+    assert run.model[0].state.precast is None
 
 
 def test_a_poisoned_weight_poisons_its_step_and_no_more(codes):

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.train import loop, trainer
+from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import replace
@@ -74,7 +74,7 @@ def told(config: Any) -> tuple[Any, list[str]]:
     """The exit code, and what this rank has to say of checkpoints, which rank 0 alone prints."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "tell", said.append)
+        patch.setattr(run_checkpoints, "tell", said.append)
         return trained(config), said
 
 

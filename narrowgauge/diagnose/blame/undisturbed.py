@@ -35,6 +35,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         before.restore()
         for module in model.modules():
-            if isinstance(module, QLinear) and module.shared_inputs is not None:
+            if isinstance(module, QLinear) and module.state.shared_inputs is not None:
                 # Casts of inputs of the block would be found again by the address of freed memory.
-                module.shared_inputs.clear()
+                module.state.shared_inputs.clear()

@@ -1,7 +1,7 @@
 """Observe each GEMM of each converted Linear in a step and measure it (`measure`) at once.
 
 Nothing of the GEMM is stored. For recipes that save only codes of x, an observed layer saves x
-itself (`LinearContext.watches`), so that grad_weight is judged against x. Judged against the codes,
+itself (`KeepPolicy.observer_needs_x`), so that grad_weight is judged against x. Judged against the codes,
 grad_weight looked exact. With `at_once` layers per pass, more passes need less memory each.
 """
 

@@ -143,7 +143,7 @@ class Audit:
                 each.layer.observer = None
             step.unlike.update(each.unlike)
             step.compared += sorted(each.compared)
-            if each.layer.carried is not None:
+            if each.layer.code_source is not None:
                 step.carried.append(each.name)
             elif not each.compared:
                 step.unseen.append(each.name)
@@ -199,7 +199,7 @@ class _LayerAudit:
                 self._compare_noise((self.name, gemm, role), noise)
         # x in grad_weight: `original` may be its decoded codes there.
         is_x_of_backward = role == "x" and gemm == "grad_weight"
-        is_gathered = role == "w" and self.layer.carried is not None
+        is_gathered = role == "w" and self.layer.code_source is not None
         if (
             isinstance(operand, QTensor)
             and not is_x_of_backward
