@@ -69,7 +69,7 @@ def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     demo = toml.load(ROOT / "examples" / "demo.toml")
     config = resolved(replace(demo, seed=seed, steps=steps, compare="", cache=str(cache)))
     task, cpu = TextTask.prepare(config), torch.device("cpu")
-    model = build(config, task.model, cpu, task.tokens_at_once() // WORLD, None)
+    model = build(config, task.model, cpu, task.tokens_per_forward() // WORLD, None)
     precision = precisions.get(config.precision)
     parallel = DistributedDataParallel(SummedLoss(model))
     made = install(parallel, gradients=numbers, reduce="sum")  # type: ignore[arg-type]

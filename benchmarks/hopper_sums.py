@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 
 from narrowgauge.ops.cpp import build
 from narrowgauge.ops.mm import KERNELS
-from narrowgauge.ops.mm.definition import framed, times_scales
+from narrowgauge.ops.mm.definition import times_scales, with_epilogue
 from narrowgauge.ops.mm.spec import FP8, ROW_OR_TENSOR, MmSpec
 from narrowgauge.ops.registry import Kernel, Refusal
 from narrowgauge.qtensor import QTensor
@@ -65,7 +65,7 @@ def hopper_sums(lhs: Tensor, rhs: Tensor, *, fast: bool, bits: int = BITS) -> Te
 def in_place_of_float32(bits: int = BITS) -> Iterator[None]:
     """Registers the product before all others, for FP8 operands with one scale per tensor or row, on a CPU."""
 
-    @framed
+    @with_epilogue
     def run(
         lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
     ) -> Tensor:

@@ -82,7 +82,7 @@ def dry_run_on() -> Any:
     return _DRY_RUN.get()
 
 
-PIECE = 2**22  # elements. On a GPU, definitions process larger tensors in pieces (ops/pieces.py)
+PIECE = 2**22  # elements. On a GPU, definitions process larger tensors in pieces (ops/chunking.py)
 
 
 def type_of(device: torch.device) -> str:

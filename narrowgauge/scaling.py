@@ -231,7 +231,7 @@ def scale_shape(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int
     return -(-shape[0] // outer), -(-shape[1] // inner)
 
 
-def filled_up(x: Tensor, tile: tuple[int, int]) -> Tensor:
+def padded_to_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """x [outer, inner] padded with zeros to whole tiles; x itself if the tiles divide it."""
     if tile in _ONE_SCALE:
         return x
@@ -253,7 +253,7 @@ def as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
     return x.reshape(x.shape[0] // a, a, x.shape[1] // b, b)
 
 
-def of_tiles(tiles: Tensor, full: Tensor, rows: int, columns: int) -> Tensor:
+def from_tiles(tiles: Tensor, full: Tensor, rows: int, columns: int) -> Tensor:
     """Inverse of `as_tiles`: [rows, columns] without the padding.
 
     full  the padded tensor that `as_tiles` was called on; only its shape is used
@@ -275,6 +275,6 @@ def per_tile(scale: Tensor, tile: tuple[int, int]) -> Tensor:
 
 def times_scale(values: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
     """values [outer, inner] times the scale of their tile, in the dtype of values."""
-    full = filled_up(values, tile)
+    full = padded_to_tiles(values, tile)
     scaled = as_tiles(full, tile) * per_tile(scale, tile).to(values.dtype)
-    return of_tiles(scaled, full, values.shape[0], values.shape[1])
+    return from_tiles(scaled, full, values.shape[0], values.shape[1])

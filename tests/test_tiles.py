@@ -8,7 +8,7 @@ import torch
 from narrowgauge.scaling import (
     WHOLE,
     as_tiles,
-    filled_up,
+    padded_to_tiles,
     per_tile,
     scale_shape,
     tile_sizes,
@@ -72,7 +72,7 @@ def test_each_element_meets_the_scale_of_its_tile(shape, tile):
 def test_tiles_cover_a_filled_up_matrix(shape, tile):
     """Zeros at the ends only, and none where tiles fit; the views hold every element once, in order."""
     x = torch.arange(1.0, shape[0] * shape[1] + 1).reshape(shape)
-    full, (a, b) = filled_up(x, tile), tile_sizes(shape, tile)
+    full, (a, b) = padded_to_tiles(x, tile), tile_sizes(shape, tile)
     assert full.shape[0] % a == 0 and full.shape[1] % b == 0
     assert full.shape[0] - shape[0] < a and full.shape[1] - shape[1] < b
     assert_same(full[: shape[0], : shape[1]].contiguous(), x)

@@ -25,17 +25,15 @@ from narrowgauge.data.cache import TokenStream
 from narrowgauge.data.collate import Collator, PackingCheck, check_packing, pad_id_of
 from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.examples import Examples, Limits, prepare_examples
+from narrowgauge.data.examples import Examples, Limits, coloured_sample, prepare_examples
 from narrowgauge.data.image_sizes import Preprocessing
 from narrowgauge.data.plan import Batching, Plan, plan
 from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
-from narrowgauge.data.sampler import LengthBatchSampler
-from narrowgauge.data.sorted_order import restore_order, sorted_batches
+from narrowgauge.data.sampler import LengthBatchSampler, restore_order, sorted_batches
 from narrowgauge.data.sources import documents, records
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Task
 from narrowgauge.data.text import Document
-from narrowgauge.data.token_colours import coloured_sample
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 
 __all__ = [

@@ -97,7 +97,7 @@ class Collator:
         examples = [item for item in items if isinstance(item, dict)]
         first = examples[0]["input_ids"]
         return (
-            self._of_choices(examples)
+            self._choice_rows(examples)
             if len(first) and np.ndim(first[0])
             else self._padded(examples)
         )
@@ -105,20 +105,20 @@ class Collator:
     def _padded(self, examples: Sequence[Example]) -> Batch:
         sizes = [len(example["input_ids"]) for example in examples]
         width = self._width(max(sizes), len(examples))
-        ids = _filled([example["input_ids"] for example in examples], width, self.pad_id)
+        ids = _padded_rows([example["input_ids"] for example in examples], width, self.pad_id)
         batch = {"input_ids": ids}
         batch["attention_mask"] = (torch.arange(width) < torch.tensor(sizes)[:, None]).long()
         if self.position_ids:
             batch["position_ids"] = torch.arange(width).expand(len(examples), width).contiguous()
         if "token_type_ids" in examples[0]:
-            batch["token_type_ids"] = _filled(
+            batch["token_type_ids"] = _padded_rows(
                 [example["token_type_ids"] for example in examples], width, 0
             )
         if "labels" in examples[0]:
             batch["labels"] = self._labels(examples, sizes, width)
         return batch
 
-    def _of_choices(self, examples: Sequence[Example]) -> Batch:
+    def _choice_rows(self, examples: Sequence[Example]) -> Batch:
         """Batch with one row per choice.
 
         The label at an example's first row is the row number of its right choice; other rows have
@@ -157,7 +157,7 @@ class Collator:
         lengths = [len(label) for label in labels]
         if lengths != sizes:  # seq2seq: labels have the target's length
             width = self._width(max(lengths), len(examples))
-        return _filled(labels, width, IGNORED)
+        return _padded_rows(labels, width, IGNORED)
 
     def _targets(self, labels: Any, tokens: int) -> np.ndarray[Any, Any]:
         """Labels of a packed document.
@@ -179,14 +179,14 @@ class Collator:
     def _packed(self, rows: Sequence[Sequence[Example]]) -> Batch:
         sizes = [[len(example["input_ids"]) for example in row] for row in rows]
         width = self._width(max(map(sum, sizes)), len(rows))
-        ids = _filled(
+        ids = _padded_rows(
             [np.concatenate([one["input_ids"] for one in row]) for row in rows], width, self.pad_id
         )
         targets = [
             np.concatenate([self._targets(one["labels"], len(one["input_ids"])) for one in row])
             for row in rows
         ]
-        labels = _filled(targets, width, IGNORED)
+        labels = _padded_rows(targets, width, IGNORED)
         both = [positions(row, width) for row in sizes]
         position, document = (torch.stack(part) for part in zip(*both, strict=True))
         batch = {"input_ids": ids, "labels": labels, "position_ids": position}
@@ -205,7 +205,7 @@ class Collator:
         return batch
 
 
-def _filled(rows: Sequence[Any], width: int, filler: int) -> Tensor:
+def _padded_rows(rows: Sequence[Any], width: int, filler: int) -> Tensor:
     """[len(rows), width] int64, each row padded with `filler`."""
     found = np.full((len(rows), width), filler, dtype=np.int64)
     for place, row in enumerate(rows):
@@ -321,8 +321,8 @@ def _compared(
     alone = logits([[second], [second]])[0, : len(second)] - straight[0, start:end]
     size = float(straight.abs().max()) or 1.0
     leak = float(torch.maximum(moved[0, start:].abs().max(), moved[1, :end].abs().max())) / size
-    apart = float(alone.abs().max()) / size
+    alone_change = float(alone.abs().max()) / size
     noise = 0.0
-    if not (leak == 0 and apart <= tolerance):
+    if not (leak == 0 and alone_change <= tolerance):
         noise = float((logits([documents, documents]) - straight).abs().max()) / size
-    return PackingCheck(noise, leak, apart)
+    return PackingCheck(noise, leak, alone_change)

@@ -233,12 +233,14 @@ class _Job:
             encodings = self.backend.encode_batch_fast(
                 [piece for _, piece, _ in batch], add_special_tokens=False
             )
-            taken: dict[str, list[list[int]]] = {side: [] for side in SIDES}
+            ids_of_side: dict[str, list[list[int]]] = {side: [] for side in SIDES}
             for (side, _, is_last), encoding in zip(batch, encodings, strict=True):
-                taken[side].append([*encoding.ids, self.end_of_text] if is_last else encoding.ids)
+                ids_of_side[side].append(
+                    [*encoding.ids, self.end_of_text] if is_last else encoding.ids
+                )
                 ends[side] += is_last
             for side in SIDES:
-                ids = np.fromiter(chain.from_iterable(taken[side]), np.int64)
+                ids = np.fromiter(chain.from_iterable(ids_of_side[side]), np.int64)
                 counts[side] += np.bincount(ids, minlength=self.vocabulary)
                 append(side, ids)
         for side, name in ((TRAIN, "training"), (VALIDATION, "validation")):

@@ -4,6 +4,7 @@
     examples[0]           {"input_ids": int64 array, "labels": int64 array}, -100 without loss
     examples.lengths      tokens of each example, for `plan` and `LengthBatchSampler`
     examples.strata       groups of their labels, for the same
+    coloured_sample(tokenizer, **examples[0])   its tokens with a loss, for the console
 
 The cache key covers everything that determines the ids: the files' bytes, the tokenizer, the task
 with its columns, the chat template and the options. Rows that are too long or have no target raise
@@ -23,11 +24,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from narrowgauge.data.batches import Indices
+from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
+from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.sources import files_of, records
-from narrowgauge.data.stored import Stored
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.data.text import USERS, shown
@@ -35,6 +36,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
+    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1  # version of the arrays' layout; part of the key
@@ -42,7 +44,7 @@ LENGTH = np.dtype("<u4")
 NO_CUT = "'skip' (windows cut no context; too long is what leaves no room for it beside `stride`)"
 
 
-class Examples(Stored):
+class Examples(ExampleArrays):
     """Encoded examples as a memory-mapped dataset, for DataLoader or transformers' Trainer.
 
     examples[i]             a dict, see below
@@ -92,7 +94,7 @@ class Examples(Stored):
         found = {
             name: _wide(self.array(name, index))
             for name in self._ends
-            if name not in self.task.aside
+            if name not in self.task.evaluation_arrays
         }
         return self.task.item(found)
 
@@ -191,7 +193,7 @@ class _Job:
             limits,
             header,
         )
-        if task.windows and limits.too_long == "truncate":
+        if task.splits_into_windows and limits.too_long == "truncate":
             raise ConfigError(
                 "too_long 'truncate': windows cut no context. Pass 'error' or 'skip'.",
                 code="examples.windows",
@@ -227,15 +229,15 @@ class _Job:
         """Encodes all rows into a new entry and returns its facts."""
         rows = records(self.source, self.task.columns, header=self.header)
         while batch := list(islice(rows, BATCH_ROWS)):
-            if kept := list(self._kept(batch)):
+            if encoded := list(self._encoded(batch)):
                 # Batch by batch: memory holds one batch of rows, whatever the table's size.
                 for name in self.fields:
-                    values = [example[name] for example in kept]
+                    values = [example[name] for example in encoded]
                     append(name, np.concatenate(values))
                     append(f"{name}.lengths", np.array([len(each) for each in values]))
         notes = [
             note.replace("{count}", str(count)) for note, count in self.notes.items() if count
-        ] + self._judged()
+        ] + self._limit_notes()
         # The key was computed before; a file that changed since would be cached under the wrong
         # key.
         if self._content() != self.content:
@@ -252,44 +254,44 @@ class _Job:
             "notes": notes,
         }
 
-    def _kept(self, rows: list[Record]) -> Iterator[Encoded]:
+    def _encoded(self, rows: list[Record]) -> Iterator[Encoded]:
         task, limit = self.task, self.limits.max_length
         self.counts["rows"] += len(rows)
         # Only window tasks need the limit at once; other tasks report rows that exceed it.
-        own_length = {"max_length": limit} if task.windows else {}
+        own_length = {"max_length": limit} if task.splits_into_windows else {}
         for row, found in zip(
             rows, task.encode(rows, self.encoder, self.notes, **own_length), strict=True
         ):
-            for example in found if task.windows else (found,):
-                yield from self._fitting(row, example)
+            for example in found if task.splits_into_windows else (found,):
+                yield from self._within_limits(row, example)
 
-    def _fitting(self, row: Record, example: Encoded) -> Iterator[Encoded]:
+    def _within_limits(self, row: Record, example: Encoded) -> Iterator[Encoded]:
         """Yields the example if it has a target, truncated if necessary and allowed."""
         limit, task = self.limits.max_length, self.task
         length = task.length(example)
         if limit is not None and length > limit:
-            self._refuse("too_long", row)
+            self._count_fault("too_long", row)
             self.longest = max(self.longest, length)
             if self.limits.too_long != "truncate":
                 return
             # Encode again with truncation: cutting the ids would lose the final separator.
-            if task.refits:
+            if task.can_truncate:
                 [example] = task.encode([row], self.encoder, Notes(), max_length=limit)
             else:
                 example = {name: values[:limit] for name, values in example.items()}
         ids, targets = example["input_ids"], task.targets(example)
         if not targets or not len(ids):
-            self._refuse("no_target", row)
+            self._count_fault("no_target", row)
             return
         self.counts.update(examples=1, tokens=len(ids), targets=targets)
         self.largest_token = max(self.largest_token, int(ids.max()))
         yield example
 
-    def _refuse(self, fault: str, row: Record) -> None:
+    def _count_fault(self, fault: str, row: Record) -> None:
         self.counts[fault] += 1
         self.first.setdefault(fault, row.origin)
 
-    def _judged(self) -> list[str]:
+    def _limit_notes(self) -> list[str]:
         """Notes on rows that were cut or skipped.
 
         Raises DataError if the policy allows none, or if no row is left.
@@ -302,7 +304,7 @@ class _Job:
         )
         if count := self.counts["too_long"]:
             if limits.too_long == "error":
-                other = NO_CUT if self.task.windows else "'truncate' or 'skip'"
+                other = NO_CUT if self.task.splits_into_windows else "'truncate' or 'skip'"
                 raise DataError(
                     f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has {self.longest} "
                     f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to {other}.",
@@ -314,7 +316,7 @@ class _Job:
                 f"and were {done}."
             )
         if count := self.counts["no_target"]:
-            what = self.task.learnt
+            what = self.task.target_noun
             if limits.no_target == "error":
                 masked = ", all their labels are masked" if what == "target" else ""
                 raise DataError(
@@ -329,3 +331,45 @@ class _Job:
                 code="examples.none-left",
             )
         return notes
+
+
+# Visible signs for control characters, which a terminal would execute. A line end is kept as well.
+SIGNS = (
+    {code: chr(0x2400 + code) for code in range(32)}
+    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+    | {0x7F: "␡", ord("\t"): "→\t", ord("\n"): "↵\n"}
+)
+
+
+def coloured_sample(
+    tokenizer: Any, input_ids: Sequence[int], labels: Sequence[int] | None, *, tokens: int = 200
+) -> Text:
+    """The first `tokens` tokens as rich Text: green with a loss, dim without, reversed if special.
+
+    labels  as in an `Examples` item; None: no token has a loss
+
+    Bars separate tokens. Double brackets mark tokens with a loss in logs without colours. A
+    byte-level token that is part of a character shows as U+FFFD. rich comes with
+    narrowgauge[train].
+    """
+    from rich.text import Text
+
+    special = set(tokenizer.all_special_ids)
+    text, learning = Text(), False
+    shown = list(input_ids[:tokens])
+    for place, id in enumerate(shown):
+        learnt = labels is not None and int(labels[place]) != IGNORED
+        if learnt != learning:
+            text.append("⟦" if learnt else "⟧", "bold")
+        elif place:
+            text.append("|", "dim")
+        style = ("bold green" if learnt else "dim") + (" reverse" if int(id) in special else "")
+        text.append(tokenizer.decode([int(id)]).translate(SIGNS), style)
+        learning = learnt
+    if text.plain.endswith("\n"):
+        text.right_crop(1)  # the caller's print adds a line end
+    if learning:
+        text.append("⟧", "bold")
+    if len(shown) < len(input_ids):
+        text.append(f" ... {len(input_ids) - len(shown)} more", "dim")
+    return text

@@ -306,11 +306,14 @@ def _rows(
     # After a resumption, the remaining examples may fill rows further than all examples did.
     if not widths or widths[-1] < batching.row_length:
         widths = (*(widths if batching.classes > 1 else ()), batching.row_length)
-    together, apart = (_positions(*each, batching) for each in ((whole, widths), (every, singles)))
+    packed_positions, single_positions = (
+        _positions(*each, batching) for each in ((whole, widths), (every, singles))
+    )
     # Packing can lose: rows are as long as row_length, while single examples get narrow widths.
-    if apart < together:
+    if single_positions < packed_positions:
         packed, padded = (
-            Waste(int(every.sum()), positions).percent for positions in (together, apart)
+            Waste(int(every.sum()), positions).percent
+            for positions in (packed_positions, single_positions)
         )
         reason = (
             f"Rows of {batching.row_length} tokens would be padded by {packed:.1f} % with several examples in a row and by "

@@ -67,9 +67,9 @@ def choose_widths(lengths: Indices, *, count: int, multiple: int) -> tuple[int, 
     values, counts = np.unique(rounded, return_counts=True)
     if len(values) > max(count, GRID):
         ranks = np.searchsorted(np.cumsum(counts), np.linspace(0, counts.sum(), GRID + 1)[1:])
-        kept = np.unique([*np.minimum(ranks, len(values) - 1), len(values) - 1])
-        groups = np.searchsorted(kept, np.arange(len(values)))
-        values, counts = values[kept], np.bincount(groups, weights=counts).astype(np.int64)
+        chosen_ranks = np.unique([*np.minimum(ranks, len(values) - 1), len(values) - 1])
+        groups = np.searchsorted(chosen_ranks, np.arange(len(values)))
+        values, counts = values[chosen_ranks], np.bincount(groups, weights=counts).astype(np.int64)
     size = len(values)
     if size <= count:
         return tuple(values.tolist())

@@ -1,6 +1,6 @@
-"""Batch sampler for torch's DataLoader that follows a plan.
+"""Batch sampler for torch's DataLoader that follows a plan, and batches of evaluations.
 
-It works in any loop and in transformers' Trainer. Each rank creates a sampler with the same lengths
+The sampler works in any loop and in transformers' Trainer. Each rank creates a sampler with the same lengths
 and settings, and draws its part of the same plan. Do not wrap it in a DistributedSampler or let
 accelerate prepare the loader: both would divide the batches again.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from torch.utils.data import Sampler
 
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.plan import Batching, Item, Plan, examples_of, plan
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.data.rows import round_up
+from narrowgauge.errors import CheckpointError, ConfigError, DataError
 
 Segment = tuple[Batching, int]  # (settings, steps of this epoch done with them)
 
@@ -191,3 +193,42 @@ class LengthBatchSampler(Sampler[list[Any]]):
                 code="sampler.other-strata",
             )
         self._start(epoch, [segment for segment in segments if segment[1]])
+
+
+def sorted_batches(
+    lengths: Sequence[int] | Indices,
+    *,
+    batch_size: int | None = None,
+    token_budget: int | None = None,
+    multiple: int = 8,
+) -> list[list[int]]:
+    """Evaluation batches sorted by length, the longest first; `restore_order` restores the order.
+
+    This "uniform dynamic padding" has the least padding possible for the batch sizes. Do not train
+    on it: the order is the same in every epoch. An example above the budget is a batch by itself.
+    """
+    Batching(batch_size=batch_size, token_budget=token_budget, multiple=multiple)  # validates
+    sizes = np.asarray(lengths, dtype=np.int64)
+    # stable: equal lengths keep the order of the data, the same on every machine.
+    queue, batches = np.argsort(-sizes, kind="stable"), []
+    while len(queue):
+        width = round_up(max(1, int(sizes[queue[0]])), multiple)
+        rows = batch_size or max(1, (token_budget or 0) // width)
+        batches.append(queue[:rows].tolist())
+        queue = queue[rows:]
+    return batches
+
+
+def restore_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
+    """Puts the results of batches into the order of the data.
+
+    Raises DataError if the number of results differs from the number of examples.
+    """
+    if [len(batch) for batch in batches] != [len(result) for result in results]:
+        given, needed = (sum(map(len, each)) for each in (results, batches))
+        raise DataError(
+            f"restore_order: {given} results for {needed} examples. Pass one result per example.",
+            code="restore-order.count",
+        )
+    by_index = dict(zip(chain.from_iterable(batches), chain.from_iterable(results), strict=True))
+    return [by_index[index] for index in range(len(by_index))]

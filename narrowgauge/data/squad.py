@@ -36,13 +36,13 @@ def json_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
     """
     whole = reading.json_of(path, WHOLE)
     return (
-        _listed_rows(whole, shown(path), columns)
+        _list_rows(whole, shown(path), columns)
         if isinstance(whole, list)
         else _squad_rows(whole, shown(path), columns)
     )
 
 
-def _listed_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterator[Record]:
+def _list_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterator[Record]:
     if not whole:
         raise DataError(
             f"{name}: its list is empty. Pass a file that holds rows.", code="squad.empty"
@@ -50,9 +50,9 @@ def _listed_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterato
     for number, row in enumerate(whole):
         place = f"{name}[{number}]"
         if not isinstance(row, dict):
-            held = JSON_TYPES.get(type(row), "a string")
+            type_name = JSON_TYPES.get(type(row), "a string")
             raise DataError(
-                f"{place}: holds {held}, not an object with a value for each column. Correct the row or remove it.",
+                f"{place}: holds {type_name}, not an object with a value for each column. Correct the row or remove it.",
                 code="squad.no-object",
             )
         chosen = chosen_columns(columns, list(row), list(row), place)
@@ -61,17 +61,17 @@ def _listed_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterato
 
 def _squad_rows(whole: Any, name: str, columns: Sequence[str]) -> Iterator[Record]:
     """Yields the questions of a file in their order."""
-    articles = _listed(whole, name, "data")
+    articles = _entries(whole, name, "data")
     chosen = chosen_columns(columns, COLUMNS, COLUMNS, name)
     for article in articles:
-        for paragraph in _listed(*article, "paragraphs"):
-            context = _held(*paragraph, "context")
-            for question, place in _listed(*paragraph, "qas"):
+        for paragraph in _entries(*article, "paragraphs"):
+            context = _value(*paragraph, "context")
+            for question, place in _entries(*paragraph, "qas"):
                 row = {
                     "id": question.get("id") if isinstance(question, dict) else None,
-                    "question": _held(question, place, "question"),
+                    "question": _value(question, place, "question"),
                     "context": context,
-                    "answers": _held(question, place, "answers"),
+                    "answers": _value(question, place, "answers"),
                 }
                 # SQuAD 2 lists plausible answers elsewhere (plausible_answers), so this is a
                 # contradiction.
@@ -83,9 +83,9 @@ def _squad_rows(whole: Any, name: str, columns: Sequence[str]) -> Iterator[Recor
                 yield Record({column: row[column] for column in chosen}, place)
 
 
-def _listed(held: Any, place: str, key: str) -> Iterator[tuple[Any, str]]:
+def _entries(holder: Any, place: str, key: str) -> Iterator[tuple[Any, str]]:
     """Entries of the list under a key, each with its place for error messages."""
-    found = _held(held, place, key)
+    found = _value(holder, place, key)
     if not isinstance(found, list):
         raise DataError(
             f"{place}: {key!r} is no list. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet).",
@@ -94,10 +94,10 @@ def _listed(held: Any, place: str, key: str) -> Iterator[tuple[Any, str]]:
     return ((each, f"{place}.{key}[{number}]") for number, each in enumerate(found))
 
 
-def _held(held: Any, place: str, key: str) -> Any:
-    if not isinstance(held, dict) or key not in held:
+def _value(holder: Any, place: str, key: str) -> Any:
+    if not isinstance(holder, dict) or key not in holder:
         raise DataError(
             f"{place}: has no {key!r}. Pass a file of SQuAD's form, or a table (JSONL, CSV, TSV, Parquet).",
             code="squad.no-key",
         )
-    return held[key]
+    return holder[key]

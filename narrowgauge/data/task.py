@@ -1,6 +1,6 @@
 """Interface of a table task: encodes rows as arrays of ids, and decodes examples from them.
 
-The cache (`stored`) holds the arrays of all examples back to back, by name, with each example's
+The cache (`example_arrays`) holds the arrays of all examples back to back, by name, with each example's
 number of elements.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import Values
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.stored import Stored
+from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.tables import Record
 
 Encoded = dict[str, Values]
@@ -29,19 +29,19 @@ Notes = Counter[str]  # sentence with {count} -> number of examples
 class Task(ABC):
     """Roles of a table's columns, and the encoding of its rows.
 
-    kind     name of the task, as in the setting `task`
-    refits   True: `encode` accepts max_length and truncates texts at allowed places;
-             False: too long examples lose the end of their ids
-    windows  True: `encode` accepts max_length and yields a list of examples per row
-    aside    arrays that an evaluation reads but no batch contains
-    learnt   noun for the part that a row without targets lacks, for messages
+    kind                 name of the task, as in the setting `task`
+    can_truncate         True: `encode` accepts max_length and truncates texts at allowed places;
+                         False: too long examples lose the end of their ids
+    splits_into_windows  True: `encode` accepts max_length and yields a list of examples per row
+    evaluation_arrays    arrays that an evaluation reads but no batch contains
+    target_noun          noun for the part that a row without targets lacks, for messages
     """
 
     kind: ClassVar[str]
-    refits: ClassVar[bool] = False
-    windows: ClassVar[bool] = False
-    aside: ClassVar[frozenset[str]] = frozenset()
-    learnt: ClassVar[str] = "target"
+    can_truncate: ClassVar[bool] = False
+    splits_into_windows: ClassVar[bool] = False
+    evaluation_arrays: ClassVar[frozenset[str]] = frozenset()
+    target_noun: ClassVar[str] = "target"
 
     @property
     @abstractmethod
@@ -75,16 +75,16 @@ class Task(ABC):
         return arrays
 
     @staticmethod
-    def lengths(stored: Stored) -> Indices:
+    def lengths(stored: ExampleArrays) -> Indices:
         """Row width that each example needs, int64."""
         return stored.sizes("input_ids")
 
     @staticmethod
-    def strata(stored: Stored) -> Indices | None:
+    def strata(stored: ExampleArrays) -> Indices | None:
         """Label group of each example, for batches with the data's shares; None without groups."""
         return None
 
     @staticmethod
-    def tokens(stored: Stored) -> Indices:
+    def tokens(stored: ExampleArrays) -> Indices:
         """Tokens that a model reads of each example, int64; for a text pair the longer text's."""
         return stored.sizes("input_ids")

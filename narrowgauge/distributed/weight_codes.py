@@ -22,7 +22,7 @@ from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.straight_through import Coded, is_by_norm, scale_of_spread
 from narrowgauge.ops.hadamard import decode, encode, rotated_length
-from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
+from narrowgauge.ops.hadamard.encoding import rotate_and_encode, rotation_is_fused
 from narrowgauge.ops.quantize import definition, quantize
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
@@ -181,7 +181,7 @@ class StraightThroughCoder:
 
     def encode(self, shard: Tensor, orientation: str, use_history: bool) -> Tensor:
         hadamard, format, scale = self.plan.rows_rotate, self.cast.format, self._scale()
-        if hadamard is not None and in_one_pass(shard, hadamard, format):
+        if hadamard is not None and rotation_is_fused(shard, hadamard, format):
             signs = Rotation.draw(hadamard, shard).signs
             found = rotate_and_encode(shard, hadamard, signs, scale, format, packed=True, bits=True)
         else:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.nn.amax_history import LayerState
-from narrowgauge.ops.pieces import by_rows
+from narrowgauge.ops.chunking import map_rows
 from narrowgauge.recipe import LeverageScore
 
 # Variance that is unknown or above float32. Finite, because averages of two models (EMA) compute
@@ -71,10 +71,10 @@ def row_norms(x: Tensor) -> Tensor:
     """
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], dtype=torch.float64)
-    amax = by_rows(lambda some: some.to(torch.float32).abs().amax().reshape(1), x).amax()
+    amax = map_rows(lambda some: some.to(torch.float32).abs().amax().reshape(1), x).amax()
     unit = torch.where(amax == 0, 1.0, amax)
     # Scale before squaring: squares of numbers below 1e-19 or above 1e19 leave float32's range.
-    norms = by_rows(lambda some: torch.linalg.vector_norm(some.to(torch.float32) / unit, dim=1), x)
+    norms = map_rows(lambda some: torch.linalg.vector_norm(some.to(torch.float32) / unit, dim=1), x)
     return norms.to(torch.float64) * unit.to(torch.float64)
 
 

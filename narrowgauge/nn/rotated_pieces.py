@@ -14,14 +14,14 @@ from torch import Tensor
 
 from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
-from narrowgauge.ops.pieces import cuts
+from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, CurrentScaling
 
 
 def casts_apart(cast: Cast, x: Tensor) -> bool:
     """True if `cast_in_pieces` gives the same codes for x [outer, inner] as a cast of the whole."""
-    if len(cuts(x)) == 1:
+    if len(row_chunks(x)) == 1:
         return False
     if cast.rounding == "stochastic":
         from narrowgauge.ops.random import draws_keys
@@ -51,7 +51,7 @@ def cast_in_pieces(
     expand  dtype of dequantized values in place of codes, or None
     """
     parts = []
-    for each in cuts(x):
+    for each in row_chunks(x):
         rows = rotation(x[each])
         # rows.shape[1] is the padded length: noise is counted over the rotated matrix.
         some = None if noise is None else noise.after(each.start * rows.shape[1])

@@ -37,10 +37,10 @@ from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.tied_draws import tied
+from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
-from narrowgauge.ops.hadamard.encoding import in_one_pass, rotate_and_encode
+from narrowgauge.ops.hadamard.encoding import rotate_and_encode, rotation_is_fused
 from narrowgauge.ops.mm import high_precision
-from narrowgauge.ops.pieces import cuts
 from narrowgauge.ops.quantize import calibrated_amax, row_squares, spread
 from narrowgauge.ops.random import uniform
 from narrowgauge.qtensor import QTensor
@@ -102,7 +102,7 @@ class Coded:
             torch.where(
                 unpack_bits(self.bits[each], d.shape[1]), 0.0, d[each] * self.codes[each]
             ).sum()
-            for each in cuts(d)
+            for each in row_chunks(d)
         ]
         # A clipped element contributes d * q exactly, for every row. Only
         # the rounding errors are sampled.
@@ -394,7 +394,11 @@ def _coded(
     """
     by_norm = is_by_norm(cast)
     hadamard, is_known = rotation.hadamard, scale is not None or step is not None
-    if hadamard is not None and (is_known or by_norm) and in_one_pass(x, hadamard, cast.format):
+    if (
+        hadamard is not None
+        and (is_known or by_norm)
+        and rotation_is_fused(x, hadamard, cast.format)
+    ):
         rotated = None
         if scale is None and step is None:
             # The root mean square of x H includes the zeros that pad the contracted axis.

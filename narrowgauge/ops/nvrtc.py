@@ -91,7 +91,7 @@ def compiled(
             program, len(given), (ctypes.c_char_p * len(given))(*given)
         )
         words = (
-            _told(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
+            _read_output(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
             .rstrip(b"\0")
             .decode()
         )
@@ -101,12 +101,12 @@ def compiled(
                 "Report this, with the version of torch; backend='reference' computes the same.",
                 code="nvrtc.compile",
             )
-        return _told(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), words
+        return _read_output(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), words
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _told(size_of: Any, write: Any, program: ctypes.c_void_p) -> bytes:
+def _read_output(size_of: Any, write: Any, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     _check(size_of(program, ctypes.byref(size)))
     text = ctypes.create_string_buffer(size.value)

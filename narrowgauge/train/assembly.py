@@ -27,7 +27,7 @@ from narrowgauge.train.passes import Passes
 from narrowgauge.train.run_checkpoints import RunCheckpoints
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TrainTask
-from narrowgauge.train.tasks.left_out import LeavingOut
+from narrowgauge.train.tasks.feed import SkippingFeed
 from narrowgauge.train.validation import Validation
 
 
@@ -59,7 +59,7 @@ class Assembly:
     setup: SetUp
     counters: Counters
     model: Any
-    feed: LeavingOut
+    feed: SkippingFeed
     switches: RecipeSchedule
     parallel: Parallel
     optimizer: Any
@@ -80,7 +80,7 @@ def assembled(
     has_choices = folder.run.exists() and (folder.has_run() or config.parent)
     choices = read_run(folder.run).get("auto") if has_choices else None
     model = built(config, task, ranks, device, choices or None)
-    feed = LeavingOut(task.feed(model))
+    feed = SkippingFeed(task.feed(model))
     feed.share = ranks.layout.share(ranks.rank)
     notes, objective = step.ready(
         replace(config, checkpointing=policy),
@@ -147,6 +147,6 @@ def built(
     """
     model: Any = None
     if ranks.is_first or "auto" not in (config.recipe, *config.layers_recipe.values()):
-        model = build(config, task.model, device, task.tokens_at_once(), choices)
+        model = build(config, task.model, device, task.tokens_per_forward(), choices)
     chosen_first = ranks.told_by_first(lambda: chosen(model))
-    return model or build(config, task.model, device, task.tokens_at_once(), chosen_first)
+    return model or build(config, task.model, device, task.tokens_per_forward(), chosen_first)

@@ -30,7 +30,7 @@ from narrowgauge.train.parallel.stage_state import WholeNumbers
 from narrowgauge.train.passes import Passes
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TrainTask
-from narrowgauge.train.tasks.left_out import LeavingOut
+from narrowgauge.train.tasks.feed import SkippingFeed
 
 
 class RunCheckpoints:
@@ -44,7 +44,7 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, task: TrainTask, passes: Passes, feed: LeavingOut,
+        self, config: TrainConfig, folder: RunFolder, task: TrainTask, passes: Passes, feed: SkippingFeed,
         switches: RecipeSchedule, auto: dict[str, str], numbers: WholeNumbers | None,
     ) -> None:  # fmt: skip
         self.config, self.folder, self.task, self.passes = config, folder, task, passes

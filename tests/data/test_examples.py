@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from narrowgauge.data import examples as module
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.examples import Limits, prepare_examples
+from narrowgauge.data.examples import Limits, coloured_sample, prepare_examples
 from narrowgauge.data.sources import records
-from narrowgauge.data.token_colours import coloured_sample
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.tasks.causal_lm import Chat, Completion
 from narrowgauge.train.tasks.classification import Classification

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.data.plan import Batching, examples_of, plan, runs
 from narrowgauge.data.rows import Waste, choose_widths, dynamic_waste, width_of
-from narrowgauge.data.sorted_order import restore_order, sorted_batches
+from narrowgauge.data.sampler import restore_order, sorted_batches
 from narrowgauge.data.strata import strata_of
 from narrowgauge.errors import ConfigError, DataError
 from tests.raising import coded, raises

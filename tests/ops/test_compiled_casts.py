@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import narrowgauge as ng
 from narrowgauge.formats import E4M3
-from narrowgauge.ops.cast_words import as_words
+from narrowgauge.ops.flat_cast import flatten_cast
 from narrowgauge.ops.quantize import compiled, pair, quantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Cast, DelayedScaling
@@ -125,7 +125,7 @@ def test_the_operator_of_a_window_notes_what_it_saw(cols: bool) -> None:
     cast, x = Cast(format=E4M3, calibrate=DelayedScaling(length=4)), torch.randn(24, 40)
     states = [torch.tensor([3.0, 0.5, 0.0]) for _ in range(2)]
     made = compiled.delayed(x, cast, states[0], True, cols)
-    expected = pair.in_turn(x, cast, states[1], True, cols, (None, None), "reference")
+    expected = pair.reference_pair(x, cast, states[1], True, cols, (None, None), "reference")
     assert_same(states[0], states[1])
     for mine, theirs in zip(made[:2], expected[:2], strict=True):
         assert (mine is None) == (theirs is None)
@@ -138,7 +138,7 @@ def test_the_operator_of_a_window_notes_what_it_saw(cols: bool) -> None:
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
 @pytest.mark.parametrize("cols", [False, True])
 def test_torch_checks_the_operators(cast: Cast, cols: bool) -> None:
-    format, tile, rule, headroom = as_words(cast)
+    format, tile, rule, headroom = flatten_cast(cast)
     words = (format, list(tile), rule, headroom)
     amax = torch.tensor([[2.0]]) if cast.is_per_tensor else None
     torch.library.opcheck(

@@ -176,7 +176,7 @@ def onednn_products(monkeypatch):
     took, once, whole = [], definition._rounded_once, definition._float_mm
 
     def in_float32(lhs, rhs):
-        took.extend([torch.float32] if definition._takes_onednn(lhs) else [])
+        took.extend([torch.float32] if definition._uses_onednn(lhs) else [])
         return whole(lhs, rhs)
 
     monkeypatch.setattr(
@@ -446,7 +446,7 @@ def test_the_gemm_of_a_gpu_adds_the_bias(dtype, given, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", check)
     lhs, rhs = (quantize(matrix(rows, 130), Cast(format=E4M3)) for rows in (33, 50))
     bias = matrix(1, 50)[0].to(torch.bfloat16)
-    out = cublas.framed(cublas._scaled, adds=cublas._on_cuda)(lhs, rhs, bias, dtype, True)
+    out = cublas.with_epilogue(cublas._scaled, adds=cublas._on_cuda)(lhs, rhs, bias, dtype, True)
     ((handed, product),) = seen
     assert (
         (handed is not None) == given

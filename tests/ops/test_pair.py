@@ -208,7 +208,7 @@ def test_rotating_and_encoding_in_one_pass(codes, monkeypatch, recipe):
     found = []
     for one_pass in (True, False):
         monkeypatch.setattr(
-            straight_through, "in_one_pass", lambda *call, one_pass=one_pass: one_pass
+            straight_through, "rotation_is_fused", lambda *call, one_pass=one_pass: one_pass
         )
         found.append(trained(recipe, steps=1, caches=False)["outputs"])
     for fused, apart in zip(*found, strict=True):

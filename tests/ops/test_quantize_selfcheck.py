@@ -17,7 +17,7 @@ from narrowgauge.ops.hadamard import Codes, encoding
 from narrowgauge.ops.quantize import definition, tile_amax
 from narrowgauge.ops.quantize import selfcheck as casting
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.ops.quantize.pair import in_turn
+from narrowgauge.ops.quantize.pair import reference_pair
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device, Kernel, Registry
@@ -68,7 +68,10 @@ def test_other_ways_of_calling_pass():
     assert examine(right, spec(cast, expand=torch.bfloat16)).reason is None
     assert examine(right, spec(cast, dtype=torch.float16)).reason is None
     for cols in (False, True):
-        assert examine(in_turn, spec(cast, delayed=True, cols=cols), "quantize_pair").reason is None
+        assert (
+            examine(reference_pair, spec(cast, delayed=True, cols=cols), "quantize_pair").reason
+            is None
+        )
 
 
 def one_code_off(x, cast, amax, key, expand):
@@ -203,13 +206,15 @@ def test_no_check_while_a_graph_is_captured(no_results, monkeypatch):
 @pytest.mark.parametrize("order", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_rotation_passes(order, dtype):
-    found = selfcheck.examine("rotate", encoding.in_turn, encoding.CHECK, (order, INT4, dtype), CPU)
+    found = selfcheck.examine(
+        "rotate", encoding.reference_rotate_and_encode, encoding.CHECK, (order, INT4, dtype), CPU
+    )
     assert found.reason is None and 0.9 < found.worst < 1
 
 
 def changed(**parts):
     def run(x, hadamard, signs, *rest):
-        found = encoding.in_turn(x, hadamard, signs, *rest)
+        found = encoding.reference_rotate_and_encode(x, hadamard, signs, *rest)
         return Codes(
             **{
                 **found._asdict(),
@@ -224,14 +229,16 @@ def changed(**parts):
     ("run", "words"),
     [
         (
-            lambda x, h, signs, *rest: encoding.in_turn(x, h, -signs.abs(), *rest),
+            lambda x, h, signs, *rest: encoding.reference_rotate_and_encode(
+                x, h, -signs.abs(), *rest
+            ),
             "its codes is wrong on cpu",
         ),
         (changed(codes=lambda codes: codes.roll(16, 1)), "its codes is wrong on cpu"),
         (changed(bits=lambda bits: bits.flip(1)), "its bits of what was not clipped is wrong"),
         (changed(packed=lambda pairs: (pairs >> 4) | (pairs << 4)), "its packed codes is wrong"),
         (
-            lambda x, *rest: encoding.in_turn(x.nan_to_num(), *rest),
+            lambda x, *rest: encoding.reference_rotate_and_encode(x.nan_to_num(), *rest),
             "its codes is wrong on cpu: inf times",
         ),
     ],

@@ -231,8 +231,8 @@ def test_memory_that_kernels_count_in_is_kept_and_what_they_leave_written_lies_a
     """A kernel that counts on zeros is never given what another one left there; nor a call that is made again a fake tensor."""
     zeros = pytest.importorskip("narrowgauge.ops.triton.launch")
     cpu = torch.device("cpu")
-    plain, written = zeros.zeros_left_zero(9, cpu), zeros.zeros_left_zero(9, cpu, written=8)
-    assert plain.data_ptr() == zeros.zeros_left_zero(9, cpu).data_ptr() != written.data_ptr()
+    plain, written = zeros.zeroed_workspace(9, cpu), zeros.zeroed_workspace(9, cpu, written=8)
+    assert plain.data_ptr() == zeros.zeroed_workspace(9, cpu).data_ptr() != written.data_ptr()
     known = {}
     with FakeTensorMode():
         assert isinstance(zeros._zeros_of_stream(7, cpu, 0, known), FakeTensor) and not known

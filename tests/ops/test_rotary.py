@@ -106,7 +106,7 @@ def test_a_gpu_takes_the_kernel(triton_installed):
 def test_the_kernel_passes_its_check(dtypes, head):
     assert (
         examine(
-            "rotary", rotary.in_triton, rotary.CHECK, (dtypes, head), torch.device("cuda")
+            "rotary", rotary.run_triton, rotary.CHECK, (dtypes, head), torch.device("cuda")
         ).reason
         is None
     )
@@ -121,6 +121,6 @@ def test_part_of_a_head_is_turned_and_the_rest_of_memory_stays():
     part = [x[..., :16] for x in whole]
     cos, sin = (torch.randn(2, 7, 16, device="cuda").bfloat16() for _ in range(2))
     dtypes = (torch.bfloat16, torch.bfloat16)
-    found = rotary.in_triton(*part, cos, sin, dtypes, False)
+    found = rotary.run_triton(*part, cos, sin, dtypes, False)
     for got, x in zip(found, rotary.reference(*part, cos, sin, dtypes, False), strict=True):
         assert_same(got.contiguous(), x.contiguous())

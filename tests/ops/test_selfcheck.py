@@ -18,7 +18,7 @@ from narrowgauge.formats import E2M1, E4M3, E5M2, INT8
 from narrowgauge.ops import selfcheck
 from narrowgauge.ops.mm import cublas as native
 from narrowgauge.ops.mm import definition
-from narrowgauge.ops.mm.selfcheck import CHECK, as_words, of_words, plain
+from narrowgauge.ops.mm.selfcheck import CHECK, flatten_cast, plain, unflatten_cast
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts
 from narrowgauge.ops.selfcheck import Result
@@ -295,7 +295,7 @@ def test_a_check_in_the_middle_of_a_compilation(run, wanted, no_results):
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_casts_go_to_an_older_tracer_as_words(recipe):
+def test_casts_go_to_an_older_tracer_as_tuples(recipe):
     """torch before 2.13 hands no dataclass to what is constant while it traces; nothing that a GEMM sees is lost in words."""
     for gemm in GEMMS:
         for cast in (
@@ -303,7 +303,7 @@ def test_casts_go_to_an_older_tracer_as_words(recipe):
             getattr(recipes.get(recipe), gemm).rhs,
         ):
             if cast is not None:
-                assert of_words(*as_words(cast)) == plain(cast)
+                assert unflatten_cast(*flatten_cast(cast)) == plain(cast)
 
 
 def test_what_words_cannot_name_is_refused_while_an_older_torch_traces(no_results, monkeypatch):

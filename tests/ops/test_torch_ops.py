@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 from narrowgauge import recipes
 from narrowgauge.distributed import codes_in_graphs
-from narrowgauge.ops.cast_words import as_words, has_words
+from narrowgauge.ops.flat_cast import flatten_cast, is_flattenable
 from narrowgauge.recipe import Cast
 from tests.ops.registries import registries
 
@@ -28,7 +28,7 @@ NAMESPACE = "narrowgauge::"
 CASTS: dict[str, Cast] = {
     str(cast): cast
     for recipe in recipes.ALL for gemm in recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs)
-    if cast is not None and has_words(cast)
+    if cast is not None and is_flattenable(cast)
 }  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 2, 5, 16, 33, 130)
@@ -75,7 +75,7 @@ def shapes(draw: random.Random, number: int) -> Iterator[tuple[int, int]]:
 
 def casts(draw: random.Random, number: int, device: str = "cpu") -> Arguments:
     for cast, shape, cols in product(CASTS.values(), list(shapes(draw, number)), (False, True)):
-        format, tile, rule, headroom = as_words(cast)
+        format, tile, rule, headroom = flatten_cast(cast)
         amax = (
             torch.full((1, 1), 2.0, device=device)
             if cast.is_per_tensor and draw.random() < 0.5
@@ -90,7 +90,7 @@ def delayed_casts(draw: random.Random, number: int, device: str = "cpu") -> Argu
     for cast, shape, cols, records in product(
         whole, list(shapes(draw, number)), (False, True), (False, True)
     ):
-        format, tile, rule, headroom = as_words(cast)
+        format, tile, rule, headroom = flatten_cast(cast)
         state = torch.tensor([draw.choice((0.0, 3.0)), draw.choice((0.0, 0.5)), 0.0], device=device)
         yield tensor(draw, *shape, device), state, format, list(tile), rule, headroom, records, cols
 

@@ -120,7 +120,7 @@ def test_run_json_follows_the_contract(full):
         "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
         "switches", "parameters", "model", "data", "tokens_per_step", "steps", "describe", "loss", "memory",
         "task", "best", "auto", "fused", "weight_casts", "parallel", "ranks", "float32", "freed_memory",
-        "left_out", "embedding_codes", "trivial",
+        "left_out", "embedding_codes", "trivial", "loss_unit", "f1_over",
     }  # fmt: skip
     assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == (
         "fp8-delayed",

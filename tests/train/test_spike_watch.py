@@ -15,7 +15,7 @@ from narrowgauge.diagnose import lineage
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop, spike_watch
-from narrowgauge.train.tasks.left_out import LeavingOut
+from narrowgauge.train.tasks.feed import SkippingFeed
 from narrowgauge.train.tasks.task import Feed, StepBatch
 from narrowgauge.train.tasks.text import TextFeed
 from narrowgauge.train.trainer import Trainer
@@ -48,7 +48,7 @@ class Counted(Feed):
 
 
 def test_batches_that_are_left_out_are_dropped_and_the_next_take_their_steps():
-    feed = LeavingOut(Counted())
+    feed = SkippingFeed(Counted())
     assert [feed.draw(step).inputs for step in range(3)] == [1, 2, 3]
     assert feed.state() == {"drawn": 3}, "positions are as ever where nothing is left out"
     feed.leave_out([5, 6, 9])
@@ -56,7 +56,7 @@ def test_batches_that_are_left_out_are_dropped_and_the_next_take_their_steps():
     held = feed.state()
     assert held == {"drawn": 7, "left_out": [5, 6, 9]}
     rest = [feed.draw(step).inputs for step in range(5, 8)]
-    again = LeavingOut(Counted())
+    again = SkippingFeed(Counted())
     again.restore(held)
     assert [again.draw(step).inputs for step in range(5, 8)] == rest == [8, 10, 11]
     assert [again.number(step) for step in range(8)] == [1, 2, 3, 4, 7, 8, 10, 11]

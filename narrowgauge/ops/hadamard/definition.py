@@ -11,7 +11,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import cached
 from narrowgauge.formats import Format
-from narrowgauge.ops.pieces import cuts
+from narrowgauge.ops.chunking import row_chunks
 
 # The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that blocks of 16 agree with
 # it.
@@ -77,9 +77,9 @@ def fixed_signs(block: int, device: torch.device) -> Tensor:
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
     """See `ops.hadamard`.
 
-    On a GPU, process pieces of rows into one output; results are bit-identical.
+    On a GPU, process chunks of rows into one output; results are bit-identical.
     """
-    slices, filled = cuts(x), -x.shape[1] % block
+    slices, filled = row_chunks(x), -x.shape[1] % block
     matrix = hadamard_matrix(block, x.device)
     if len(slices) == 1:
         return _rotated(x, matrix, signs, filled)
@@ -98,8 +98,8 @@ def _rotated(x: Tensor, matrix: Tensor, signs: Tensor | None, filled: int) -> Te
 def unrotate(
     y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None
 ) -> Tensor:
-    """See `ops.hadamard`. On a GPU, process pieces of rows; results are bit-identical."""
-    slices = cuts(y)
+    """See `ops.hadamard`. On a GPU, process chunks of rows; results are bit-identical."""
+    slices = row_chunks(y)
     matrix = None if block == 1 else hadamard_matrix(block, y.device)
     if len(slices) == 1:
         return _unrotated(y, matrix, inner, signs, bits)
@@ -133,7 +133,7 @@ def encode(
     y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> tuple[Tensor | None, ...]:
     """Return the fields of `Codes`."""
-    parts = [_encoded(y[each], scale, format, packed, bits) for each in cuts(y)]
+    parts = [_encoded(y[each], scale, format, packed, bits) for each in row_chunks(y)]
     if len(parts) == 1:
         return parts[0]
     return tuple(None if some[0] is None else torch.cat(some) for some in zip(*parts, strict=True))

@@ -89,7 +89,7 @@ def refuse(spec: Spec) -> Refusal | None:
     return None
 
 
-def in_triton(
+def run_triton(
     x: Tensor,
     hadamard: Hadamard,
     signs: Tensor | None,
@@ -116,7 +116,7 @@ def in_triton(
     return Codes(out.codes.view(format.storage), out.packed, out.bits)
 
 
-def in_turn(
+def reference_rotate_and_encode(
     x: Tensor,
     hadamard: Hadamard,
     signs: Tensor | None,
@@ -129,7 +129,7 @@ def in_turn(
     return encode(rotate(x, hadamard, signs), scale, format, packed=packed, bits=bits)
 
 
-def in_one_pass(x: Tensor, hadamard: Hadamard, format: Format) -> bool:
+def rotation_is_fused(x: Tensor, hadamard: Hadamard, format: Format) -> bool:
     """Return True if a kernel rotates and encodes x in one pass.
 
     Otherwise there is no gain over `rotate`.
@@ -210,5 +210,5 @@ CHECK: Check[Spec] = Check(
     lambda spec: (spec.order, spec.format, spec.dtype), _compare, lambda: _EXAMPLES
 )
 KERNELS: Registry[Spec] = Registry("rotate_and_encode")
-KERNELS.register(Kernel("triton", refuse, in_triton, check=lambda: CHECK))
-KERNELS.register(Kernel("reference", lambda spec: None, in_turn, by_torch=True))
+KERNELS.register(Kernel("triton", refuse, run_triton, check=lambda: CHECK))
+KERNELS.register(Kernel("reference", lambda spec: None, reference_rotate_and_encode, by_torch=True))

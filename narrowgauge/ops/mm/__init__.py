@@ -63,7 +63,7 @@ _CUBLAS, _BLOCKS, _CPP, _INT4 = (
 )
 
 
-def _machine_too(kernel: str, module: str) -> Callable[[MmSpec], Refusal | None]:
+def _refuse_with(kernel: str, module: str) -> Callable[[MmSpec], Refusal | None]:
     """Combine the refusals by NEEDS with the refusals of the kernel's module.
 
     The module checks properties of the machine.
@@ -85,10 +85,10 @@ KERNELS.register(
     Kernel("native", refuse("native"), imported(_CUBLAS, "run_scaled"), by_torch=True, check=check_of_products),
     Kernel("native-block", refuse("native-block"), imported(_CUBLAS, "run_block"), by_torch=True, check=check_of_products),
     Kernel("native-mx", refuse("native-mx"), imported(_CUBLAS, "run_mx"), by_torch=True, check=check_of_products),
-    Kernel("native-int4", _machine_too("native-int4", _INT4), imported(_INT4, "run"), check=check_of_products, slower=_slower_in_int4),
+    Kernel("native-int4", _refuse_with("native-int4", _INT4), imported(_INT4, "run"), check=check_of_products, slower=_slower_in_int4),
     Kernel("native-int8", refuse("native-int8"), imported(_CUBLAS, "run_int8"), by_torch=True, check=check_of_products),
-    Kernel("native-cpp", _machine_too("native-cpp", _CPP), imported(_CPP, "run"), check=check_of_products),
-    Kernel("triton", _machine_too("triton", _BLOCKS), imported(_BLOCKS, "run"), check=check_of_products),
+    Kernel("native-cpp", _refuse_with("native-cpp", _CPP), imported(_CPP, "run"), check=check_of_products),
+    Kernel("triton", _refuse_with("triton", _BLOCKS), imported(_BLOCKS, "run"), check=check_of_products),
     Kernel("reference", lambda spec: None, definition.run, by_torch=True),
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import INT4, INT4X2
-from narrowgauge.ops.mm.definition import framed, times_scales
+from narrowgauge.ops.mm.definition import times_scales, with_epilogue
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
@@ -31,7 +31,7 @@ def refuse(spec: MmSpec) -> Refusal | None:
     return None if cpp.has_gemm() else Refusal("capability", "this CPU has no AVX2 instructions")
 
 
-@framed
+@with_epilogue
 def run(
     lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:

@@ -45,9 +45,9 @@ from torch.nn.functional import ScalingType, SwizzleType, pad
 
 from narrowgauge.addresses import dry_run_on, tell_launch, type_of
 from narrowgauge.formats import E4M3
-from narrowgauge.ops.mm.definition import framed, times_scales
+from narrowgauge.ops.chunking import row_chunks
+from narrowgauge.ops.mm.definition import times_scales, with_epilogue
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
-from narrowgauge.ops.pieces import cuts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.scaling import to_exponents
 
@@ -84,14 +84,14 @@ def _scaled(
     a, b = aligned(lhs.data, ALIGNMENT, ALIGNMENT), aligned(rhs.data, ALIGNMENT, ALIGNMENT)
     scale_a, scale_b = lhs.scale, rhs.scale
     if not lhs.cast.is_per_tensor or not rhs.cast.is_per_tensor:
-        # torch's kernel for row scales returns bfloat16 only; `framed` converts the result.
+        # torch's kernel for row scales returns bfloat16 only; `with_epilogue` converts the result.
         scale_a, scale_b, dtype = _rows(lhs, a.shape[0]), _rows(rhs, b.shape[0]).t(), torch.bfloat16
     return torch._scaled_mm(
         a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=filled(bias, b.shape[0]), out_dtype=dtype, use_fast_accum=fast_accumulate
     )  # fmt: skip
 
 
-run_scaled = framed(_scaled, adds=_on_cuda)
+run_scaled = with_epilogue(_scaled, adds=_on_cuda)
 
 
 def _rows(operand: QTensor, aligned_rows: int) -> Tensor:
@@ -108,7 +108,7 @@ def _filled_up(scale: Tensor, rows: int, columns: int, value: float = 0.0) -> Te
     return pad(scale, (0, columns, 0, rows), value=value) if rows or columns else scale
 
 
-@framed
+@with_epilogue
 def run_int8(
     lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
@@ -153,7 +153,7 @@ def _block(
     return scaled_mm(_in_blocks(lhs), _in_blocks(rhs), bias, dtype)
 
 
-run_block = framed(_block, adds=_on_cuda)
+run_block = with_epilogue(_block, adds=_on_cuda)
 
 
 def _in_blocks(operand: QTensor) -> Scaled:
@@ -187,7 +187,7 @@ def _mx(
     if headroom or kind == "mxfp4":
         dtype = torch.bfloat16 if kind == "mxfp4" else torch.float32
     out = scaled_mm(mx_operand(lhs), mx_operand(rhs), bias, dtype)
-    slices = cuts(out) if headroom else []
+    slices = row_chunks(out) if headroom else []
     if len(slices) > 1 and out.dtype == wanted:
         for each in slices:
             out[each] = _times(out[each], headroom)
@@ -214,7 +214,7 @@ def _headroom(lhs: QTensor, rhs: QTensor) -> list[Tensor]:
     ]
 
 
-run_mx = framed(
+run_mx = with_epilogue(
     _mx,
     adds=lambda lhs, rhs: (
         _on_cuda(lhs, rhs) and mx_kind(lhs.cast) != "mxfp4" and not _headroom(lhs, rhs)

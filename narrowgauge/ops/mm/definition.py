@@ -99,9 +99,9 @@ def run(
             # Sums in float32 and rounds once, as below, but in one pass.
             return torch.mm(left, right.T)
         if (
-            _takes_onednn(left)
-            and _loses_nothing(lhs, left_scale)
-            and _loses_nothing(rhs, right_scale)
+            _uses_onednn(left)
+            and _scales_exactly(lhs, left_scale)
+            and _scales_exactly(rhs, right_scale)
         ):
             return _rounded_once(left, right, left_scale, right_scale)
     integers = [
@@ -117,7 +117,7 @@ def run(
     return out.to(out_dtype) if bias is None else _biased(out, bias.to(torch.float32), out_dtype)
 
 
-def framed(
+def with_epilogue(
     multiply: Callable[[QTensor, QTensor, Tensor | None, torch.dtype, bool], Tensor],
     adds: Callable[[QTensor, QTensor], bool] = lambda lhs, rhs: False,
 ) -> Callable[..., Tensor]:
@@ -134,7 +134,7 @@ def framed(
               adds it and rounds
     """
 
-    def run_framed(
+    def run_with_epilogue(
         lhs: QTensor,
         rhs: QTensor,
         bias: Tensor | None,
@@ -159,7 +159,7 @@ def framed(
             return _biased(out, outside, out_dtype)
         return out if out.dtype == out_dtype else out.to(out_dtype)
 
-    return run_framed
+    return run_with_epilogue
 
 
 def _biased(out: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -222,14 +222,14 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
     # Two alternatives lost. `torch.backends.mkldnn.matmul.fp32_precision = "bf16"` keeps float32 on
     # CPUs without AMX, and is global, so GEMMs of other threads would be rounded.
     # torch.mm(out_dtype=float32) has no CPU kernel.
-    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if _takes_onednn(lhs) else None
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if _uses_onednn(lhs) else None
     is_small = m >= 16 and n >= 16 and k <= 128 and m * n * k <= 1 << 18
     if linear is None or is_small or 0 in (m, n, k):
         return torch.mm(lhs, rhs.T)
     return linear(lhs, rhs, None, "none", [], "")
 
 
-def _takes_onednn(operand: Tensor) -> bool:
+def _uses_onednn(operand: Tensor) -> bool:
     """Return True if oneDNN's GEMMs apply: eager mode, on a CPU with bfloat16 instructions.
 
     Compiled code multiplies in float32 by torch.mm. Around an opaque operator for the GEMM,
@@ -241,7 +241,7 @@ def _takes_onednn(operand: Tensor) -> bool:
     return on_cpu and is_plain and device_facts("cpu", None).bf16_gemm
 
 
-def _loses_nothing(operand: QTensor | Tensor, scale: Tensor | None) -> bool:
+def _scales_exactly(operand: QTensor | Tensor, scale: Tensor | None) -> bool:
     """Return True if applying the scale adds no rounding to a bfloat16 GEMM.
 
     One number enters the GEMM as a factor before it rounds; a power of two is exact afterwards.
@@ -258,7 +258,7 @@ def _loses_nothing(operand: QTensor | Tensor, scale: Tensor | None) -> bool:
 def _rounded_once(
     lhs: Tensor, rhs: Tensor, lhs_scale: Tensor | None, rhs_scale: Tensor | None
 ) -> Tensor:
-    """Return the bfloat16 GEMM by oneDNN, times scales that `_loses_nothing` accepts."""
+    """Return the bfloat16 GEMM by oneDNN, times scales that `_scales_exactly` accepts."""
     scales = (lhs_scale, rhs_scale)
     numbers = [scale for scale in scales if scale is not None and scale.numel() == 1]
     if numbers:

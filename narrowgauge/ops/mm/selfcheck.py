@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import IntFormat
-from narrowgauge.ops.cast_words import Words, as_words, has_words, of_words, plain
+from narrowgauge.ops.flat_cast import FlatCast, flatten_cast, is_flattenable, plain, unflatten_cast
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.quantize import definition as quantization
 from narrowgauge.ops.quantize import dequantize
@@ -44,16 +44,20 @@ ROWS, COLUMNS, CONTRACTED, SEED = 136, 264, 272, 20260529
 SPREAD = 6  # tiles of the operands differ by up to 2**(2 * SPREAD)
 
 
-def _kind(spec: MmSpec) -> tuple[Words | Cast, ...]:
-    """Return both casts as tuples (`cast_words`), or unmodified if they cannot be encoded."""
+def _kind(spec: MmSpec) -> tuple[FlatCast | Cast, ...]:
+    """Return both casts as tuples (`flat_cast`), or unmodified if they cannot be encoded."""
     casts = [cast for cast in spec.casts if cast is not None]
-    return tuple(as_words(cast) for cast in casts) if all(map(has_words, casts)) else tuple(casts)
+    return (
+        tuple(flatten_cast(cast) for cast in casts)
+        if all(map(is_flattenable, casts))
+        else tuple(casts)
+    )
 
 
 def _compare(
-    run: Run, kind: tuple[Words | Cast, ...], device: torch.device
+    run: Run, kind: tuple[FlatCast | Cast, ...], device: torch.device
 ) -> Iterator[Comparison]:
-    lhs, rhs = (plain(each) if isinstance(each, Cast) else of_words(*each) for each in kind)
+    lhs, rhs = (plain(each) if isinstance(each, Cast) else unflatten_cast(*each) for each in kind)
     exact = isinstance(lhs.format, IntFormat) and isinstance(rhs.format, IntFormat)
     allowed = 2.0**-20 if exact else 2.0**-8 + 2.0**-13 * -(-CONTRACTED // 32)
     for with_nan in (False, True):

@@ -9,7 +9,7 @@ quotients as its own options say. Under current scaling with one scale per tenso
 magnitude stays in plain torch: Inductor fuses it into the loops that compute the tensor, so the
 cast is its only extra read. If several layers cast one tensor, torch's CSE merges the calls.
 
-An operator takes a cast as strings and numbers (`ops.cast_words`). Inductor fuses the definition
+An operator takes a cast as strings and numbers (`ops.flat_cast`). Inductor fuses the definition
 instead for devices without these kernels, stochastic rounding, decoded values, and formats that
 cannot be encoded.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.cast_words import as_words, has_words, of_words
+from narrowgauge.ops.flat_cast import flatten_cast, is_flattenable, unflatten_cast
 from narrowgauge.ops.quantize import definition, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec, empty_scales
@@ -37,7 +37,12 @@ Both = tuple[QTensor, QTensor | None, Tensor | None]  # x, x.T, amax of delayed 
 
 def fits(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = None) -> bool:
     """Return True if the operators can cast such a tensor on a device with kernels for it."""
-    if noise is not None or expand is not None or cast.rounding != "nearest" or not has_words(cast):
+    if (
+        noise is not None
+        or expand is not None
+        or cast.rounding != "nearest"
+        or not is_flattenable(cast)
+    ):
         return False
     return isinstance(cast.calibrate, CurrentScaling | DelayedScaling) and x.numel() > 0
 
@@ -50,7 +55,7 @@ def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None =
     if not fits(x, cast, noise, expand):
         return False
     return _is_by_triton(
-        x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, *as_words(cast)
+        x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, *flatten_cast(cast)
     )
 
 
@@ -61,7 +66,7 @@ def _is_by_triton(
     """Choose the kernel outside of the trace, which may run its self-check on the device."""
     from narrowgauge.ops.quantize import KERNELS
 
-    cast = of_words(*words)
+    cast = unflatten_cast(*words)
     # The choice depends on the parity of the columns only, so a constant shape avoids
     # recompilation.
     spec = Spec(
@@ -101,7 +106,7 @@ def delayed(x: Tensor, cast: Cast, state: Tensor, records: bool, cols: bool) -> 
 
 
 def _given(cast: Cast) -> tuple[str, list[int], str, float]:
-    format, tile, rule, headroom = as_words(cast)
+    format, tile, rule, headroom = flatten_cast(cast)
     return format, list(tile), rule, headroom
 
 
@@ -157,7 +162,9 @@ def _by_kernels(
 ) -> list[Tensor]:
     if x.numel() == 0:  # nothing to launch
         return _by_definition(x, amax, format, tile, rule, headroom, cols)
-    return _parts(*triton.both(x, of_words(format, (tile[0], tile[1]), rule, headroom), cols, amax))
+    return _parts(
+        *triton.both(x, unflatten_cast(format, (tile[0], tile[1]), rule, headroom), cols, amax)
+    )
 
 
 def _by_definition(
@@ -169,7 +176,7 @@ def _by_definition(
     headroom: float,
     cols: bool,
 ) -> list[Tensor]:
-    cast = of_words(format, (tile[0], tile[1]), rule, headroom)
+    cast = unflatten_cast(format, (tile[0], tile[1]), rule, headroom)
     made = [
         definition.quantize(each, cast, amax, None, None) for each in ((x, x.T) if cols else (x,))
     ]
@@ -192,7 +199,7 @@ def _delayed_by_kernels(
 ) -> Four:
     if x.numel() == 0:
         return _delayed_by_definition(x, state, format, tile, rule, headroom, records, cols)
-    cast = of_words(format, (tile[0], tile[1]), rule, headroom)
+    cast = unflatten_cast(format, (tile[0], tile[1]), rule, headroom)
     rows, columns, amax = triton.pair(x, cast, state, records, cols, (None, None))
     return _four(amax, _parts(rows, columns))
 
@@ -242,7 +249,7 @@ def _fake(
     headroom: float,
     cols: bool,
 ) -> list[Tensor]:
-    cast = of_words(format, (tile[0], tile[1]), rule, headroom)
+    cast = unflatten_cast(format, (tile[0], tile[1]), rule, headroom)
     if x.device.type == "cuda":  # the launcher decides the memory layout of the outputs
         return _parts(triton.empty(x, cast), triton.empty(x.T, cast) if cols else None)
 

@@ -19,8 +19,8 @@ from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import (
     WHOLE,
     as_tiles,
-    filled_up,
-    of_tiles,
+    from_tiles,
+    padded_to_tiles,
     per_tile,
     scale_shape,
     tile_sizes,
@@ -65,7 +65,7 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     if tile == (WHOLE, WHOLE):
         low, high = torch.aminmax(x)  # one pass, without a copy |x|
         return torch.maximum(-low, high).to(torch.float32).reshape(1, 1)
-    tiles = as_tiles(filled_up(x, tile), tile)
+    tiles = as_tiles(padded_to_tiles(x, tile), tile)
     amax = tiles.abs().amax(dim=(1, 3) if tiles.ndim == 4 else -1, keepdim=tiles.ndim == 2)
     return amax.to(torch.float32)
 
@@ -112,7 +112,7 @@ def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
         return x.new_zeros(shape, dtype=torch.float32)
     if tile == (WHOLE, WHOLE):
         return torch.linalg.vector_norm(x, order, dtype=torch.float32).reshape(1, 1)
-    tiles = as_tiles(filled_up(x, tile), tile)
+    tiles = as_tiles(padded_to_tiles(x, tile), tile)
     axes = (1, 3) if tiles.ndim == 4 else -1
     return torch.linalg.vector_norm(
         tiles, order, dim=axes, keepdim=tiles.ndim == 2, dtype=torch.float32
@@ -155,15 +155,15 @@ def quantize(
 ) -> QTensor:
     """See `ops.quantize`, which checks the arguments.
 
-    On a GPU, process pieces; results are bit-identical.
+    On a GPU, process chunks of rows; results are bit-identical.
     """
     shape = (x.shape[0], x.shape[1])
     given = None if amax is None else amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
     if x.numel() > PIECE:
-        from narrowgauge.ops.quantize.in_pieces import slices_of, work
+        from narrowgauge.ops.quantize.chunked import chunks_of, quantize_chunked
 
-        if len(slices := slices_of(x, cast)) > 1:
-            return work(
+        if len(slices := chunks_of(x, cast)) > 1:
+            return quantize_chunked(
                 (calibrated_amax, filled, _amax, scales, encoded),
                 slices,
                 x,
@@ -189,7 +189,7 @@ def filled(x: Tensor, tile: tuple[int, int]) -> Tensor:
     # Padded first, and kept in the view of tiles until after rounding: Inductor (2.13) splits a
     # loop that divides its index by the tile's size, and then drops a vector tail or fails an
     # assertion (try_loop_split in codegen/cpp.py).
-    return (filled_up(x, tile) if _is_tiled(tile) else x).to(torch.float32)
+    return (padded_to_tiles(x, tile) if _is_tiled(tile) else x).to(torch.float32)
 
 
 def _amax(full: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
@@ -207,10 +207,10 @@ def encoded(
         noise = noise.uniform(shape)
     y = _times_reciprocal(as_tiles(full, tile) if tiled else full, scale, global_scale, cast)
     if tiled and noise is not None:
-        noise = filled_up(noise, tile).reshape(y.shape)
+        noise = padded_to_tiles(noise, tile).reshape(y.shape)
     data = format.encode(y, noise) if expand is None else format.round(y, noise).to(expand)
     if tiled:
-        data = of_tiles(data, full, *shape)
+        data = from_tiles(data, full, *shape)
     return format.pack(data) if expand is None and format.codes_per_byte > 1 else data
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.cast_words import as_words, of_words
+from narrowgauge.ops.flat_cast import flatten_cast, unflatten_cast
 from narrowgauge.ops.quantize import KERNELS as OF_ONE
 from narrowgauge.ops.quantize import check_of, compiled, definition, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
@@ -39,7 +39,7 @@ Two = tuple[Noise, Noise]  # noise of x and of x.T
 Pair = tuple[QTensor, QTensor | None, Tensor | None]
 
 
-def in_turn(
+def reference_pair(
     x: Tensor,
     cast: Cast,
     state: Tensor | None,
@@ -74,7 +74,7 @@ def refuse(spec: Spec) -> Refusal | None:
 KERNELS: Registry[Spec] = Registry("quantize_pair")
 KERNELS.register(
     Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op), replays=True),
-    Kernel("reference", lambda spec: None, in_turn, by_torch=True),
+    Kernel("reference", lambda spec: None, reference_pair, by_torch=True),
 )
 
 
@@ -92,7 +92,7 @@ def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
             x.shape[1] % 2 == 1,
             delayed,
             cols,
-            *as_words(cast),
+            *flatten_cast(cast),
         )
     noise = Key((0, 0)) if cast.rounding == "stochastic" else None
     return (
@@ -113,7 +113,7 @@ def _is_by_triton(
 ) -> bool:
     """Like `_is_by_triton` of `compiled`."""
     spec = Spec(
-        device_facts(device, index), dtype, (2, 4 - is_odd), of_words(*words), cols=cols, delayed=delayed, in_operator=True
+        device_facts(device, index), dtype, (2, 4 - is_odd), unflatten_cast(*words), cols=cols, delayed=delayed, in_operator=True
     )  # fmt: skip
     return KERNELS.choose(spec).kernel.name == "triton"
 
@@ -172,7 +172,7 @@ def quantize_pair(
     """
     if torch.compiler.is_compiling() and backend is None:
         if noise[0] is not None or not reads_once(x, cast, amax_state is not None, cols):
-            return in_turn(x, cast, amax_state, records, cols, noise)
+            return reference_pair(x, cast, amax_state, records, cols, noise)
         if amax_state is not None:
             return compiled.delayed(x, cast, amax_state, records, cols)
         return (*compiled.quantize(x, cast, None, cols), None)

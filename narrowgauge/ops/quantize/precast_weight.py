@@ -215,7 +215,9 @@ def write(precast: PrecastWeight, weight: Tensor) -> None:
 Both = tuple[QTensor, QTensor, Tensor | None]
 
 
-def in_turn(x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool) -> Both:
+def reference_precast(
+    x: Tensor, precast: PrecastWeight, amax_state: Tensor | None, records: bool
+) -> Both:
     """Definition of `quantize_precast`."""
     cast, codes = precast.cast, precast.codes
     own, used = precast.maxima.amax().view(torch.float32).reshape(1, 1), None
@@ -242,7 +244,7 @@ KERNELS.register(
         triton.precast,
         check=check_of(KERNELS.op),
     ),
-    Kernel("reference", lambda spec: None, in_turn, by_torch=True),
+    Kernel("reference", lambda spec: None, reference_precast, by_torch=True),
 )
 
 

@@ -194,7 +194,7 @@ CHECKS = {
     op: _check(definition, calls, partial(_examples, op))
     for op, definition, calls in (
         ("quantize", definition.quantize, _calls_of_one),
-        ("quantize_pair", partial(pair.in_turn, backend="reference"), _calls_of_pairs),
-        ("quantize_precast", precast_weight.in_turn, _calls_of_precast),
+        ("quantize_pair", partial(pair.reference_pair, backend="reference"), _calls_of_pairs),
+        ("quantize_precast", precast_weight.reference_precast, _calls_of_precast),
     )
 }

@@ -44,7 +44,7 @@ from narrowgauge.ops.triton.launch import (
     Matrix,
     Orientation,
     launch,
-    zeros_left_zero,
+    zeroed_workspace,
 )
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
@@ -64,9 +64,9 @@ SETTLING = 512  # programs that in most steps find nothing to cast
 # Launch options of `amax_and_cast`. A cooperative launch makes the driver start all programs at
 # once, or refuse. 1,024 threads of at most 64 registers fit on every multiprocessor from compute
 # capability 8.0 on.
-AT_ONCE: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": 64}
+COOPERATIVE: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": 64}
 THREADS = 1024
-FEW = 32  # size for small grids, see `_at_once`
+FEW = 32  # size for small grids, see `_cooperative_grid`
 SHARED_PARTS = 64  # slots for the maximum: few enough to read, enough to avoid contention
 
 Dtype = torch.dtype | None
@@ -216,7 +216,7 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
     memory, is_transposed = _in_memory_order(x.detach() if cols else x.detach().contiguous())
     codes = [None if output is None else output.codes for output in (rows, columns)]
     matrix, programs, sizes = _pieces(memory, constants(x, cast), dense=not cols)
-    state = state_of(amax_state, zeros_left_zero(SHARED_PARTS + 1, x.device), rows.scale)
+    state = state_of(amax_state, zeroed_workspace(SHARED_PARTS + 1, x.device), rows.scale)
     given = (matrix, *(codes[::-1] if is_transposed else codes), state)
     launch(
         triton_transpose.both_delayed,
@@ -283,7 +283,7 @@ def amax(x: Tensor) -> Tensor:
     maxima, whole = (
         torch.empty(size, dtype=torch.int32, device=x.device) for size in ((parts,), (1, 1))
     )
-    given = (x.contiguous(), maxima, whole, zeros_left_zero(1, x.device), x.numel())
+    given = (x.contiguous(), maxima, whole, zeroed_workspace(1, x.device), x.numel())
     launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
     return whole.view(torch.float32)
 
@@ -329,10 +329,12 @@ def _cast_by_one(
     first = _orientation(wanted[0])._replace(scales=scale)
     second = _orientation(wanted[1])._replace(scales=None)  # its scale is the first one
     matrix, pieces, sizes = _pieces(x, C, dense=wanted[1] is None)
-    if amax is None and _is_at_once(matrix, C):
-        programs, parts = _at_once(pieces, sizes["warps"], x.device)
-        given = (matrix, first, second, whole, zeros_left_zero(parts + 1, x.device, written=parts))
-        launch(triton_transpose.amax_and_cast, programs, *given, PARTS=parts, **sizes, **AT_ONCE)
+    if amax is None and _fits_cooperative_launch(matrix, C):
+        programs, parts = _cooperative_grid(pieces, sizes["warps"], x.device)
+        given = (matrix, first, second, whole, zeroed_workspace(parts + 1, x.device, written=parts))
+        launch(
+            triton_transpose.amax_and_cast, programs, *given, PARTS=parts, **sizes, **COOPERATIVE
+        )
     else:
         maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
         first = first._replace(maxima=maxima)
@@ -350,7 +352,7 @@ def _cast_by_one(
         wanted[1].scale = scale
 
 
-def _is_at_once(x: Matrix, C: CastConstants) -> bool:
+def _fits_cooperative_launch(x: Matrix, C: CastConstants) -> bool:
     """Return True if 64 registers suffice for `amax_and_cast`.
 
     They do for rounding to nearest, if rows and columns are multiples of 16; other forms spilled
@@ -359,18 +361,22 @@ def _is_at_once(x: Matrix, C: CastConstants) -> bool:
     return not (C.stochastic or x.rows % 16 * (x.rows > 1) or x.columns % 16 or x.stride % 16)
 
 
-def _at_once(pieces: int, warps: int, device: torch.device) -> tuple[int, int]:
+def _cooperative_grid(pieces: int, warps: int, device: torch.device) -> tuple[int, int]:
     """Return (number of programs that run at once and share the pieces, slots for their maxima).
 
     The slots have few sizes, because each size is compiled separately.
     """
-    most = _running(warps, device.index) if device.type == "cuda" and dry_run_on() is None else 1
+    most = (
+        _resident_programs(warps, device.index)
+        if device.type == "cuda" and dry_run_on() is None
+        else 1
+    )
     programs = min(pieces, most)
     return programs, FEW if programs <= FEW else 1 << (most - 1).bit_length()
 
 
 @cache
-def _running(warps: int, index: int | None) -> int:
+def _resident_programs(warps: int, index: int | None) -> int:
     """Return the number of programs that run at once."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count) * (
         THREADS // (32 * warps)
@@ -386,22 +392,22 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
-    if amax is None and C.in_64_registers and _is_at_once(matrix, C):
-        programs = _at_once(programs, sizes["warps"], x.device)[0]
+    if amax is None and C.in_64_registers and _fits_cooperative_launch(matrix, C):
+        programs = _cooperative_grid(programs, sizes["warps"], x.device)[0]
         given = (
             matrix,
             *map(_orientation, wanted),
             None,
-            zeros_left_zero(sum(x.shape) + 1, x.device),
+            zeroed_workspace(sum(x.shape) + 1, x.device),
         )
-        launch(triton_transpose.amax_and_cast, programs, *given, PARTS=0, **sizes, **AT_ONCE)
+        launch(triton_transpose.amax_and_cast, programs, *given, PARTS=0, **sizes, **COOPERATIVE)
         return
     ended, maxima = None, [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
         lengths = [
             0 if output is None else length for output, length in zip(wanted, x.shape, strict=True)
         ]
-        *parts, ended = zeros_left_zero(sum(lengths) + 1, x.device).split([*lengths, 1])
+        *parts, ended = zeroed_workspace(sum(lengths) + 1, x.device).split([*lengths, 1])
         maxima = [part if len(part) else None for part in parts]
         launch(
             triton_transpose.maxima,

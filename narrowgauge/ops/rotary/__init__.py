@@ -107,7 +107,7 @@ def refuse(spec: Spec) -> Refusal | None:
     return None
 
 
-def in_triton(
+def run_triton(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Dtypes, inverse: bool
 ) -> Pair:
     """Launch the Triton kernel; see the module."""
@@ -166,5 +166,5 @@ _EXAMPLES = [
 ]
 CHECK: Check[Spec] = Check(lambda spec: (spec.dtypes, spec.head), _compare, lambda: _EXAMPLES)
 KERNELS: Registry[Spec] = Registry("rotary")
-KERNELS.register(Kernel("triton", refuse, in_triton, check=lambda: CHECK))
+KERNELS.register(Kernel("triton", refuse, run_triton, check=lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, reference, by_torch=True))

@@ -86,7 +86,7 @@ class AmaxState(NamedTuple):
     scale: Any
 
 
-def zeros_left_zero(count: int, device: torch.device, written: int = 0) -> Tensor:
+def zeroed_workspace(count: int, device: torch.device, written: int = 0) -> Tensor:
     """Return int32 [count] of zeros, which a kernel uses as counters and resets to zero.
 
     No launch has to clear them. There is one buffer per stream, since the kernels of a stream run
@@ -112,7 +112,7 @@ def _zeros_of_stream(
         # Cheaper than torch.cuda.current_stream, which makes a Stream.
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     if (found := known.get(stream)) is None:
-        found = _kept_zeros(count, device, written, stream)
+        found = _cached_zeros(count, device, written, stream)
         # A fake tensor must not be kept: later real calls would receive it.
         if type(found) is Tensor:
             known[stream] = found
@@ -120,7 +120,7 @@ def _zeros_of_stream(
 
 
 @cached
-def _kept_zeros(count: int, device: torch.device, written: int, stream: int) -> Tensor:
+def _cached_zeros(count: int, device: torch.device, written: int, stream: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.zeros(count, dtype=torch.int32, device=device)
 

@@ -10,7 +10,7 @@ by `compiled[grid](*arguments)`, which skips the lookup. This module calls the n
 `compiled.run` with `function` and `packed_metadata`, as Inductor does. `kernel[grid]` takes 6 to 7
 us, `compiled[grid]` 2.3 us and `compiled.run` 1.2 us. Launches are normal ones in three cases: a
 launch hook of Triton is set, no CompiledKernel is returned (Triton's interpreter), or the version
-of Triton is outside of TRIED.
+of Triton is outside of TESTED_VERSIONS.
 
 Between allocations and launches only views are supported. A call that computes or copies by torch
 operators is never replayed. Nor is a call that passes a kernel a tensor which is neither an
@@ -34,7 +34,8 @@ from narrowgauge.addresses import dry_run_on, refuse_wrappers
 from narrowgauge.ops.triton import version
 from narrowgauge.qtensor import QTensor
 
-TRIED = (3, 6), (3, 7)  # first and last version of Triton with which this way to launch was tried
+# First and last version of Triton with which this way to launch was tried.
+TESTED_VERSIONS = (3, 6), (3, 7)
 ALIGNED = 16  # bytes; Triton specializes binaries on addresses and integers that are multiples
 MOST = 64  # recorded forms per kind of call
 RECORDING: ContextVar[Recording | None] = ContextVar("narrowgauge_recording", default=None)
@@ -203,7 +204,7 @@ class Replay:
         self._stream: Callable[[Any], int] | None = None
         if (
             all(each.compiled is not None for each in recording.launches)
-            and TRIED[0] <= version() <= TRIED[1]
+            and TESTED_VERSIONS[0] <= version() <= TESTED_VERSIONS[1]
         ):
             from triton import knobs
             from triton.runtime import driver

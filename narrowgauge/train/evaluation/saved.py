@@ -119,7 +119,11 @@ class SavedRun:
         found = store.load(path)
         choices = read_run(self.folder.run).get("auto") if self.folder.run.exists() else None
         model = build(
-            self.config, self.task.model, self.device, self.task.tokens_at_once(), choices or None
+            self.config,
+            self.task.model,
+            self.device,
+            self.task.tokens_per_forward(),
+            choices or None,
         )
         # Include a guard's switch: without it, a widened run was scored in its old recipe (loss
         # 5.6745 instead of 5.6721).

@@ -80,8 +80,8 @@ def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
         images = kind.without_data(config)
         return images, images.model_class
     assert issubclass(kind, TableTask)
-    config = kind.planned(config)
-    _, model_class = kind.roles(config, tokenizer)
+    config = kind.config_without_data(config)
+    _, model_class = kind.columns_and_model(config, tokenizer)
     longest = longest_example(config, model_class, tokenizer)
     nothing: Any = None
     return kind(config, tokenizer, [], model_class, nothing, nothing, longest, {}), model_class
@@ -112,11 +112,11 @@ def batch_of(config: TrainConfig, task: TrainTask, shape: Shape) -> Batch:
     """A micro-batch of this shape before `task.align`, with meaningless contents."""
     rows, width = shape.rows, shape.width
     if isinstance(task, ImageTask):
-        return task.blank(rows)
+        return task.dummy_batch(rows)
     if not isinstance(task, TableTask):
         both = torch.ones(rows, width, dtype=torch.int64)
         return {"input_ids": both, "labels": both.clone()}
-    example, collate = task.blank(width), data.Collator(pad_id=0, widths=(width,))
+    example, collate = task.dummy_example(width), data.Collator(pad_id=0, widths=(width,))
     if config.packing:
         # Two documents in each row, so that the block-diagonal attention mask is built.
         halves = [

@@ -7,11 +7,10 @@ A new task touches four files:
     tests/train/tasks/test_NAME.py its tests, and a JOB with which the tests of all tasks run it
     docs/training.md               its row in the table of tasks
 
-`registry.task_class` finds a task by its name. `table`, `reading` and `feed` are the parts that
+`task_class` finds a task by its name. `table`, `reading` and `feed` are the parts that
 tasks on a table share; `classes` is shared by the tasks that predict a class.
 """
 
-from narrowgauge.train.tasks.registry import task_class
-from narrowgauge.train.tasks.task import StepBatch, TrainTask
+from narrowgauge.train.tasks.task import StepBatch, TrainTask, task_class
 
 __all__ = ["StepBatch", "TrainTask", "task_class"]

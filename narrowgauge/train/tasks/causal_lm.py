@@ -33,8 +33,8 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.feed import TableFeed
-from narrowgauge.train.tasks.sampling import sample
 from narrowgauge.train.tasks.table import TableTask
+from narrowgauge.train.tasks.text import sample
 
 STRADDLING = (
     "{count} examples have a token across the border of prompt and completion; it counts as prompt, and what it holds of the "
@@ -167,7 +167,7 @@ class CausalTask(TableTask):
     name: ClassVar[str] = "causal-lm"
 
     @classmethod
-    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+    def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         if config.messages_column:
             return Chat(messages=config.messages_column, train_on=config.train_on), CAUSAL_LM  # type: ignore[arg-type]
         return Completion(
@@ -193,12 +193,12 @@ class CausalTask(TableTask):
 
         The first token of an example is no target, because no token precedes it.
         """
-        return trivial.of_tokens(example["labels"][1:] for example in self._evaluated)
+        return trivial.of_tokens(example["labels"][1:] for example in self.evaluation_set)
 
     def sample(self, model: Any) -> dict[str, str]:
         """Model's answer to the configured prompt, else to the first validation prompt."""
         config, tokens = self.config, self.config.sample_tokens
-        longest = self.longest or max(tokens, self.known["longest"])
+        longest = self.longest or max(tokens, self.data_facts["longest"])
         example = self.validation[0]
         # Index of the first learnt token: everything before it is the prompt.
         first = int(np.argmax(example["labels"] != data.IGNORED))

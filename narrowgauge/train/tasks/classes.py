@@ -100,7 +100,7 @@ def names_of(classes: Classes) -> list[str]:
     return list(map(str, classes if isinstance(classes, tuple) else range(classes)))
 
 
-def labelled(kind: ModelClass, names: Sequence[str], **options: Any) -> ModelClass:
+def with_labels(kind: ModelClass, names: Sequence[str], **options: Any) -> ModelClass:
     """Returns `kind` with num_labels, id2label and label2id set for these class names."""
     own = {
         "id2label": dict(enumerate(names)),

@@ -14,7 +14,7 @@ from narrowgauge import data
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.stored import Stored
+from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.strata import strata_of
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Notes, Task
@@ -26,9 +26,9 @@ from narrowgauge.train.tasks.classes import (
     PROBLEM,
     chosen_classes,
     class_notes,
-    labelled,
     names_of,
     padding_id,
+    with_labels,
 )
 from narrowgauge.train.tasks.confusion import class_scores
 from narrowgauge.train.tasks.reading import header
@@ -51,8 +51,8 @@ class Classification(Task):
     pair: str | None = None
     label: str = "label"
     kind: ClassVar[str] = "classification"
-    refits: ClassVar[bool] = True
-    learnt: ClassVar[str] = "text"
+    can_truncate: ClassVar[bool] = True
+    target_noun: ClassVar[str] = "text"
 
     def __post_init__(self) -> None:
         names = self.classes if isinstance(self.classes, tuple) else ()
@@ -80,9 +80,9 @@ class Classification(Task):
         return arrays | {"labels": int(arrays["labels"][0])}
 
     @staticmethod
-    def strata(stored: Stored) -> Indices:
+    def strata(stored: ExampleArrays) -> Indices:
         """Class of each example, or a group of classes with similar length."""
-        return strata_of(stored.numbers("labels"), stored.sizes("input_ids"))
+        return strata_of(stored.scalars("labels"), stored.sizes("input_ids"))
 
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
@@ -130,7 +130,7 @@ class ClassificationTask(TableTask):
     loss_words: ClassVar[str] = "of one class for each example"
 
     @classmethod
-    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+    def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         """The data columns with their classes, and the model class."""
 
         # A function, because `chosen_classes` reads the table only if the configuration names no
@@ -146,12 +146,12 @@ class ClassificationTask(TableTask):
             pair=config.pair_column or None,
             label=config.label_column,
         )
-        return columns, labelled(
+        return columns, with_labels(
             CLASSIFIER, names_of(classes), pad_token_id=pad_id, problem_type=PROBLEM
         )
 
     @classmethod
-    def planned(cls, config: TrainConfig) -> TrainConfig:
+    def config_without_data(cls, config: TrainConfig) -> TrainConfig:
         if config.classes:
             return config
         # A plan has no labels to read: take the number from the model's configuration, two at
@@ -159,13 +159,13 @@ class ClassificationTask(TableTask):
         known = getattr(own_configuration(config, CLASSIFIER), "num_labels", None) or 2
         return replace(config, classes=str(max(2, known)))
 
-    def blank(self, width: int) -> dict[str, Any]:
-        return super().blank(width) | {"labels": 0}
+    def dummy_example(self, width: int) -> dict[str, Any]:
+        return super().dummy_example(width) | {"labels": 0}
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
         task = super().prepare(config)
-        task.known["classes"] = task.classes
+        task.data_facts["classes"] = task.classes
         learnt, held_out = (
             (example["labels"] for example in part) for part in (task.train, task.validation)
         )
@@ -177,14 +177,14 @@ class ClassificationTask(TableTask):
         """Class names, in the order of the logits."""
         return list(self.model_class.options["id2label"].values())
 
-    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+    def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
         text.append(f"  -> {self.classes[example['labels']]}", "bold green")
         return [text]
 
     def trivial(self) -> dict[str, Any]:
         return trivial.of_classes(
-            [example["labels"] for example in self._evaluated], len(self.classes)
+            [example["labels"] for example in self.evaluation_set], len(self.classes)
         )
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:

@@ -1,20 +1,23 @@
 """Training feeds that draw examples through a sampler and cut each step into micro-batches.
 
 A step's examples do not depend on the number of micro-batches, which changes peak memory but not
-the gradient.
+the gradient. `SkippingFeed` skips batches after a loss spike (`on_spike = skip`).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge import data
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.plan import runs
+from narrowgauge.diagnose.left_out import batch_of
 from narrowgauge.errors import DataError
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.tasks.task import Feed, StepBatch
+
+KEY = "left_out"  # key in the feed's state; absent if no batch is skipped
 
 
 @dataclass
@@ -46,9 +49,9 @@ class SampledFeed(Feed):
         parts = runs(items, self.parts)
         # parts can be fewer than self.parts in a short step, so the share is computed from its
         # length.
-        mine = list(self.mine(len(parts)))
+        mine = list(self.own_parts(len(parts)))
         batches = [
-            self._batch(parts[part]) if part < len(parts) else self._spare(parts[0])
+            self._batch(parts[part]) if part < len(parts) else self._without_targets(parts[0])
             for part in mine
         ]
         # A packed item is a tuple of example indices, an unpacked one a single index.
@@ -78,7 +81,7 @@ class SampledFeed(Feed):
     def positions(self, batch: Batch) -> int:
         """Token positions that the model computes for `batch`, padding included."""
 
-    def _spare(self, items: Sequence[Any]) -> Batch:
+    def _without_targets(self, items: Sequence[Any]) -> Batch:
         """Another rank's micro-batch with all labels ignored, for a rank without examples.
 
         It adds zeros to every gradient sum, and its amax values occur on another rank already.
@@ -111,3 +114,54 @@ class TableFeed(SampledFeed):
     def positions(self, batch: Batch) -> int:
         """Size of the larger of input_ids and labels, which differ for encoder-decoders."""
         return max(batch["input_ids"].numel(), batch["labels"].numel())
+
+
+class SkippingFeed(Feed):
+    """Wraps the feed of a task and skips the batches in `left_out`.
+
+    left_out  batch numbers, from 1, ascending; without skipped batches, batch n trains step n
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed, self.left_out = feed, list[int]()
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self._feed.share
+
+    @share.setter
+    def share(self, share: tuple[int, int]) -> None:
+        self._feed.share = share
+
+    def number(self, step: int) -> int:
+        """Number of the batch that is drawn after `step` finished steps."""
+        return batch_of(step + 1, self.left_out)
+
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """Adds batches to skip. Batches of finished steps cannot be skipped any more."""
+        self.left_out = sorted({*self.left_out, *numbers})
+
+    def draw(self, step: int) -> StepBatch:
+        """Returns the next batch that is not skipped."""
+        number = self.number(step)
+        first = number
+        while first - 1 in self.left_out:
+            first -= 1
+        # Drawn although dropped: a sampler's position advances with each draw.
+        for dropped in range(first, number):
+            self._feed.draw(dropped - 1)
+        return self._feed.draw(number - 1)
+
+    def probe(self) -> Batch:
+        return self._feed.probe()
+
+    def state(self) -> dict[str, Any]:
+        return (
+            {**self._feed.state(), KEY: list(self.left_out)}
+            if self.left_out
+            else self._feed.state()
+        )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.left_out = list(state.get(KEY, ()))
+        self._feed.restore({key: value for key, value in state.items() if key != KEY})

@@ -49,7 +49,13 @@ from narrowgauge.train.console import tell
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass
 from narrowgauge.train.tasks import trivial
-from narrowgauge.train.tasks.classes import PROBLEM, chosen_classes, class_notes, labelled, names_of
+from narrowgauge.train.tasks.classes import (
+    PROBLEM,
+    chosen_classes,
+    class_notes,
+    names_of,
+    with_labels,
+)
 from narrowgauge.train.tasks.classification import Classification
 from narrowgauge.train.tasks.confusion import class_scores
 from narrowgauge.train.tasks.feed import SampledFeed
@@ -64,14 +70,14 @@ from narrowgauge.train.tasks.image_model import (
     unread_border,
 )
 from narrowgauge.train.tasks.reading import few_notes, header, split_places
-from narrowgauge.train.tasks.table import hashed_share
+from narrowgauge.train.tasks.table import subset_by_hash
 from narrowgauge.train.tasks.task import Readings, TrainTask
 
 FORMAT = 1  # version of the arrays' layout; part of the key
 ARRAYS: dict[str, np.dtype[Any]] = {"pixels": np.dtype("u1"), "labels": np.dtype("<i4")}
 TRANSPARENT = "{count} pictures are transparent in parts; what lies below is shown."
-SAID_EVERY_S = 20.0
-Say = Callable[[str], None]
+PROGRESS_EVERY_S = 20.0
+Report = Callable[[str], None]
 
 
 class Images:
@@ -125,7 +131,7 @@ def prepare_images(
     *,
     cache: str | os.PathLike[str],
     header: Sequence[str] | None = None,
-    say: Say = lambda words: None,
+    report: Report = lambda words: None,
 ) -> Images:
     """Decodes the images of a folder or table (`image_files`) once and caches them.
 
@@ -133,7 +139,7 @@ def prepare_images(
     image          column with images
     preprocessing  size of the decoded images
     cache          folder of the cache
-    say            called with the progress every 20 seconds
+    report         called with the progress every 20 seconds
 
     Reads all files once for the key, and again if they are not cached. Memory: one image. Raises
     DataError for faulty data (with path or row), and StorageError if the cache cannot be written or
@@ -169,8 +175,8 @@ def prepare_images(
 
     def fill(append: Append) -> dict[str, Any]:
         again, notes = hashlib.sha256(), Counter[str]()
-        for picture in _told(
-            pictures(source, image, columns.label, header=header), count, name, say
+        for picture in _with_progress(
+            pictures(source, image, columns.label, header=header), count, name, report
         ):
             raw, label = picture.raw(), columns.class_of(picture.row)
             again.update(b"%d:" % label + hashlib.sha256(raw).digest())
@@ -184,8 +190,8 @@ def prepare_images(
                 f"{name}: the pictures changed while they were read. Start again when nothing writes to them.",
                 code="data.changed",
             )
-        said = [note.replace("{count}", str(number)) for note, number in notes.items() if number]
-        return {"source": name, "content_hash": content, "rows": count, "notes": said}
+        texts = [note.replace("{count}", str(number)) for note, number in notes.items() if number]
+        return {"source": name, "content_hash": content, "rows": count, "notes": texts}
 
     entry, notes = cached(path, ARRAYS, fill)
     summary = {**entry.facts, "source": name, "notes": [*entry.facts["notes"], *notes]}
@@ -205,15 +211,17 @@ def _refuse_full(folder: Path, needed: int, count: int, size: Preprocessing) -> 
         )
 
 
-def _told(found: Iterator[Picture], count: int, name: str, say: Say) -> Iterator[Picture]:
-    """Yields the same images, and reports progress and remaining time every SAID_EVERY_S."""
-    begun_s = said_s = time.monotonic()
+def _with_progress(
+    found: Iterator[Picture], count: int, name: str, report: Report
+) -> Iterator[Picture]:
+    """Yields the same images, and reports progress and remaining time every PROGRESS_EVERY_S."""
+    begun_s = reported_s = time.monotonic()
     for done, picture in enumerate(found):
         now_s = time.monotonic()
-        if now_s - said_s > SAID_EVERY_S:
-            said_s, left_s = now_s, (now_s - begun_s) / done * (count - done)
+        if now_s - reported_s > PROGRESS_EVERY_S:
+            reported_s, left_s = now_s, (now_s - begun_s) / done * (count - done)
             minutes, seconds = divmod(round(left_s), 60)
-            say(f"{name}: {done:,} of {count:,} pictures decoded, {minutes}:{seconds:02} left")
+            report(f"{name}: {done:,} of {count:,} pictures decoded, {minutes}:{seconds:02} left")
         yield picture
 
 
@@ -278,13 +286,13 @@ class ImageTask(TrainTask):
     model_class  model class with the class names
     train        training images, decoded to uint8 at the model's size
     validation   validation images
-    known        entries about the data in run.json
+    data_facts   entries about the data in run.json
     """
 
     model_class: ModelClass
     train: Images
     validation: Images
-    known: dict[str, Any]
+    data_facts: dict[str, Any]
 
     name: ClassVar[str] = "image-classification"
     options: ClassVar[Mapping[str, Any]] = {}
@@ -314,7 +322,7 @@ class ImageTask(TrainTask):
                 preprocessing,
                 cache=cache,
                 header=header(config),
-                say=tell,
+                report=tell,
             )
 
         images = held_out = prepared(config.data)
@@ -352,7 +360,7 @@ class ImageTask(TrainTask):
             *notes,
             *class_notes(train.labels.tolist(), validation.labels.tolist(), known["classes"]),
         ]
-        model_class = labelled(
+        model_class = with_labels(
             IMAGE_CLASSIFIER, names, problem_type=PROBLEM, **sizes_from(config, preprocessing)
         )
         return cls(config, preprocessing, notes, model_class, train, validation, known)
@@ -368,7 +376,7 @@ class ImageTask(TrainTask):
             int(given[0]) if given[0].strip().isdecimal() else len(given) if config.classes else 0
         )
         classes = known or max(2, getattr(own_sizes(config), "num_labels", None) or 2)
-        model_class = labelled(
+        model_class = with_labels(
             IMAGE_CLASSIFIER,
             names_of(classes),
             problem_type=PROBLEM,
@@ -377,7 +385,7 @@ class ImageTask(TrainTask):
         nothing: Any = None
         return cls(config, preprocessing, [], model_class, nothing, nothing, {})
 
-    def blank(self, rows: int) -> Batch:
+    def dummy_batch(self, rows: int) -> Batch:
         """A batch of `rows` zero images, for `plan`."""
         size = self.tokenizer
         pixels = torch.zeros(rows, size.channels, size.height, size.width)
@@ -388,11 +396,11 @@ class ImageTask(TrainTask):
         sizes = repr(sorted(self.tokenizer.facts().items())).encode()
         return {
             "tokenizer": hashlib.sha256(sizes).hexdigest(),
-            "content_hash": self.known["content_hash"],
+            "content_hash": self.data_facts["content_hash"],
         }
 
     @cached_property
-    def _evaluated(self) -> Images:
+    def evaluation_set(self) -> Images:
         """Images of an evaluation: all, or `eval_tokens` images in hash order.
 
         Never changes in a run.
@@ -401,7 +409,9 @@ class ImageTask(TrainTask):
         return (
             part
             if len(part) <= most
-            else part.select(hashed_share(np.ones(len(part), np.int64), np.arange(len(part)), most))
+            else part.select(
+                subset_by_hash(np.ones(len(part), np.int64), np.arange(len(part)), most)
+            )
         )
 
     @cached_property
@@ -412,11 +422,11 @@ class ImageTask(TrainTask):
     def steps(self, epochs: int) -> int:
         return epochs * -(-len(self.train) // self.config.batch_size)
 
-    def tokens_at_once(self) -> int:
+    def tokens_per_forward(self) -> int:
         return max(PATCH, self.config.batch_size * self.patches // self.config.micro_batches)
 
     def summary(self) -> str:
-        held_out, looked_at = len(self.validation), len(self._evaluated)
+        held_out, looked_at = len(self.validation), len(self.evaluation_set)
         part = (
             ""
             if looked_at == held_out
@@ -445,9 +455,9 @@ class ImageTask(TrainTask):
     def feed(self, model: Any) -> ImageFeed:
         # Only here, because the sentence needs the built model, which `prepare` does not have.
         border = unread_border(model, self.tokenizer)
-        if border and border not in self.known["notes"]:
+        if border and border not in self.data_facts["notes"]:
             tell(f"Note: {border}")
-            self.known["notes"] = [*self.known["notes"], border]
+            self.data_facts["notes"] = [*self.data_facts["notes"], border]
         config, tokens = self.config, np.full(len(self.train), self.patches, np.int64)
         batching = data.Batching(
             # All images have one size: one length class, and no padding to multiples.
@@ -482,22 +492,25 @@ class ImageTask(TrainTask):
 
     def evaluation(self, model: Any) -> Iterator[Batch]:
         """Validation batches in the order of the data, each as large as a training micro-batch."""
-        made, count = ImageBatches(self._evaluated), len(self._evaluated)
+        made, count = ImageBatches(self.evaluation_set), len(self.evaluation_set)
         rows = max(1, self.config.batch_size // self.config.micro_batches)
         for first in range(0, count, rows):
             yield self.align(made(range(first, min(first + rows, count))), model)
 
     def trivial(self) -> dict[str, Any]:
-        return trivial.of_classes(self._evaluated.labels.tolist(), len(self.known["classes"]))
+        return trivial.of_classes(
+            self.evaluation_set.labels.tolist(), len(self.data_facts["classes"])
+        )
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
-        return class_scores(readings, self.evaluation(model), len(self.known["classes"]))
+        return class_scores(readings, self.evaluation(model), len(self.data_facts["classes"]))
 
     def facts(self) -> dict[str, Any]:
         size: data.Preprocessing = self.tokenizer
         return {
             "model": {"image_size": [size.height, size.width], "patches": self.patches},
-            "data": self.known | {"evaluated": len(self._evaluated), "preprocessing": size.facts()},
+            "data": self.data_facts
+            | {"evaluated": len(self.evaluation_set), "preprocessing": size.facts()},
             "tokens_per_step": self.config.batch_size * self.patches,
         }
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from narrowgauge.data.batches import IGNORED, valid_targets
 from narrowgauge.errors import DataError
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.tasks.registry import task_class
+from narrowgauge.train.tasks.task import task_class
 
 
 def count_targets(batches: Sequence[Batch], kind: str) -> int:

@@ -31,9 +31,9 @@ from narrowgauge import data
 from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.encoder import Encoder
+from narrowgauge.data.example_arrays import GROUP, GROUPS, ExampleArrays, group_of
 from narrowgauge.data.plan import runs
 from narrowgauge.data.rows import PaddingReport, Waste, round_up, width_of
-from narrowgauge.data.stored import GROUP, GROUPS, Stored, group_of
 from narrowgauge.data.tables import Record, refuse_half_a_pair
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
@@ -63,9 +63,9 @@ class Choices(Task):
     choices: tuple[str, ...] = ("choices",)
     label: str = "label"
     kind: ClassVar[str] = "multiple-choice"
-    refits: ClassVar[bool] = True
-    aside: ClassVar[frozenset[str]] = frozenset((LONGEST, GROUP))
-    learnt: ClassVar[str] = "text"
+    can_truncate: ClassVar[bool] = True
+    evaluation_arrays: ClassVar[frozenset[str]] = frozenset((LONGEST, GROUP))
+    target_noun: ClassVar[str] = "text"
 
     def __post_init__(self) -> None:
         if self.context is None and self.question is None:
@@ -97,8 +97,8 @@ class Choices(Task):
         return int(example[LONGEST][0])
 
     @staticmethod
-    def lengths(stored: Stored) -> Indices:
-        return np.asarray(stored.numbers(LONGEST), np.int64)
+    def lengths(stored: ExampleArrays) -> Indices:
+        return np.asarray(stored.scalars(LONGEST), np.int64)
 
     @staticmethod
     def item(arrays: Item) -> Item:
@@ -211,13 +211,13 @@ class Choices(Task):
         )
 
 
-def choices_of(stored: Stored) -> Indices:
+def choices_of(stored: ExampleArrays) -> Indices:
     """Number of choices of each example, int64."""
     return stored.sizes(SIZES)
 
 
 def padding_of(
-    stored: Stored,
+    stored: ExampleArrays,
     steps: Sequence[Sequence[Sequence[int]]],
     widths: tuple[int, ...],
     multiple: int,
@@ -271,7 +271,7 @@ class ChoicesTask(TableTask):
     loss_words: ClassVar[str] = "of one choice for each question"
 
     @classmethod
-    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+    def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         columns = Choices(
             context=config.context_column or None, question=config.question_column or None,
             choices=tuple(_named(config)), label=config.label_column,
@@ -281,7 +281,7 @@ class ChoicesTask(TableTask):
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
         task = super().prepare(config)
-        most, longest = task.rows_per_example, task.known["longest"]
+        most, longest = task.rows_per_example, task.data_facts["longest"]
         if 0 < config.token_budget < most * longest and config.too_long != "skip":
             raise DataError(
                 f"token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
@@ -297,8 +297,8 @@ class ChoicesTask(TableTask):
             return len(_named(self.config)) if len(_named(self.config)) > 1 else USUAL
         return int(max(choices_of(part).max() for part in (self.train, self.validation)))
 
-    def blank(self, width: int) -> dict[str, Any]:
-        ids = super().blank(width)["input_ids"]
+    def dummy_example(self, width: int) -> dict[str, Any]:
+        ids = super().dummy_example(width)["input_ids"]
         return {"input_ids": [ids] * self.rows_per_example, "labels": 0}
 
     def epoch(self, number: int) -> data.Plan:
@@ -320,7 +320,7 @@ class ChoicesTask(TableTask):
     def scores(output: Any, batch: Batch) -> Tensor:
         return choice_scores(whole_logits(output, batch), batch["labels"])
 
-    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+    def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         shown = []
         for place, ids in enumerate(example["input_ids"]):
             shown.append(data.coloured_sample(self.tokenizer, ids, None))
@@ -329,8 +329,8 @@ class ChoicesTask(TableTask):
         return shown
 
     def trivial(self) -> dict[str, Any]:
-        labels = [example["labels"] for example in self._evaluated]
-        return of_choices(labels, choices_of(self._evaluated).tolist())
+        labels = [example["labels"] for example in self.evaluation_set]
+        return of_choices(labels, choices_of(self.evaluation_set).tolist())
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), read)

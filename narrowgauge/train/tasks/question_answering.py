@@ -49,7 +49,7 @@ from narrowgauge import data
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.stored import GROUP, GROUPS, Stored, group_of
+from narrowgauge.data.example_arrays import GROUP, GROUPS, ExampleArrays, group_of
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
@@ -81,8 +81,8 @@ class Questions(Task):
     answers: str = "answers"
     stride: int = 128
     kind: ClassVar[str] = "question-answering"
-    windows: ClassVar[bool] = True
-    aside: ClassVar[frozenset[str]] = frozenset((TEXT, OFFSETS, KNOWN, GROUP))
+    splits_into_windows: ClassVar[bool] = True
+    evaluation_arrays: ClassVar[frozenset[str]] = frozenset((TEXT, OFFSETS, KNOWN, GROUP))
 
     def __post_init__(self) -> None:
         if self.stride < 0:
@@ -106,9 +106,9 @@ class Questions(Task):
         return arrays | {"labels": (first, last)}
 
     @staticmethod
-    def strata(stored: Stored) -> Indices:
+    def strata(stored: ExampleArrays) -> Indices:
         """1 for windows that hold an answer, else 0."""
-        last = stored.numbers("labels").tolist()
+        last = stored.scalars("labels").tolist()
         return np.array(
             # A label at a context token (offset >= 0) is an answer; the classifier token has offset
             # -1.
@@ -308,7 +308,7 @@ class QuestionsTask(TableTask):
     loss_words: ClassVar[str] = "of the first and the last token of an answer"
 
     @classmethod
-    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+    def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         columns = Questions(
             question=config.question_column, context=config.context_column, answers=config.answers_column,
             stride=_stride(config, longest_example(config, READER, tokenizer)),
@@ -322,9 +322,9 @@ class QuestionsTask(TableTask):
         for name, part in sides.items():
             # Only the first window of a question stores the question's text, so a non-empty TEXT
             # marks a new question.
-            task.known[f"{name}_questions"] = int((part.sizes(TEXT) > 0).sum())
-        task.known["unanswerable"] = sum(
-            int((part.numbers(KNOWN)[part.sizes(TEXT) > 0] == 0).sum()) for part in sides.values()
+            task.data_facts[f"{name}_questions"] = int((part.sizes(TEXT) > 0).sum())
+        task.data_facts["unanswerable"] = sum(
+            int((part.scalars(KNOWN)[part.sizes(TEXT) > 0] == 0).sum()) for part in sides.values()
         )
         task.notes.append(task._words())
         stride = _stride(config, longest_example(config, READER, task.tokenizer))
@@ -336,7 +336,7 @@ class QuestionsTask(TableTask):
 
     def _words(self) -> str:
         """A note on the number of questions, windows and unanswerable questions."""
-        known = self.known
+        known = self.data_facts
         unanswerable = known["unanswerable"]
         words = (
             f"{known['train_questions']:,} questions to learn and {known['validation_questions']:,} held out stand in "
@@ -348,33 +348,33 @@ class QuestionsTask(TableTask):
             else "; all have an answer, so one is always given."
         )
 
-    def together(self, part: data.Examples) -> Indices:
+    def groups(self, part: data.Examples) -> Indices:
         """Question number of each window: windows of one question are evaluated together."""
         return np.cumsum(part.sizes(TEXT) > 0) - 1
 
-    def blank(self, width: int) -> dict[str, Any]:
-        return super().blank(width) | {"labels": (0, 0)}
+    def dummy_example(self, width: int) -> dict[str, Any]:
+        return super().dummy_example(width) | {"labels": (0, 0)}
 
     @staticmethod
     def scores(output: Any, batch: Batch) -> Tensor:
         return span_scores(output, batch.get("attention_mask"))
 
-    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+    def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         first, last = example["labels"]
         labels = np.full(len(example["input_ids"]), data.IGNORED)
         labels[first : last + 1] = 0
         return [data.coloured_sample(self.tokenizer, example["input_ids"], labels.tolist())]
 
     def trivial(self) -> dict[str, Any]:
-        part = self._evaluated
+        part = self.evaluation_set
         ids = [part.array("input_ids", place) for place in range(len(part))]
         answered = [
             example["labels"][0] != nowhere_of(own, self.tokenizer)
             for example, own in zip(part, ids, strict=True)
         ]
         # Number of reference answers of each question, taken at its first window.
-        known = part.numbers(KNOWN)[part.sizes(TEXT) > 0]
-        nothing_is_a_choice = bool(self.known["unanswerable"])
+        known = part.scalars(KNOWN)[part.sizes(TEXT) > 0]
+        nothing_is_a_choice = bool(self.data_facts["unanswerable"])
         return of_spans(
             answered,
             list(map(len, ids)),
@@ -385,7 +385,7 @@ class QuestionsTask(TableTask):
         found = readings(self.evaluation(model), _read)
         targets = sum(count for _, (count, _) in found)
         windows: dict[int, Scores] = {}
-        for places, (_, (_, rows)) in zip(self.evaluated_places, found, strict=True):
+        for places, (_, (_, rows)) in zip(self.evaluation_indices, found, strict=True):
             # Evaluation batches are sorted by length; scores go back to the order of the examples.
             windows |= dict(zip(places, rows, strict=True))
         return {"loss": total_of(found) / targets, "tokens": targets, **self._metrics(windows)}
@@ -393,9 +393,9 @@ class QuestionsTask(TableTask):
     def _metrics(self, windows: Mapping[int, Scores]) -> dict[str, float]:
         """Exact match and F1, averaged over the evaluated questions.
 
-        windows  {index in `_evaluated`: scores [2, tokens]}
+        windows  {index in `evaluation_set`: scores [2, tokens]}
         """
-        part = self._evaluated
+        part = self.evaluation_set
         exact, shared = [], []
         # One group of consecutive windows for each question.
         for places in np.split(np.arange(len(part)), np.flatnonzero(part.sizes(TEXT) > 0)[1:]):
@@ -409,7 +409,7 @@ class QuestionsTask(TableTask):
 
     def answer(self, context: str, windows: Mapping[int, Scores]) -> str:
         """Text of the best span over the windows of one question, or '' for "no answer"."""
-        part, best, place_of_best, nothing = self._evaluated, Span(-np.inf, 0, 0), -1, np.inf
+        part, best, place_of_best, nothing = self.evaluation_set, Span(-np.inf, 0, 0), -1, np.inf
         for place, scores in windows.items():
             # Tokens of question, separators and padding have offsets of -1.
             inside = part.array(OFFSETS, place).reshape(-1, 2)[:, 0] >= 0
@@ -422,7 +422,7 @@ class QuestionsTask(TableTask):
                 nothing,
                 float(scores[:, nowhere_of(part.array("input_ids", place), self.tokenizer)].sum()),
             )
-        if place_of_best < 0 or (self.known["unanswerable"] and nothing > best.score):
+        if place_of_best < 0 or (self.data_facts["unanswerable"] and nothing > best.score):
             return ""
         offsets = part.array(OFFSETS, place_of_best).reshape(-1, 2)
         # Character offsets into the original context keep its spelling; decoded ids would lose it.

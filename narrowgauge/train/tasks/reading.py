@@ -2,7 +2,7 @@
 
 Validation uses `validation_data`, or a share of the rows of `data`. A hash of the row's token ids
 decides the split. Adding or reordering rows moves no other row, and copies of a row land on the
-same side. Related rows (`Stored.group`, such as all questions on one text) share one hash, the hash
+same side. Related rows (`ExampleArrays.group`, such as all questions on one text) share one hash, the hash
 of their group.
 """
 

@@ -27,7 +27,7 @@ from narrowgauge import data
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.stored import Stored
+from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.strata import strata_of
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Notes, Task
@@ -35,7 +35,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass
-from narrowgauge.train.tasks.classes import labelled, padding_id
+from narrowgauge.train.tasks.classes import padding_id, with_labels
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 
@@ -51,8 +51,8 @@ class Regression(Task):
     pair: str | None = None
     labels: tuple[str, ...] = ("label",)
     kind: ClassVar[str] = "regression"
-    refits: ClassVar[bool] = True
-    learnt: ClassVar[str] = "text"
+    can_truncate: ClassVar[bool] = True
+    target_noun: ClassVar[str] = "text"
 
     def __post_init__(self) -> None:
         if not self.labels or len(set(self.labels)) != len(self.labels) or not all(self.labels):
@@ -70,9 +70,9 @@ class Regression(Task):
         return {"input_ids": ids, "token_type_ids": np.dtype("u1"), "labels": np.dtype("<f8")}
 
     @staticmethod
-    def strata(stored: Stored) -> Indices:
+    def strata(stored: ExampleArrays) -> Indices:
         """Quartile of the number in the last column."""
-        return strata_of(stored.numbers("labels"), stored.sizes("input_ids"))
+        return strata_of(stored.scalars("labels"), stored.sizes("input_ids"))
 
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
@@ -118,11 +118,13 @@ class RegressionTask(TableTask):
     loss_words: ClassVar[str] = "squared differences, their mean"
 
     @classmethod
-    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+    def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         names = tuple(name.strip() for name in config.label_column.split(","))
         columns = Regression(text=config.text_column, pair=config.pair_column or None, labels=names)
         pad_id = padding_id(config, tokenizer)
-        return columns, labelled(REGRESSOR, names, pad_token_id=pad_id, problem_type="regression")
+        return columns, with_labels(
+            REGRESSOR, names, pad_token_id=pad_id, problem_type="regression"
+        )
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
@@ -130,17 +132,19 @@ class RegressionTask(TableTask):
         names = list(task.model_class.options["id2label"].values())
         task.notes += scale_notes(names, numbers_of(task.train), config.data)
         # Called for its errors alone: a correlation with constant targets is undefined.
-        scale_notes(names, numbers_of(task._evaluated), "the examples that evaluations see")
+        scale_notes(names, numbers_of(task.evaluation_set), "the examples that evaluations see")
         return task
 
-    def blank(self, width: int) -> dict[str, Any]:
-        return super().blank(width) | {"labels": np.zeros(self.model_class.options["num_labels"])}
+    def dummy_example(self, width: int) -> dict[str, Any]:
+        return super().dummy_example(width) | {
+            "labels": np.zeros(self.model_class.options["num_labels"])
+        }
 
     @staticmethod
     def criterion(scores: Tensor, labels: Tensor) -> Tensor:
         return squared_loss(scores, labels)
 
-    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+    def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
         text.append(
             f"  -> {', '.join(f'{number:g}' for number in example['labels'])}", "bold green"
@@ -148,7 +152,7 @@ class RegressionTask(TableTask):
         return [text]
 
     def trivial(self) -> dict[str, Any]:
-        return of_numbers(numbers_of(self._evaluated))
+        return of_numbers(numbers_of(self.evaluation_set))
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), answered)

@@ -17,7 +17,7 @@ from narrowgauge import data
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.stored import Stored
+from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Notes, Task
 from narrowgauge.errors import ConfigError
@@ -40,9 +40,9 @@ class Seq2Seq(Task):
     source: str = "source"
     target: str = "target"
     keeps_text: bool = False
-    aside: ClassVar[frozenset[str]] = frozenset({"text"})
+    evaluation_arrays: ClassVar[frozenset[str]] = frozenset({"text"})
     kind: ClassVar[str] = "seq2seq"
-    refits: ClassVar[bool] = True
+    can_truncate: ClassVar[bool] = True
 
     @property
     def columns(self) -> list[str]:
@@ -58,7 +58,7 @@ class Seq2Seq(Task):
         return max(len(example["input_ids"]), len(example["labels"]))
 
     @staticmethod
-    def lengths(stored: Stored) -> Indices:
+    def lengths(stored: ExampleArrays) -> Indices:
         return np.maximum(stored.sizes("input_ids"), stored.sizes("labels"))
 
     tokens = lengths
@@ -89,7 +89,7 @@ class Seq2SeqTask(TableTask):
     name: ClassVar[str] = "seq2seq"
 
     @classmethod
-    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+    def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         columns = Seq2Seq(
             source=config.source_column,
             target=config.target_column,
@@ -102,18 +102,18 @@ class Seq2SeqTask(TableTask):
         task = super().prepare(config)
         if task.translation is not None:
             task.notes.append(task.translation.note(config.eval_wide))
-            task.known["translation"] = task.translation.facts()
+            task.data_facts["translation"] = task.translation.facts()
         return task
 
     def trivial(self) -> dict[str, Any]:
-        return trivial.of_tokens(example["labels"] for example in self._evaluated)
+        return trivial.of_tokens(example["labels"] for example in self.evaluation_set)
 
     @cached_property
     def translation(self) -> Translation | None:
         """Translations of each evaluation, or None if `translate` is 0."""
         if not self.config.translate:
             return None
-        rows = max(map(len, self.evaluated_places))
+        rows = max(map(len, self.evaluation_indices))
         return Translation.of(self.config, self.validation, self.tokenizer, rows, self.longest)
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Seq2SeqTask(TableTask):
             "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
         }
 
-    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+    def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         return [
             data.coloured_sample(self.tokenizer, example["input_ids"], None),
             data.coloured_sample(self.tokenizer, example["labels"], example["labels"]),

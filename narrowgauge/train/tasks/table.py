@@ -25,7 +25,7 @@ from narrowgauge.train.tasks.reading import longest_example, read
 from narrowgauge.train.tasks.task import Readings, TrainTask
 
 EVAL_ORDER = b"evaluation"
-# tokens_at_once is rounded to this many tokens: runs on nearly the same data then share the
+# tokens_per_forward is rounded to this many tokens: runs on nearly the same data then share the
 # measurements of recipe "auto".
 ALIGNED = 16
 WORTH_A_WORD = 20.0  # percent of padding from which `preview` suggests other settings
@@ -40,24 +40,24 @@ class TableTask(TrainTask):
 
     model_class  model class with its options
     longest      most tokens of an example; None: unlimited
-    known        entries about the data in run.json
+    data_facts   entries about the data in run.json
     """
 
     model_class: ModelClass
     train: data.Examples
     validation: data.Examples
     longest: int | None
-    known: dict[str, Any]
+    data_facts: dict[str, Any]
 
     @classmethod
     @abstractmethod
-    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+    def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         """Returns the roles of the table's columns, and the model class."""
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
         tokenizer = data.load(config.tokenizer or config.model)
-        columns, model_class = cls.roles(config, tokenizer)
+        columns, model_class = cls.columns_and_model(config, tokenizer)
         longest = longest_example(config, model_class, tokenizer)
         train, validation, known = read(config, columns, tokenizer, longest)
         notes = list(known["notes"])
@@ -80,14 +80,14 @@ class TableTask(TrainTask):
         return 1
 
     @classmethod
-    def planned(cls, config: TrainConfig) -> TrainConfig:
+    def config_without_data(cls, config: TrainConfig) -> TrainConfig:
         """Configuration for a plan without data.
 
         Settings that `roles` would otherwise read from the data are filled in.
         """
         return config
 
-    def blank(self, width: int) -> dict[str, Any]:
+    def dummy_example(self, width: int) -> dict[str, Any]:
         """A meaningless example of `width` tokens, for a plan without data."""
         ids = np.ones(width, dtype=np.int64)
         return {"input_ids": ids, "labels": ids}
@@ -139,7 +139,7 @@ class TableTask(TrainTask):
         )
 
     @cached_property
-    def _evaluated(self) -> data.Examples:
+    def evaluation_set(self) -> data.Examples:
         """Examples of an evaluation: all, or at most `eval_tokens` tokens in hash order.
 
         Never changes.
@@ -147,9 +147,9 @@ class TableTask(TrainTask):
         part, most_tokens = self.validation, self.config.eval_tokens
         if int(part.tokens.sum()) <= most_tokens:
             return part
-        return part.select(hashed_share(part.tokens, self.together(part), most_tokens))
+        return part.select(subset_by_hash(part.tokens, self.groups(part), most_tokens))
 
-    def together(self, part: data.Examples) -> Indices:
+    def groups(self, part: data.Examples) -> Indices:
         """Group number of each example; a group is evaluated as a whole or not at all."""
         return np.arange(len(part))
 
@@ -162,7 +162,7 @@ class TableTask(TrainTask):
         later = (self.epoch(number) for number in range(1, epochs))
         return len(self._plan) + sum(map(len, later))
 
-    def tokens_at_once(self) -> int:
+    def tokens_per_forward(self) -> int:
         # max() covers a plan without steps; the feed raises the error for that.
         batches = max(1, len(self._plan)) * self.config.micro_batches
         return max(
@@ -170,7 +170,7 @@ class TableTask(TrainTask):
         )
 
     def summary(self) -> str:
-        known, looked_at = self.known, len(self._evaluated)
+        known, looked_at = self.data_facts, len(self.evaluation_set)
         held_out = known["validation_examples"]
         part = (
             ""
@@ -181,7 +181,7 @@ class TableTask(TrainTask):
 
     def preview(self) -> list[Any]:
         notes = [*self._plan.notes, *self._less_padding()]
-        return [*self.coloured(self.train[0]), f"First epoch, {self._plan.padding}", *notes]
+        return [*self.show_example(self.train[0]), f"First epoch, {self._plan.padding}", *notes]
 
     def _less_padding(self) -> list[str]:
         """A note on settings that would reduce the padding of a shuffled epoch.
@@ -208,7 +208,7 @@ class TableTask(TrainTask):
         )
         return [f"{said} batch_order = 'length' would pad {sorted_:.0f} %{later}."]
 
-    def coloured(self, example: Mapping[str, Any]) -> list[Any]:
+    def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         """The example's text for the console, with learnt tokens highlighted."""
         return [data.coloured_sample(self.tokenizer, example["input_ids"], example["labels"])]
 
@@ -234,8 +234,8 @@ class TableTask(TrainTask):
         return data.Collator(pad_id=data.pad_id_of(self.tokenizer), **options)
 
     @cached_property
-    def evaluated_places(self) -> list[list[int]]:
-        """Examples of each evaluation batch, as indices in `_evaluated`.
+    def evaluation_indices(self) -> list[list[int]]:
+        """Examples of each evaluation batch, as indices in `evaluation_set`.
 
         Examples are sorted by length for least padding. A batch is as large as a training
         micro-batch.
@@ -243,14 +243,14 @@ class TableTask(TrainTask):
         config, batching = self.config, self._batching
         parts, rows, budget = config.micro_batches, batching.batch_size, batching.token_budget
         found = data.sorted_batches(
-            self._evaluated.lengths, batch_size=max(1, rows // parts) if rows else None,
+            self.evaluation_set.lengths, batch_size=max(1, rows // parts) if rows else None,
             token_budget=max(1, budget // parts) if budget else None, multiple=config.pad_multiple,
         )  # fmt: skip
         return [list(map(int, places)) for places in found]
 
     def evaluation(self, model: Any) -> Iterator[Batch]:
-        collate, part = self.collator(multiple=self.config.pad_multiple), self._evaluated
-        for places in self.evaluated_places:
+        collate, part = self.collator(multiple=self.config.pad_multiple), self.evaluation_set
+        for places in self.evaluation_indices:
             yield self.align(collate([part[place] for place in places]), model)
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
@@ -261,12 +261,13 @@ class TableTask(TrainTask):
         padding = self._plan.padding
         return {
             "model": {"max_length": self.longest},
-            "data": self.known | {"padding": padding.as_dict(), "evaluated": len(self._evaluated)},
+            "data": self.data_facts
+            | {"padding": padding.as_dict(), "evaluated": len(self.evaluation_set)},
             "tokens_per_step": round(padding.planned.tokens / max(1, len(self._plan))),
         }
 
 
-def hashed_share(tokens: Indices, together: Indices, most_tokens: int) -> Indices:
+def subset_by_hash(tokens: Indices, together: Indices, most_tokens: int) -> Indices:
     """Ascending indices of examples with `most_tokens` tokens at most, in hash order of groups.
 
     tokens    [examples] tokens of each example

@@ -45,7 +45,7 @@ from narrowgauge.errors import ConfigError, DataError, closest
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, own_configuration
-from narrowgauge.train.tasks.classes import MOST_CLASSES, SHOWN_CLASSES, labelled
+from narrowgauge.train.tasks.classes import MOST_CLASSES, SHOWN_CLASSES, with_labels
 from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.reading import header
 from narrowgauge.train.tasks.table import TableTask
@@ -80,8 +80,8 @@ class Tagging(Task):
     text: str | None = None
     spans: str = "spans"
     kind: ClassVar[str] = "tagging"
-    refits: ClassVar[bool] = True
-    learnt: ClassVar[str] = "word"
+    can_truncate: ClassVar[bool] = True
+    target_noun: ClassVar[str] = "word"
 
     def __post_init__(self) -> None:
         if len(self.tags) < 2 or len(set(self.tags)) != len(self.tags):
@@ -316,12 +316,12 @@ class TaggingTask(TableTask):
     loss_words: ClassVar[str] = "of one tag for each word"
 
     @classmethod
-    def roles(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
+    def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         tags = chosen_tags(config)
-        return _columns(config, tags), labelled(TAGGER, tags)
+        return _columns(config, tags), with_labels(TAGGER, tags)
 
     @classmethod
-    def planned(cls, config: TrainConfig) -> TrainConfig:
+    def config_without_data(cls, config: TrainConfig) -> TrainConfig:
         if config.classes:
             return config
         # A plan has no tags to read: take their number from the model's configuration, two at
@@ -332,7 +332,7 @@ class TaggingTask(TableTask):
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
         task = super().prepare(config)
-        task.known["classes"] = task.tags
+        task.data_facts["classes"] = task.tags
         task.notes += task._words()
         return task
 
@@ -381,7 +381,7 @@ class TaggingTask(TableTask):
         return feed
 
     def trivial(self) -> dict[str, Any]:
-        return of_tags(example["labels"] for example in self._evaluated)
+        return of_tags(example["labels"] for example in self.evaluation_set)
 
     def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
         found = readings(self.evaluation(model), read)

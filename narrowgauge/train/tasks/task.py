@@ -2,19 +2,21 @@
 
 A `TrainTask` holds the data and their metadata. A run and its reference share it, so nothing in it
 changes. A `Feed` yields the batches of one run and keeps the position. The trainer uses both and
-does not depend on the task.
+does not depend on the task. `task_class` finds a task by its name.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from narrowgauge import data
+from narrowgauge.errors import ConfigError, closest
 from narrowgauge.train.config.data_settings import TASKS, TaskEntry
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Batch, Objective, aligned_loss, whole_logits
@@ -81,7 +83,7 @@ class Feed(ABC):
 
     share: tuple[int, int] = (0, 1)
 
-    def mine(self, parts: int) -> range:
+    def own_parts(self, parts: int) -> range:
         """Indices of this rank's micro-batches in a step of `parts` micro-batches.
 
         Every rank gets ceil(parts / ranks) indices. An index may be >= parts; the feed then yields
@@ -170,7 +172,7 @@ class TrainTask(ABC):
         """Number of optimizer steps in `epochs` passes over the training data."""
 
     @abstractmethod
-    def tokens_at_once(self) -> int:
+    def tokens_per_forward(self) -> int:
         """Rows of the activation matrices in one forward pass.
 
         For tables this is the mean over the micro-batches of the first epoch.
@@ -266,3 +268,16 @@ def total_of(found: list[tuple[float, Any]]) -> float:
     for loss, _ in found:
         total += loss
     return total
+
+
+def task_class(name: str) -> type[TrainTask]:
+    """Class of a task that `TASKS` lists; its file has the same name, with underscores."""
+    if name not in TASKS:
+        near = closest(name, TASKS, limit=1)
+        raise ConfigError(
+            f"task {name!r}: is none of {', '.join(TASKS)}.{f' Closest: {near}.' if near else ''}",
+            code="task.unknown",
+        )
+    if name not in CLASSES:
+        import_module(f"narrowgauge.train.tasks.{name.replace('-', '_')}")
+    return CLASSES[name]

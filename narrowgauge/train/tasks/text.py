@@ -1,4 +1,11 @@
-"""Language modelling on running text: windows of a token stream, a pure function of (seed, step)."""
+"""Language modelling on running text, and samples of a decoder.
+
+Batches are windows of a token stream, a pure function of (seed, step).
+
+Samples use their own random generator, so sampling never changes the run. They are generated
+without a KV cache: the whole context is recomputed for each token, which takes a few seconds for a
+small model. The model is in evaluation mode.
+"""
 
 import math
 from collections.abc import Iterator
@@ -6,14 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
+
 from narrowgauge import data
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import language_model
 from narrowgauge.train.tasks import trivial
-from narrowgauge.train.tasks.sampling import sample
 from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, StepBatch, TrainTask
+
+TEMPERATURE = 0.8
+TOP_K = 40
+NOT_FINITE = " [ended here: the next logits were not finite]"
 
 
 @dataclass
@@ -24,7 +36,9 @@ class TextFeed(Feed):
     parts: int
 
     def draw(self, step: int) -> StepBatch:
-        batches = [self.batches.batch(step, part, self.parts) for part in self.mine(self.parts)]
+        batches = [
+            self.batches.batch(step, part, self.parts) for part in self.own_parts(self.parts)
+        ]
         inputs = self.batches.batch_size * self.batches.sequence_length
         return StepBatch(batches, inputs, examples=self.batches.windows_of(step))
 
@@ -70,7 +84,7 @@ class TextTask(TrainTask):
     def steps(self, epochs: int) -> int:
         return math.ceil(epochs * self._batches().windows / self.config.batch_size)
 
-    def tokens_at_once(self) -> int:
+    def tokens_per_forward(self) -> int:
         return self.config.batch_size * self.config.sequence_length // self.config.micro_batches
 
     def summary(self) -> str:
@@ -121,3 +135,39 @@ class TextTask(TrainTask):
             "data": self.corpus.summary,
             "tokens_per_step": config.batch_size * config.sequence_length,
         }
+
+
+@torch.no_grad()
+def sample(
+    model: Any, tokenizer: Any, start: str | list[int], tokens: int, *, longest: int, seed: int
+) -> str:
+    """Samples up to `tokens` tokens after `start`, and returns their text without `start`.
+
+    start    a text, or token ids
+    longest  most tokens of the context; older tokens are dropped
+    seed     seed of a private generator
+
+    Temperature 0.8, top-k 40. Generation ends at the end-of-text token or at non-finite logits.
+    """
+    if isinstance(start, str):
+        start = tokenizer(start, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    device = next(model.parameters()).device
+    # A private CPU generator: the run's own generators must not advance, and a GPU draws other
+    # numbers.
+    generator = torch.Generator().manual_seed(seed)
+    ids, ending = list(start), ""
+    for _ in range(tokens):
+        context = torch.tensor([ids[-longest:]], device=device)
+        # Cut to the tokenizer's size: embeddings may be padded with rows that no token has.
+        logits = (
+            model(input_ids=context, use_cache=False).logits[0, -1, : len(tokenizer)].float().cpu()
+        )
+        if not logits.isfinite().all():
+            ending = NOT_FINITE
+            break
+        best = torch.topk(logits / TEMPERATURE, min(TOP_K, len(logits)))
+        choice = torch.multinomial(torch.softmax(best.values, 0), 1, generator=generator)
+        ids.append(int(best.indices[choice]))
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return str(tokenizer.decode(ids[len(start) :], skip_special_tokens=True)) + ending

@@ -198,7 +198,9 @@ def cast_in_turns(call: Any, programs: int, waits: bool = True) -> Any:
         patch.setattr(kernel, "rewrite", whole)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_launch, "_at_once", lambda pieces, *_: (min(pieces, programs), 8))
+        patch.setattr(
+            triton_launch, "_cooperative_grid", lambda pieces, *_: (min(pieces, programs), 8)
+        )
         patch.setattr(triton_launch, "launch", launched)
         return call()
 
@@ -347,7 +349,7 @@ def compare_rotated(order: int, dtype: torch.dtype) -> None:
             x += torch.randint(-9, 10, shape) * 2.0**-12
         hadamard, scale = Hadamard(block=order, signs="random"), torch.tensor([[0.7]])
         signs = draw_signs(hadamard, shape[1], x.device)
-        got = encoding.in_triton(x, hadamard, signs, scale, INT4, True, True)
+        got = encoding.run_triton(x, hadamard, signs, scale, INT4, True, True)
         expected = rotate_and_encode(
             x, hadamard, signs, scale, INT4, packed=True, bits=True, backend="reference"
         )

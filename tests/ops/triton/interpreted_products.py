@@ -102,6 +102,6 @@ def rotate_few_heads() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rotary, "ELEMENTS", 32)  # two heads at a time, of five and two
         result = selfcheck.examine(
-            "rotary", rotary.in_triton, rotary.CHECK, kind, torch.device("cpu")
+            "rotary", rotary.run_triton, rotary.CHECK, kind, torch.device("cpu")
         )
     assert result.reason is None, result.reason

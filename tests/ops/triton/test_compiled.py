@@ -192,7 +192,7 @@ def test_the_rotation_uses_tensor_cores(order, dtype, sm):
     found = compiled(
         [encoding],
         sm,
-        lambda: encoding.in_triton(
+        lambda: encoding.run_triton(
             x, hadamard, torch.ones(4096), torch.ones(1, 1), INT4, True, True
         ),
     )["rotate_and_encode"]

@@ -23,7 +23,7 @@ def test_it_compiles_without_spills(head, sm, inverse):
     )
     cos, sin = (torch.empty(1, 512, head, dtype=torch.bfloat16) for _ in range(2))
     dtypes = (torch.bfloat16, torch.bfloat16)
-    found = compiled([rotary], sm, lambda: rotary.in_triton(q, k, cos, sin, dtypes, inverse))
+    found = compiled([rotary], sm, lambda: rotary.run_triton(q, k, cos, sin, dtypes, inverse))
     assert list(found) == ["rotary"] and found["rotary"].spills == 0
     names = found["rotary"].instructions()
     # Below 9.0 a bfloat16 product or sum is an fma with zero or one.

@@ -47,7 +47,7 @@ def test_texts_to_write_have_the_entropy_of_their_targets(make, job):
     places = slice(1, None) if config.task == "causal-lm" else slice(None)
     counts = Counter(
         int(label)
-        for example in task._evaluated
+        for example in task.evaluation_set
         for label in example["labels"][places]
         if label != IGNORED
     )
@@ -60,7 +60,7 @@ def test_texts_to_write_have_the_entropy_of_their_targets(make, job):
 def test_the_mean_of_numbers_has_their_variance_as_loss(make):
     config = make("regression")
     task = task_class(config.task).prepare(config)
-    numbers = numbers_of(task._evaluated)
+    numbers = numbers_of(task.evaluation_set)
     assert task.trivial()["loss"] == pytest.approx(np.mean((numbers - numbers.mean(0)) ** 2))
     assert task.trivial()["pearson"] == task.trivial()["spearman"] == 0.0
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from narrowgauge import advance, convert
-from narrowgauge.train.tasks.sampling import NOT_FINITE, sample
+from narrowgauge.train.tasks.text import NOT_FINITE, sample
 from tests.compare import assert_same
 
 

@@ -13,7 +13,7 @@ from narrowgauge.formats import E2M1, INT4, INT8
 from narrowgauge.nn import leverage_score, operands
 from narrowgauge.nn.rotated_pieces import cast_in_pieces
 from narrowgauge.nn.rotation import Rotation
-from narrowgauge.ops import pieces
+from narrowgauge.ops import chunking
 from narrowgauge.ops.hadamard import definition as hadamard
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.random import Key
@@ -26,11 +26,11 @@ from tests.compare import assert_same
 @pytest.fixture
 def small_pieces(monkeypatch):
     """As on a GPU, 7 to 60 rows of 64 to 100 columns a piece: `cut(True)` cuts, `cut(False)` does not."""
-    for module in (pieces, definition, operands):
+    for module in (chunking, definition, operands):
         monkeypatch.setattr(module, "PIECE", 700)
 
     def cut(is_on_gpu):
-        monkeypatch.setattr(pieces, "type_of", lambda device: "cuda" if is_on_gpu else "cpu")
+        monkeypatch.setattr(chunking, "type_of", lambda device: "cuda" if is_on_gpu else "cpu")
 
     return cut
 
@@ -57,7 +57,7 @@ def test_a_cast_in_pieces_has_the_same_codes_and_scales(small_pieces, name, turn
     cast, x = CASTS[name], X.T if turned else X
     noise = Key((2**32 - 5, 17)) if cast.rounding == "stochastic" else None
     cut = both(small_pieces, lambda: definition.quantize(x, cast, None, noise, expand))
-    assert len(pieces.cuts(x, max(cast.tile[0], 1))) > 1
+    assert len(chunking.row_chunks(x, max(cast.tile[0], 1))) > 1
     whole, piecewise = cut
     assert_same(piecewise.data, whole.data)
     assert_same(piecewise.scale, whole.scale)
@@ -118,8 +118,8 @@ def test_rotated_rows_are_cast_in_pieces_to_the_same_codes(small_pieces, cast):
 def test_a_large_tensor_has_larger_pieces_and_not_more(small_pieces, rows, together):
     """exact"""
     small_pieces(True)
-    slices = pieces.cuts(torch.empty(rows, 70), together)
-    assert 1 < len(slices) <= pieces.MOST_PIECES
+    slices = chunking.row_chunks(torch.empty(rows, 70), together)
+    assert 1 < len(slices) <= chunking.MAX_CHUNKS
     assert [each.start for each in slices] == [0, *(each.stop for each in slices[:-1])] and slices[
         -1
     ].stop == rows

@@ -16,7 +16,7 @@ from narrowgauge.formats import ALL
 from narrowgauge.recipe import CURRENT, Cast
 from narrowgauge.scaling import RULES
 
-Words = tuple[str, tuple[int, int], str, float]
+FlatCast = tuple[str, tuple[int, int], str, float]
 
 _FORMATS = {each.name: each for each in ALL}
 _RULES = {each.name: each for each in RULES}
@@ -27,7 +27,7 @@ def plain(cast: Cast) -> Cast:
     return replace(cast, calibrate=CURRENT, rounding="nearest")
 
 
-def has_words(cast: Cast) -> bool:
+def is_flattenable(cast: Cast) -> bool:
     """Return True if narrowgauge defines the format and the scale rule under these names."""
     # Compared by value: a user's format may have the name of one of ours.
     return (
@@ -35,12 +35,12 @@ def has_words(cast: Cast) -> bool:
     )
 
 
-def as_words(cast: Cast) -> Words:
+def flatten_cast(cast: Cast) -> FlatCast:
     """Return (format name, tile, name of the scale rule, headroom)."""
     return cast.format.name, cast.tile, cast.scale.name, cast.headroom
 
 
 @cache
-def of_words(format: str, tile: tuple[int, int], rule: str, headroom: float) -> Cast:
+def unflatten_cast(format: str, tile: tuple[int, int], rule: str, headroom: float) -> Cast:
     """Return the cast that the tuple describes, in the form of `plain`."""
     return Cast(format=_FORMATS[format], tile=tile, scale=_RULES[rule], headroom=headroom)

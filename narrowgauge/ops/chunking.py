@@ -1,8 +1,8 @@
-"""Row-wise processing of a matrix in pieces, for definitions in plain torch on a GPU.
+"""Row-wise processing of a matrix in chunks, for definitions in plain torch on a GPU.
 
 A definition's intermediate tensors (float32 copies, ratios, noise in int64) are each as large as
 its input. A layer with a large hidden width would temporarily need more memory for them than
-bfloat16 needs for its whole step. With pieces of PIECE float32 numbers each intermediate takes 16
+bfloat16 needs for its whole step. With chunks of PIECE float32 numbers each intermediate takes 16
 MiB. A kernel launch is short compared with the time to read 16 MiB.
 
 Only row-wise work is split, so results are bit-identical. The whole tensor is processed at once on
@@ -19,29 +19,29 @@ from torch import Tensor
 from narrowgauge.addresses import PIECE, is_compiling, type_of
 
 # The planner traces batches that fill a whole card: their hidden states have 200 * PIECE numbers,
-# and fake tensors run every operator of every piece. Without this limit one plan took five minutes.
-# Larger tensors get larger pieces instead.
-MOST_PIECES = 32
+# and fake tensors run every operator of every chunk. Without this limit one plan took five minutes.
+# Larger tensors get larger chunks instead.
+MAX_CHUNKS = 32
 
 
-def cuts(x: Tensor, rows_together: int = 1) -> list[slice]:
-    """Return at most MOST_PIECES slices of x's rows; a single slice if x is processed whole.
+def row_chunks(x: Tensor, multiple_of: int = 1) -> list[slice]:
+    """Return at most MAX_CHUNKS slices of x's rows; a single slice if x is processed whole.
 
     Each slice has about PIECE numbers or more. The number of rows of each slice but the last is a
-    multiple of `rows_together`.
+    multiple of `multiple_of`.
     """
     rows, columns = x.shape
     if is_compiling() or type_of(x.device) != "cuda" or x.numel() <= PIECE:
         return [slice(0, rows)]
-    least = -(-rows // MOST_PIECES // rows_together)
-    size = max(PIECE // columns // rows_together, least, 1) * rows_together
+    least = -(-rows // MAX_CHUNKS // multiple_of)
+    size = max(PIECE // columns // multiple_of, least, 1) * multiple_of
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def by_rows(work: Callable[[Tensor], Tensor], x: Tensor, rows_together: int = 1) -> Tensor:
-    """Return work(x), computed piece by piece.
+def map_rows(work: Callable[[Tensor], Tensor], x: Tensor, multiple_of: int = 1) -> Tensor:
+    """Return work(x), computed chunk by chunk.
 
     The first axis of work(x) must be the first axis of x, or that length divided by a constant.
     """
-    slices = cuts(x, rows_together)
+    slices = row_chunks(x, multiple_of)
     return work(x) if len(slices) == 1 else torch.cat([work(x[each]) for each in slices])

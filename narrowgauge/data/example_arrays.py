@@ -25,7 +25,7 @@ def group_of(text: str) -> Values:
     return np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], GROUPS)
 
 
-class Stored:
+class ExampleArrays:
     """Examples in the arrays of a cache entry.
 
     entry   contains the arrays `name` and `name.lengths` for each name in `fields`
@@ -64,9 +64,9 @@ class Stored:
 
         A split must keep a group on one side.
         """
-        return self.numbers(GROUP) if GROUP in self._ends else None
+        return self.scalars(GROUP) if GROUP in self._ends else None
 
-    def numbers(self, name: str) -> Values:
+    def scalars(self, name: str) -> Values:
         """Values of an array that has one element per example."""
         # One element per example: its end position minus one is its index.
         found: Any = self.entry.arrays[name][self._ends[name] - 1]

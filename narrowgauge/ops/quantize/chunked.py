@@ -1,4 +1,4 @@
-"""Bit-identical `quantize` by pieces (ops/pieces.py): first all scales, then the codes."""
+"""Bit-identical `quantize` by chunks of rows (ops/chunking.py): first all scales, then the codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.pieces import cuts
+from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
 
 
-def slices_of(x: Tensor, cast: Cast) -> list[slice]:
+def chunks_of(x: Tensor, cast: Cast) -> list[slice]:
     """Return slices of x's rows that split no tile.
 
     The exception is a tile that spans all rows: its largest magnitude is the maximum over the
-    pieces.
+    chunks.
     """
     of_columns = cast.tile[0] == WHOLE and cast.tile[1] != WHOLE
     if of_columns and not isinstance(cast.calibrate, CurrentScaling | DelayedScaling):
         return [slice(0, x.shape[0])]
-    return cuts(x, max(cast.tile[0], 1))
+    return row_chunks(x, max(cast.tile[0], 1))
 
 
-def work(
-    definition: tuple[Callable[..., Any], ...], slices: Sequence[slice], x: Tensor, cast: Cast, given: Tensor | None,
+def quantize_chunked(
+    definition: tuple[Callable[..., Any], ...], chunks: Sequence[slice], x: Tensor, cast: Cast, given: Tensor | None,
     noise: Tensor | Key | None, expand: torch.dtype | None,
 ) -> QTensor:  # fmt: skip
-    """Quantize x piece by piece.
+    """Quantize x chunk by chunk.
 
     definition  the functions of the definition of a whole tensor
     given       amax of each tile, or None
@@ -43,28 +43,28 @@ def work(
         given = calibrated_amax(x, cast)
     elif given is None:
         given = torch.cat(
-            [amax(filled(x[each], cast.tile), tuple(x[each].shape), cast) for each in slices]
+            [amax(filled(x[each], cast.tile), tuple(x[each].shape), cast) for each in chunks]
         )
-        # The maximum over pieces is exact, unlike a sum: `slices_of` splits such tiles only for
+        # The maximum over chunks is exact, unlike a sum: `chunks_of` splits such tiles only for
         # maxima.
         given = given.amax(dim=0, keepdim=True) if cast.tile[0] == WHOLE else given
     scale, global_scale = scales(given, cast)
     parts = []
-    for each in slices:
-        piece, height = x[each], 1 if cast.tile[0] == WHOLE else cast.tile[0]
+    for each in chunks:
+        chunk, height = x[each], 1 if cast.tile[0] == WHOLE else cast.tile[0]
         own = (
             scale
             if cast.tile[0] == WHOLE
             else scale[each.start // height : -(-each.stop // height)]
         )
-        # Element 0 of the piece has the noise of its place in the whole tensor.
+        # Element 0 of the chunk has the noise of its place in the whole tensor.
         some = (
             noise[each]
             if isinstance(noise, Tensor)
             else noise and noise.after(each.start * x.shape[1])
         )
-        full = filled(piece, cast.tile)
-        parts.append(encoded(full, tuple(piece.shape), own, global_scale, cast, some, expand))
+        full = filled(chunk, cast.tile)
+        parts.append(encoded(full, tuple(chunk.shape), own, global_scale, cast, some, expand))
     data = torch.cat(parts)
     return QTensor(
         data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=global_scale, checked=True
