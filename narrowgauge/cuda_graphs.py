@@ -37,7 +37,7 @@ from narrowgauge.errors import BackendError, ConfigError, Reason
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.weight_casts import cast_weight, keeps_casts
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cuda_graph import ReplayedStep
 
@@ -125,7 +125,7 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
             reasons.append(
                 Reason("samples", f"{which} samples rows, which the host decides after each step")
             )
-    if isinstance(optimizer, NarrowOptimizer):
+    if isinstance(optimizer, LowPrecisionOptimizer):
         if optimizer.stepping is not None:
             reasons.append(
                 Reason(
@@ -357,7 +357,7 @@ class GraphedStep:
         self.graphs = Graphs(
             recorder or CudaRecorder(device, generators), device, warmup, most_shapes
         )
-        if isinstance(optimizer, NarrowOptimizer) and optimizer.casting is not None:
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.casting is not None:
             # The optimizer would cast the weights in its own step as well; the graph below casts
             # them once.
             optimizer.cast_weights(None)
@@ -436,7 +436,11 @@ class GraphedStep:
         """The optimizer's step in a form that a graph can replay, or None for a torch optimizer."""
         # Called outside a capture: this memory must not come from the graphs' pool, which a later
         # graph may reuse.
-        return self.optimizer.replayable() if isinstance(self.optimizer, NarrowOptimizer) else None
+        return (
+            self.optimizer.replayable()
+            if isinstance(self.optimizer, LowPrecisionOptimizer)
+            else None
+        )
 
     def _shares_casts(self) -> bool:
         """True if several micro-batches of a step share the weight casts of some layer."""

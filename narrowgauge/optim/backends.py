@@ -35,9 +35,9 @@ from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.selfcheck import Kind, compare
+from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.step import ParamStep, step_in_torch
 
 
@@ -79,25 +79,25 @@ CHECK: Check[Spec] = Check(
 
 
 def _step_by_triton(
-    param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None
+    param_steps: Sequence[ParamStep], kept: dict[Any, Any], skipped: SkippedSteps | None = None
 ) -> None:
     from narrowgauge.optim.triton import launch
 
-    launch.step(param_steps, kept, left_out)
+    launch.step(param_steps, kept, skipped)
 
 
 def _step_by_native(
-    param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None
+    param_steps: Sequence[ParamStep], kept: dict[Any, Any], skipped: SkippedSteps | None = None
 ) -> None:
     # On a CPU the host reads found_inf itself, so no step is skipped inside the kernel.
-    assert left_out is None or dry_run_on() is not None
+    assert skipped is None or dry_run_on() is not None
     binding.step(param_steps)
 
 
 def _step_by_torch(
-    param_steps: Sequence[ParamStep], kept: dict[Any, Any], left_out: LeftOut | None = None
+    param_steps: Sequence[ParamStep], kept: dict[Any, Any], skipped: SkippedSteps | None = None
 ) -> None:
-    step_in_torch(param_steps, left_out)
+    step_in_torch(param_steps, skipped)
 
 
 KERNELS: Registry[Spec] = Registry("optim")

@@ -1,4 +1,4 @@
-"""NarrowOptimizer: the torch.optim.Optimizer around the update rules, with quantized states.
+"""LowPrecisionOptimizer: the torch.optim.Optimizer around the update rules, with quantized states.
 
 state[parameter] holds plain tensors: `step` (float32, as in torch), and for each moment NAME
 
@@ -10,11 +10,11 @@ state[parameter] holds plain tensors: `step` (float32, as in torch), and for eac
 
 `state_dict` therefore contains only tensors and plain values, is exact, and can be stored as
 safetensors. States of a DTensor parameter are DTensors with the same placements (`shards.py`).
-`param_groups.kept_as` chooses the format: 1-D and small tensors, rows too short for a tile, and
+`param_groups.state_format` chooses the format: 1-D and small tensors, rows too short for a tile, and
 embeddings known by name stay in float32.
 
 The step does not search gradients for NaN or infinity, because the search would cost another pass.
-Clipping or a GradScaler does it, and `left_out` describes skipped steps. A non-finite gradient is
+Clipping or a GradScaler does it, and `skipped_steps` describes skipped steps. A non-finite gradient is
 never hidden: float32 states become non-finite in that element, quantized states in the whole tile.
 """
 
@@ -30,20 +30,29 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import holds_numbers, identity, in_memory
 from narrowgauge.errors import ConfigError, OptionError
 from narrowgauge.ops.registry import Kernel
-from narrowgauge.optim import backends, former, moments, noise, param_groups, rules, shards, states
+from narrowgauge.optim import (
+    backends,
+    moments,
+    noise,
+    old_states,
+    param_groups,
+    rules,
+    shards,
+    states,
+)
 from narrowgauge.optim.cuda_graph import ReplayedStep
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.masters import Master
 from narrowgauge.optim.moments import States
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.state_dict import forms_of, placed, refuse_state, upgraded
 from narrowgauge.optim.step import DTYPES, ParamStep, new_state
 
 Backend = Literal["auto", "triton", "native", "torch"]
 
 
-class Stepping(Protocol):
+class BackwardStepper(Protocol):
     """Interface of `step_in_backward.InBackward`, which steps parameters inside backward."""
 
     def hook_group(self, place: int) -> None: ...
@@ -52,7 +61,7 @@ class Stepping(Protocol):
     def clear(self) -> None: ...
 
 
-class Holding(Protocol):
+class GradientStore(Protocol):
     """Interface of `held_gradients.HeldGradients`, which stores gradients in FP8 until the step."""
 
     def hook_group(self, place: int) -> None: ...
@@ -60,7 +69,7 @@ class Holding(Protocol):
     def clear(self) -> None: ...
 
 
-class NarrowOptimizer(torch.optim.Optimizer):
+class LowPrecisionOptimizer(torch.optim.Optimizer):
     """Base class of AdamW, Lion and SGD.
 
     rule         update rule of groups that name no rule
@@ -68,8 +77,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     casting      WeightCasts if the step also casts weights, else None
     stepping     InBackward if the optimizer steps inside backward, else None
     holding      HeldGradients if gradients are stored in FP8, else None
-    found_inf    0-d float that skips the next step if it is not 0, or None; see `left_out`
-    halted       0-d float that skips all further steps if it is not 0, or None; see `left_out`
+    found_inf    0-d float that skips the next step if it is not 0, or None; see `skipped_steps`
+    halted       0-d float that skips all further steps if it is not 0, or None; see `skipped_steps`
     norm_before  gradient norm of the previous step for clip="previous", else None
     """
 
@@ -90,15 +99,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._names: dict[Tensor, str] = {}
         self._forget_steps()
         self.casting: WeightCasts | None = None
-        self.stepping: Stepping | None = None
-        self.holding: Holding | None = None
-        # Set by a scaler or the trainer, see `left_out`.
+        self.stepping: BackwardStepper | None = None
+        self.holding: GradientStore | None = None
+        # Set by a scaler or the trainer, see `skipped_steps`.
         self.found_inf: Tensor | None = None
         self.halted: Tensor | None = None
         # A tensor during training, so that no host sync is needed. A loaded state gives a float.
         self.norm_before: Tensor | float | None = None
         super().__init__(
-            self._not_empty(params, defaults["embeddings"]), defaults | {"form": moments.FORM}
+            self._not_empty(params, defaults["embeddings"]),
+            defaults | {"form": moments.FORM, "previous_lr": 0.0},
         )
         self._refuse_master_without_effect()
 
@@ -140,7 +150,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return params
 
     def _forget_steps(self) -> None:
-        self._left_out = LeftOut()
+        self._skipped = SkippedSteps()
         self._param_steps: dict[Tensor, ParamStep] = {}
         # Launch tables and similar objects that a backend caches between steps.
         self._kept: dict[Any, Any] = {}
@@ -168,10 +178,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             # `torch.save` of a whole optimizer bypasses load_state_dict, so its earlier form is
             # converted here.
-            if "states" in group and former.is_former(group):
+            if "states" in group and old_states.is_old(group):
                 for parameter in group["params"]:
                     if parameter in self.state:
-                        self.state[parameter] = former.converted(
+                        self.state[parameter] = old_states.converted(
                             self.state[parameter], group, self._rule_of(group)
                         )
                 group["form"] = moments.FORM
@@ -225,7 +235,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                     f"{kind}: a parameter of {list(parameter.shape)} is {parameter.dtype}: {reason}",
                     code="optim.parameter-kind",
                 )
-        param_groups.tell_of_cut_tiles(kind, group)
+        param_groups.warn_of_cut_tiles(kind, group)
 
     def _refuse_master_without_effect(self) -> None:
         """Raise ConfigError for a master if every parameter is float32.
@@ -233,7 +243,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Beside 16-bit parameters, some parameters may be float32.
         """
         found = [group["master"] for group in self.param_groups if group["master"] is not None]
-        types = [parameter.dtype for parameter, _, _ in self._numbered()]
+        types = [parameter.dtype for parameter, _, _ in self._indexed()]
         # `types` is empty on a rank without parameters under ZeRO.
         if found and types and all(each == torch.float32 for each in types):
             raise ConfigError(
@@ -265,29 +275,37 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 loss = closure() if self.stepping is None else self.stepping.run(closure)
         if self.stepping is not None:
             self.stepping.end_step()
-        if not self._begin():
-            return loss
-        if self.holding is not None:
-            self.holding.step()
-        self._step([each for each in self._numbered() if each[0].grad is not None])
-        self._left_out.end()
+        if self._begin():
+            if self.holding is not None:
+                self.holding.step()
+            self._step([each for each in self._indexed() if each[0].grad is not None])
+            self._skipped.end()
+        self._record_learning_rates()
         return loss
 
+    def _record_learning_rates(self) -> None:
+        """Store the learning rates for `rules.fall` at the next call.
+
+        Skipped calls count: on a GPU the host does not know which steps were skipped.
+        """
+        for group in self.param_groups:
+            group["previous_lr"] = float(group["lr"])
+
     def _begin(self) -> bool:
-        """Return False if the host sees that this step must be skipped; see `left_out`."""
-        flags, known = [x for x in (self.found_inf, self.halted) if x is not None], self._left_out
+        """Return False if the host sees that this step must be skipped; see `skipped_steps`."""
+        flags, known = [x for x in (self.found_inf, self.halted) if x is not None], self._skipped
         # Also True without any flag. On a GPU, reading a flag would be a host sync.
         sees = all(map(known.seen_by_host, flags))
         members = frozenset[Tensor]()
         if not sees:
             members = frozenset(
-                parameter for parameter, _, _ in self._numbered() if parameter.grad is not None
+                parameter for parameter, _, _ in self._indexed() if parameter.grad is not None
             )
         if known.must_settle(
             members, not sees and self.found_inf is not None and self._counts_on_device()
         ):
             self.settle()
-        self._left_out.begin(*((None, None) if sees else (self.found_inf, self.halted)), members)
+        self._skipped.begin(*((None, None) if sees else (self.found_inf, self.halted)), members)
         return not (sees and any(map(bool, flags)))
 
     def _counts_on_device(self) -> bool:
@@ -299,20 +317,18 @@ class NarrowOptimizer(torch.optim.Optimizer):
         ]
         return self.holding is None and "torch" not in chosen
 
-    def settle(self, left_out: Sequence[bool] | None = None) -> None:
+    def settle(self, skipped: Sequence[bool] | None = None) -> None:
         """Subtract the steps that the device skipped from the step counters.
 
-        left_out  for each step until now, the latest last: whether it was skipped. None reads
+        skipped  for each step until now, the latest last: whether it was skipped. None reads
                   the count from the device, which is a host sync
         """
-        known = self._left_out
-        count = (
-            known.count() if left_out is None else sum(left_out[len(left_out) - known.uncertain :])
-        )
+        known = self._skipped
+        count = known.count() if skipped is None else sum(skipped[len(skipped) - known.uncertain :])
         if count:
             counters = [self.state[parameter]["step"] for parameter in known.members]
             torch._foreach_sub_(counters, float(count))
-        self._left_out = LeftOut()
+        self._skipped = SkippedSteps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; also drops gradients held in FP8 and unfinished accumulation sums."""
@@ -321,7 +337,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             if each is not None:
                 each.clear()
 
-    def _numbered(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
+    def _indexed(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
         """Yield each parameter with its group and its noise number.
 
         The number is derived from the parameter's name if known, else from its position.
@@ -344,7 +360,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 code="optim.captured",
             )
         param_steps = self._next(chosen)
-        left_out = (self._left_out,) if self._left_out.is_possible else ()
+        skipped = (self._skipped,) if self._skipped.is_possible else ()
         strided: list[ParamStep] = []
         by_backend: dict[str, tuple[Any, list[ParamStep]]] = {}
         for (parameter, _, _), each in zip(chosen, param_steps, strict=True):
@@ -358,7 +374,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             kernel = self._kernel(each)
             by_backend.setdefault(kernel.name, (kernel, []))[1].append(each)
         for kernel, members in by_backend.values():
-            kernel.run(members, self._kept, *left_out)
+            kernel.run(members, self._kept, *skipped)
         for each in strided:
             each.source.copy_(each.weight.view(each.source.shape))
         # Kernels write through raw pointers, which autograd cannot see. Code that caches results of
@@ -398,14 +414,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
             if shared is None:
                 # One set of constants for each number of skipped steps that is still possible; the
                 # kernel selects.
-                steps = range(step, step - self._left_out.uncertain - 1, -1)
+                steps = range(step, step - self._skipped.uncertain - 1, -1)
                 shared = [
                     (self._rule_of(group).constants(group, n), noise.step_key(group["seed"], n))
                     for n in steps
                 ]
                 found[id(group), count] = shared
             ((each.constants, each.step_key), *others), each.number = shared, number
-            each.if_left_out = tuple(others)
+            each.if_skipped = tuple(others)
         return param_steps
 
     def replayable(self) -> ReplayedStep:
@@ -435,7 +451,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if self.casting is not None:
             self.casting.release()
         self.casting = (
-            None if model is None else WeightCasts(model, [each for each, _, _ in self._numbered()])
+            None if model is None else WeightCasts(model, [each for each, _, _ in self._indexed()])
         )
         return self.casting
 
@@ -472,7 +488,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             )
         if found is None or not found.holds(parameter, state):
             self._refuse_converted(parameter, group, state)
-            found = ParamStep.of(parameter, *self._kept_as(parameter, group), state, asked=asked)
+            found = ParamStep.of(parameter, *self._formats(parameter, group), state, asked=asked)
             self._param_steps[parameter] = found
             # Cached batches would keep the tensors of the old step alive.
             self._kept.clear()
@@ -501,9 +517,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 code="optim.parameter-form",
             )
 
-    def _kept_as(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Rule, States, Master]:
+    def _formats(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Rule, States, Master]:
         """Return (rule, states, master), the arguments of `new_state` and `ParamStep.of`."""
-        kept = states.named(param_groups.kept_as(parameter, group)[0])
+        kept = states.named(param_groups.state_format(parameter, group)[0])
         return self._rule_of(group), kept, param_groups.master_of(parameter, group, kept.tile)
 
     def _new_state(
@@ -514,7 +530,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         A DTensor gets DTensors with its placements. For "meta", tensors are plain and of the full
         shape.
         """
-        kept = self._kept_as(parameter, group)
+        kept = self._formats(parameter, group)
         if not shards.is_sharded(parameter):
             return new_state(parameter, *kept, device)
         whole = new_state(
@@ -531,7 +547,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _local_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state that this rank would store for a parameter, as meta tensors."""
         own = torch.empty(shards.local(parameter).shape, dtype=parameter.dtype, device="meta")
-        return new_state(own, *self._kept_as(parameter, group), "meta")
+        return new_state(own, *self._formats(parameter, group), "meta")
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with `norm_before` in the groups for clip="previous".

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 
 _LARGEST_BETA2 = 0.99
 
@@ -28,7 +28,7 @@ def silent_failures(optimizer: torch.optim.Optimizer) -> list[str]:
 
     Only dtypes and betas are inspected, never values.
     """
-    if isinstance(optimizer, NarrowOptimizer):
+    if isinstance(optimizer, LowPrecisionOptimizer):
         return []
     # Option name in torchao's optimizers.
     option = "bf16_stochastic_round"

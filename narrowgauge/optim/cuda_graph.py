@@ -29,7 +29,7 @@ from narrowgauge.optim import shards
 
 
 class ReplayedStep:
-    """Captured step of a `base.NarrowOptimizer`; see the module for its use.
+    """Captured step of a `base.LowPrecisionOptimizer`; see the module for its use.
 
     It keeps the gradients, weights and states of the capture alive, as the graph itself does.
     """
@@ -39,7 +39,7 @@ class ReplayedStep:
         self._chosen: list[tuple[Tensor, dict[str, Any], int]] = []
         self._gradients: list[Tensor] = []
         self._captured: dict[torch.device, list[Any]] = {}  # of `triton.launch.Batch`
-        counts = Counter(parameter.device for parameter, _, _ in optimizer._numbered())
+        counts = Counter(parameter.device for parameter, _, _ in optimizer._indexed())
         # Upper bound: one batch per parameter, with 16 numbers of a head, one gradient address and
         # one number of padding.
         self._step_args = {
@@ -55,7 +55,7 @@ class ReplayedStep:
                 "casts-weights",
                 "the step casts weights as well, which a graph would repeat unasked; call cast_weights(None) first",
             )
-        for parameter, _, _ in optimizer._numbered():
+        for parameter, _, _ in optimizer._indexed():
             if parameter.grad is None:
                 continue
             param_step, which = (
@@ -92,7 +92,7 @@ class ReplayedStep:
                 "replay.",
                 code="optim.capture",
             )
-        self._chosen = [each for each in optimizer._numbered() if each[0].grad is not None]
+        self._chosen = [each for each in optimizer._indexed() if each[0].grad is not None]
         # The capture computes nothing, so it must not count as a step.
         param_steps = optimizer._next(self._chosen, counts=False)
         for (parameter, _, _), each in zip(self._chosen, param_steps, strict=True):
@@ -116,6 +116,7 @@ class ReplayedStep:
                 code="optim.not-captured",
             )
         param_steps = self._optimizer._next(self._chosen)
+        self._optimizer._record_learning_rates()
         for each, gradient in zip(param_steps, self._gradients, strict=True):
             each.gradient = gradient
         for device, batches in self._captured.items():

@@ -32,7 +32,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.ops.random import Key
 from narrowgauge.optim import noise, shards
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clipping import NormInParts, scale_gradients
 from narrowgauge.optim.param_groups import SMALLEST
 from narrowgauge.optim.step import shape_of
@@ -89,7 +89,7 @@ class HeldGradients:
               float32, or None before the first step
     """
 
-    def __init__(self, optimizer: NarrowOptimizer, clip_norm: float | None) -> None:
+    def __init__(self, optimizer: LowPrecisionOptimizer, clip_norm: float | None) -> None:
         self._optimizer, self._largest = optimizer, clip_norm
         self._held: dict[Tensor, Fp8Gradient] = {}
         # Inputs of the noise key: (seed of the group, noise number of the parameter).
@@ -102,7 +102,7 @@ class HeldGradients:
     def take_group(self, place: int) -> list[Tensor]:
         """Register and return the trainable matrices of one group."""
         group = self._optimizer.param_groups[place]
-        numbers = {parameter: number for parameter, _, number in self._optimizer._numbered()}
+        numbers = {parameter: number for parameter, _, number in self._optimizer._indexed()}
         found = [
             each
             for each in group["params"]
@@ -158,7 +158,7 @@ class HeldGradients:
     def measure(self) -> Tensor:
         """Return the norm of the stored gradients, 0-d float32; the next step clips by it."""
         parts = NormInParts()
-        for place, (parameter, _, _) in enumerate(self._optimizer._numbered()):
+        for place, (parameter, _, _) in enumerate(self._optimizer._indexed()):
             gradient = self._gradient(parameter)
             if gradient is not None:
                 parts.add(place, gradient)
@@ -174,7 +174,7 @@ class HeldGradients:
         if self._largest is not None and not self._is_measured:
             self.measure()
         self._is_measured = False
-        for parameter, group, number in list(self._optimizer._numbered()):
+        for parameter, group, number in list(self._optimizer._indexed()):
             if parameter.grad is None and parameter not in self._held:
                 continue
             parameter.grad = self._gradient(parameter)
@@ -226,7 +226,7 @@ class HeldGradients:
         held = sum(each.codes.nbytes + each.scale.nbytes for each in self._held.values())
         plain = [
             parameter.grad
-            for parameter, _, _ in self._optimizer._numbered()
+            for parameter, _, _ in self._optimizer._indexed()
             if parameter.grad is not None
         ]
         return held + sum(shards.local(each).nbytes for each in plain)
@@ -247,7 +247,9 @@ class HeldGradients:
         self._handles.clear()
 
 
-def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None) -> HeldGradients:
+def hold_gradients(
+    optimizer: LowPrecisionOptimizer, *, clip_norm: float | None = None
+) -> HeldGradients:
     """Store gradients of matrices in FP8 until `optimizer.step()`; the loop does not change.
 
         clip_norm  clips by the norm of the stored gradients. `clip_gradients` and torch's
@@ -259,7 +261,7 @@ def hold_gradients(optimizer: NarrowOptimizer, *, clip_norm: float | None = None
     Raises ConfigError if the optimizer is not from narrowgauge or steps in backward, or if no
     matrix has 4,096 elements.
     """
-    if not isinstance(optimizer, NarrowOptimizer):
+    if not isinstance(optimizer, LowPrecisionOptimizer):
         raise ConfigError(
             f"hold_gradients: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
             'states="fp32" is torch\'s AdamW.',

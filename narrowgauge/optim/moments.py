@@ -45,7 +45,7 @@ Sources:
     e5m2, tapered8  own formats; a tile holds gradients over nine decades, 2^-31 for m and 2^-73 for
                     v. The taper spends codes within 2^-12 of the tile's largest, where most second
                     moments lie, as posits do. Earlier versions stored m as signed square roots (4.2
-                    decades of gradients) and v as 5-exponent 3-mantissa floats (4.7), see `former`
+                    decades of gradients) and v as 5-exponent 3-mantissa floats (4.7), see `old_states`
     dynamic4        the 4-bit dynamic map of arXiv 2309.01507, made symmetric, so that the largest
                     number of a tile is exact for either sign
     linear4         the zero-free linear map of arXiv 2309.01507, section 4.1, with block 128
@@ -89,7 +89,7 @@ DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LE
 NEAREST = 0x7FF0
 # Version of saved states, stored in the groups of an optimizer. Form 1 had square roots instead of
 # dynamic4. Form 2 had signed squares instead of e5m2, and 5-exponent 3-mantissa floats instead of
-# tapered8. Form 3 had a tapered8 of 60 octaves. `former` converts forms 2 and 3.
+# tapered8. Form 3 had a tapered8 of 60 octaves. `old_states` converts forms 2 and 3.
 FORM = 4
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from narrowgauge.optim import rules
-from narrowgauge.optim.base import Backend, NarrowOptimizer
+from narrowgauge.optim.base import Backend, LowPrecisionOptimizer
 from narrowgauge.optim.masters import Master
 
 # Pairs "first/second" are valid too, see states.py.
@@ -16,7 +16,7 @@ StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"] | str
 Embeddings = Literal["fp32", "same"]
 
 
-class AdamW(NarrowOptimizer):
+class AdamW(LowPrecisionOptimizer):
     """AdamW (decoupled weight decay, arXiv 1711.05101).
 
     params      parameters, named parameters, groups, or a model (then `groups(model)`). A group
@@ -64,7 +64,7 @@ class AdamW(NarrowOptimizer):
         )
 
 
-class Lion(NarrowOptimizer):
+class Lion(LowPrecisionOptimizer):
     """Lion (arXiv 2302.06675): steps by the sign of an interpolated momentum.
 
     It keeps one moment. See AdamW for the options.
@@ -97,7 +97,7 @@ class Lion(NarrowOptimizer):
         )
 
 
-class SGD(NarrowOptimizer):
+class SGD(LowPrecisionOptimizer):
     """SGD with momentum, coupled weight decay and torch's Nesterov form. Options: see AdamW."""
 
     rule = rules.SGD

@@ -22,7 +22,7 @@ from narrowgauge.optim import masters, rules, shards, states
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
 
-# Values of `kept_as` for parameters whose states stay float32 for these reasons.
+# Values of `state_format` for parameters whose states stay float32 for these reasons.
 CUT, SHORT = "shards cut its tiles", "rows too short for a tile"
 # Elements. Below, a quantized state saves too little for its error (the bound of bitsandbytes and
 # torchao).
@@ -225,7 +225,7 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def kept_as(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
+def state_format(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]:
     """Return (states of a parameter, reason for them).
 
     The shape of the whole parameter decides, so all shardings get the same format.
@@ -262,12 +262,12 @@ def master_of(parameter: Tensor, group: Mapping[str, Any], tile: int) -> masters
     return asked
 
 
-def tell_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
+def warn_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
     """Warn of parameters that keep float32 states because column shards cut tiles.
 
     Only the first rank of their mesh warns.
     """
-    found = [parameter for parameter in group["params"] if kept_as(parameter, group)[1] == CUT]
+    found = [parameter for parameter in group["params"] if state_format(parameter, group)[1] == CUT]
     if found and not any(found[0].device_mesh.get_coordinate() or ()):
         tile = states.named(group["states"]).tile
         warn(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.backends import ComputedBy
-from narrowgauge.optim.base import NarrowOptimizer
-from narrowgauge.optim.param_groups import kept_as
+from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.optim.param_groups import state_format
 from narrowgauge.optim.shards import local
 
 
@@ -24,7 +24,7 @@ class StateRow:
     """Parameters with the same states, reason and backend.
 
     states        name of the state format
-    rule          reason for the format, see `param_groups.kept_as`
+    rule          reason for the format, see `param_groups.state_format`
     backend       "triton", "native", or "torch" with a reason; '' for an optimizer of another
                   library
     slow_because  the reason alone, if plain torch replaces a kernel; else ''
@@ -116,15 +116,15 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
             code="state-bytes.optimizer",
         )
     # For ZeRO, measure this rank's inner optimizer.
-    if isinstance(local_one := getattr(optimizer, "optim", None), NarrowOptimizer):
+    if isinstance(local_one := getattr(optimizer, "optim", None), LowPrecisionOptimizer):
         optimizer = local_one
     rows: dict[tuple[str, str, ComputedBy], StateRow] = {}
     by_parameter: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-            if isinstance(optimizer, NarrowOptimizer):
-                states, rule = kept_as(parameter, group)
+            if isinstance(optimizer, LowPrecisionOptimizer):
+                states, rule = state_format(parameter, group)
                 by = optimizer._computed_by(parameter)
                 state = state or optimizer._local_state(parameter, group)
             else:
@@ -147,7 +147,7 @@ def bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
     """
     new = [(group, each) for group in optimizer.param_groups for each in group["params"]
            if each.requires_grad and not optimizer.state.get(each)]  # fmt: skip
-    if isinstance(optimizer, NarrowOptimizer):
+    if isinstance(optimizer, LowPrecisionOptimizer):
         return sum(
             _bytes(x) for group, each in new for x in optimizer._local_state(each, group).values()
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.errors import CheckpointError, Reason
-from narrowgauge.optim import former, masters, moments, param_groups, shards, states
+from narrowgauge.optim import masters, moments, old_states, param_groups, shards, states
 from narrowgauge.optim.rules import SGD, Rule
 
 NewState = Callable[[Tensor, dict[str, Any]], Mapping[str, Tensor]]
@@ -120,7 +120,7 @@ def upgraded(
 ) -> Mapping[str, Any]:
     """Convert a saved state to the present form, if its numbers can stay the same.
 
-        8-bit moments     earlier forms are converted (`former`)
+        8-bit moments     earlier forms are converted (`old_states`)
         scaled masters    of parameters of one axis become float32
         step count        a Python number becomes a tensor
         torch.optim.SGD   counts no steps; the count begins at 0
@@ -131,7 +131,7 @@ def upgraded(
         return state_dict
     state, groups = dict(state_dict["state"]), []
     for saved, group in zip(state_dict["param_groups"], own, strict=True):
-        is_former, rule = former.is_former(saved), rule_of(group)
+        is_old, rule = old_states.is_old(saved), rule_of(group)
         for place, parameter in zip(saved["params"], group["params"], strict=True):
             found = state.get(place)
             if not found:
@@ -151,8 +151,8 @@ def upgraded(
                 and not shards.is_sharded(found["master"])
             ):
                 found["master"] = masters.decode_vector(found["master"], found.pop("master_scale"))
-            state[place] = former.converted(found, saved, rule) if is_former else found
-        groups.append({**saved, "form": moments.FORM} if is_former else saved)
+            state[place] = old_states.converted(found, saved, rule) if is_old else found
+        groups.append({**saved, "form": moments.FORM} if is_old else saved)
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -208,6 +208,11 @@ def _other_options(
         yield (
             f"norm_before={norm!r}, which is no norm of a gradient. The state is damaged: load another checkpoint, or start with a fresh "
             "state."
+        )
+    rate = saved.get("previous_lr", 0.0)
+    if not isinstance(rate, float) or not 0 <= rate < float("inf"):
+        yield (
+            f"previous_lr={rate!r}, which is no learning rate. The state is damaged: load another checkpoint, or start with a fresh state."
         )
     for name, value in saved.items():
         if reason := param_groups.refuse_word(name, value):

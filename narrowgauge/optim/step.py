@@ -21,10 +21,10 @@ from torch import Tensor
 from narrowgauge.addresses import identity
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, moments, noise, shards
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import Encoded, Moment, States
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.shards import Part
+from narrowgauge.optim.skipped_steps import SkippedSteps
 
 # Of weights and gradients, with their numbers in the kernels.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -63,8 +63,8 @@ class ParamStep:
     gradient           of the current step; contiguous, of the parameter's shape
     constants          scalars of the current step
     step_key           noise key of the current step
-    if_left_out        (constants, step_key) for one, two, ... skipped earlier steps, see
-                       `left_out`
+    if_skipped        (constants, step_key) for one, two, ... skipped earlier steps, see
+                       `skipped_steps`
     number             noise number of the parameter, from its name or its position in the
                        groups; see `noise.of_name`
     native             data that a compiled backend caches here
@@ -90,7 +90,7 @@ class ParamStep:
     gradient: Tensor | None = None
     constants: Any = None
     step_key: int = 0
-    if_left_out: tuple[tuple[Any, int], ...] = ()
+    if_skipped: tuple[tuple[Any, int], ...] = ()
     number: int = 0
     native: Any = None
     backend: tuple[Any, Any] | None = None
@@ -154,7 +154,7 @@ class ParamStep:
         return [x for x in (self.weight, *kept, self.master, self.master_scale) if x is not None]
 
     @property
-    def holds_first(self) -> bool:
+    def clamps_first(self) -> bool:
         """True if the first moment is clamped to the bound from the second, see `rules`.
 
         This applies if either moment is quantized.
@@ -232,15 +232,15 @@ def new_state(
 
 
 @torch.no_grad()
-def step_in_torch(param_steps: Sequence[ParamStep], left_out: LeftOut | None = None) -> None:
+def step_in_torch(param_steps: Sequence[ParamStep], skipped: SkippedSteps | None = None) -> None:
     """Compute all steps in chunks of rows with torch operations, about 80 per chunk.
 
-    left_out: skip flags on the device, or None; the step counters must be exact.
+    skipped: skip flags on the device, or None; the step counters must be exact.
     """
     for each in param_steps:
-        assert not each.if_left_out
+        assert not each.if_skipped
         # The flag stays on the device: torch.where keeps old values without a host sync.
-        stays = None if left_out is None else left_out.on(each.weight.device)[0] != 0
+        stays = None if skipped is None else skipped.on(each.weight.device)[0] != 0
         rows, columns = each.weight.shape
         per_chunk = max(1, CHUNK.get(each.weight.device.type, 1 << 20) // max(columns, 1))
         if each.rule.granularity == "matrix":
@@ -279,15 +279,15 @@ def _step_rows(param_step: ParamStep, rows: slice, stays: Tensor | None) -> None
         decode_rows(kept, rows, columns, tiles, param_step.tile, w)
         for kept in (param_step.first, param_step.second)
     )
-    holds = param_step.holds_first
+    clamps = param_step.clamps_first
     if param_step.rule.granularity == "matrix":
         # A rule on whole matrices must not see the padding of the last tile.
         w, gradient, m, v = (x.flatten(1)[:, :columns] for x in (w, gradient, m, v))
-        whole = param_step.rule.update(w, gradient, m, v, param_step.constants, holds)
+        whole = param_step.rule.update(w, gradient, m, v, param_step.constants, clamps)
         w, m, v, decays, *lag = (as_tiles(x, tiles, param_step.tile) for x in whole)
     else:
         w, m, v, decays, *lag = param_step.rule.update(
-            w, gradient, m, v, param_step.constants, holds
+            w, gradient, m, v, param_step.constants, clamps
         )
         if columns % param_step.tile:
             # A rule may turn padding zeros into any number, even 0 / 0, which would spoil the

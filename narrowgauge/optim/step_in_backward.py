@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.errors import ConfigError, warn
 from narrowgauge.ops import rng
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clipping import NormInParts, clip_gradients, scale_gradients
 from narrowgauge.optim.held_gradients import HeldGradients
 
@@ -56,7 +56,7 @@ class InBackward:
 
     def __init__(
         self,
-        optimizer: NarrowOptimizer,
+        optimizer: LowPrecisionOptimizer,
         clip: Clip | None,
         largest: float,
         knows_norm: bool,
@@ -82,7 +82,7 @@ class InBackward:
 
     def hook_group(self, place: int) -> None:
         """Register backward hooks on trainable parameters of one group that have none yet."""
-        numbers = {id(parameter): number for parameter, _, number in self._optimizer._numbered()}
+        numbers = {id(parameter): number for parameter, _, number in self._optimizer._indexed()}
         first = sum(len(group["params"]) for group in self._optimizer.param_groups[:place])
         # Weak reference: Python's garbage collector does not see the hooks of a tensor. Hooks that
         # held the optimizer, which holds the tensor, would keep weights and states alive for ever.
@@ -202,7 +202,7 @@ class InBackward:
             self.norm = self._parts.norm()
         # Stochastic casts of weights are cached by version. A new version makes the second pass
         # draw them again; otherwise the random numbers after them would differ between the passes.
-        torch.autograd.graph.increment_version([each for each, _, _ in self._optimizer._numbered()])
+        torch.autograd.graph.increment_version([each for each, _, _ in self._optimizer._indexed()])
         return found
 
     def step_measured(self, closure: Callable[[], Any]) -> Any:
@@ -226,7 +226,7 @@ class InBackward:
     @contextmanager
     def _generators_put_back(self) -> Iterator[None]:
         """Restore torch's random generators of the CPU and of the parameters' GPUs."""
-        devices = {each.device.index for each, _, _ in self._optimizer._numbered() if each.is_cuda}
+        devices = {each.device.index for each, _, _ in self._optimizer._indexed() if each.is_cuda}
         with rng.preserved(sorted(devices)):
             yield
 
@@ -280,7 +280,7 @@ class InBackward:
 
 
 def in_backward(
-    optimizer: NarrowOptimizer,
+    optimizer: LowPrecisionOptimizer,
     *,
     accumulation: int = 1,
     clip_norm: float | None = None,
@@ -317,7 +317,7 @@ def in_backward(
 
     Raises ConfigError for options that need all gradients at once.
     """
-    if not isinstance(optimizer, NarrowOptimizer):
+    if not isinstance(optimizer, LowPrecisionOptimizer):
         raise ConfigError(
             f"in_backward: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
             'states="fp32" is torch\'s AdamW.',

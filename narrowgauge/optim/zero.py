@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import param_groups, shards
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.size import state_bytes
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def zero(
     model: nn.Module | Sequence[Mapping[str, Any]],
-    optimizer: type[NarrowOptimizer] = AdamW,
+    optimizer: type[LowPrecisionOptimizer] = AdamW,
     *,
     process_group: Any = None,
     **options: Any,
@@ -58,7 +58,7 @@ def zero(
     from narrowgauge.optim.zero_optimizer import ZeroOptimizer
 
     plain, names = _groups_and_names(model, options)
-    if not issubclass(optimizer, NarrowOptimizer):
+    if not issubclass(optimizer, LowPrecisionOptimizer):
         raise ConfigError(
             f"zero: {optimizer!r} is none of narrowgauge.optim. Give torch's own to ZeroRedundancyOptimizer itself.",
             code="zero.optimizer",
@@ -90,7 +90,7 @@ class ZeroBalance:
 def zero_balance(
     model: nn.Module | Sequence[Mapping[str, Any]],
     world: int,
-    optimizer: type[NarrowOptimizer] = AdamW,
+    optimizer: type[LowPrecisionOptimizer] = AdamW,
     **options: Any,
 ) -> ZeroBalance:
     """Predict the balance of `zero` on `world` ranks.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.errors import CheckpointError
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 
 # torch.distributed.optim calls torch.jit.script at import, which torch 2.13 deprecates with a
 # warning.
@@ -36,7 +36,7 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         self,
         groups: list[dict[str, Any]],
         names: Mapping[Tensor, str],
-        optimizer: type[NarrowOptimizer],
+        optimizer: type[LowPrecisionOptimizer],
         process_group: Any,
         options: Mapping[str, Any],
     ) -> None:
@@ -108,11 +108,11 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
 
 
 def _build(
-    optimizer: type[NarrowOptimizer],
+    optimizer: type[LowPrecisionOptimizer],
     names: Mapping[Tensor, str],
     groups: list[dict[str, Any]],
     **options: Any,
-) -> NarrowOptimizer:
+) -> LowPrecisionOptimizer:
     made = optimizer(groups, **options)
     made._names.update(names)
     # ZeroRedundancyOptimizer runs torch's step hooks itself, so the inner optimizer steps without

@@ -43,7 +43,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import set_generators
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.size import bytes_to_come
 from narrowgauge.snapshot.copies import OffDeviceCopy, OnDeviceCopy, storages
 from narrowgauge.snapshot.parts import Parts, Scope, Training, tensors_of
@@ -141,7 +141,7 @@ class Snapshot:
                 code="fork.moved",
             )
         for each in self.training.optimizers:
-            if isinstance(each, NarrowOptimizer):
+            if isinstance(each, LowPrecisionOptimizer):
                 each.settle()
 
     def _end(self) -> None:

@@ -23,7 +23,7 @@ from narrowgauge.nn.converted_state import ConvertedState
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 
 Restore = Callable[[], Any]
 
@@ -192,7 +192,7 @@ class Parts:
         return restore
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> Restore:
-        if isinstance(optimizer, NarrowOptimizer):
+        if isinstance(optimizer, LowPrecisionOptimizer):
             optimizer.settle()
         state, groups = self._recorded(optimizer.state), self._recorded(optimizer.param_groups)
         norm = self._recorded(getattr(optimizer, "norm_before", None))
@@ -202,7 +202,7 @@ class Parts:
             for name, again in (("state", state), ("param_groups", groups)):
                 if getattr(optimizer, name) is not (held := again()):
                     setattr(optimizer, name, held)
-            if isinstance(optimizer, NarrowOptimizer):
+            if isinstance(optimizer, LowPrecisionOptimizer):
                 optimizer.norm_before = norm()
 
         return restore

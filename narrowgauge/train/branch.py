@@ -5,7 +5,7 @@ Recipe, precision and formats of the optimizer states may differ from its parent
     copied exactly        weights (16-bit weights with their masters), position in the data,
                           generators, step number (and with it the learning rate), loss scale
     converted by value    moments and masters that the branch stores in other formats
-                          (`optim.carried`)
+                          (`optim.transfer`)
     copied if compatible  amax histories, learned steps, sampler statistics: if the layer's recipe
                           uses the same, else they start fresh
 
@@ -36,7 +36,7 @@ from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import CheckpointError, ConfigError, OutOfMemoryError
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.optim import carried
+from narrowgauge.optim import transfer
 from narrowgauge.recipes import AUTO
 from narrowgauge.storage import reading
 from narrowgauge.structure import is_weight
@@ -141,10 +141,10 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     pairs = list(_pairs(parent, branch))
     # Converts by rounding to nearest: in a single conversion, the errors of stochastic rounding do
     # not average out.
-    found = carried.carry(parent.optimizer, branch.optimizer, pairs)
+    found = transfer.transfer(parent.optimizer, branch.optimizer, pairs)
     if not found.states:
         said.append(FRESH_OPTIMIZER)
-    elif found.as_they_were == found.states:
+    elif found.unchanged == found.states:
         said.append("Weights and optimizer: bit for bit.")
     else:
         said.append(f"Other formats, by decoded values: {'; '.join(found.words())}.")
@@ -167,7 +167,7 @@ def _same_recipes(one: TrainConfig, other: TrainConfig) -> bool:
 def _take_weights(parent: Trainer, branch: Trainer) -> None:
     """Copies all tensors of the unconverted model, in the branch's dtypes.
 
-    `carried.carry` writes the trained weights again, with their master weights.
+    `transfer.transfer` writes the trained weights again, with their master weights.
     """
     saved, own = parent.model.state_dict(), branch.model.state_dict()
     names, here = ({name for name in each if is_weight(name)} for each in (saved, own))

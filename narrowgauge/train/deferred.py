@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.snapshot import Scope, Snapshot, Training
 from narrowgauge.train.tasks.task import StepBatch
 
 # Limits the micro-batches held in host memory, and the unsettled step counts of the optimizer
-# (`optim.left_out`)
+# (`optim.skipped_steps`)
 MOST = 64
 
 
@@ -83,7 +83,7 @@ class SkipFlags:
         """
         asked: Any = optimizer
         # torch's fused optimizers know only found_inf, so `halted` is merged into it.
-        if isinstance(optimizer, NarrowOptimizer):
+        if isinstance(optimizer, LowPrecisionOptimizer):
             asked.halted, asked.found_inf = self.halted, self.found_inf if self.scales else None
         else:
             asked.found_inf = torch.maximum(self.halted, self.found_inf)

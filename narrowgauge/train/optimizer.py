@@ -16,7 +16,7 @@ from narrowgauge.optim import (
     refuse_silent_failures,
     state_bytes,
 )
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.shards import is_sharded, local, local_gradient
 from narrowgauge.train.config.settings import TrainConfig
 
@@ -145,7 +145,7 @@ def cast_in_step(config: TrainConfig, optimizer: torch.optim.Optimizer, model: n
 
     Returns a reason otherwise, or ''.
     """
-    if not isinstance(optimizer, NarrowOptimizer):
+    if not isinstance(optimizer, LowPrecisionOptimizer):
         return f"{type(optimizer).__name__} of torch writes the weights alone"
     if config.compile:
         return "compiled code casts them in the loops that read them"
@@ -160,5 +160,5 @@ def cast_summary(optimizer: torch.optim.Optimizer, reason: str) -> list[str]:
 
     reason  from `cast_in_step`, for an optimizer of torch
     """
-    casting = optimizer.casting if isinstance(optimizer, NarrowOptimizer) else None
+    casting = optimizer.casting if isinstance(optimizer, LowPrecisionOptimizer) else None
     return [f"none: {reason}"] if casting is None else casting.summary()

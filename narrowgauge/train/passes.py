@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.cuda_graphs import GraphedStep, refuse_run
 from narrowgauge.errors import NumericsError
 from narrowgauge.optim import Precision
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.train import launches, step, stepping
@@ -205,13 +205,13 @@ class Passes:
 
     def settle(self, norms: Iterable[float]) -> None:
         """Corrects the optimizer's step counts for updates that the device skipped."""
-        if isinstance(self.optimizer, NarrowOptimizer):
+        if isinstance(self.optimizer, LowPrecisionOptimizer):
             self.optimizer.settle([not math.isfinite(norm) for norm in norms])
 
     def take_norm_of(self, parent: Passes) -> None:
         """Copies the gradient norm of a branch's parent, by which `clip_by = "previous"` clips."""
-        if isinstance(parent.optimizer, NarrowOptimizer) and isinstance(
-            self.optimizer, NarrowOptimizer
+        if isinstance(parent.optimizer, LowPrecisionOptimizer) and isinstance(
+            self.optimizer, LowPrecisionOptimizer
         ):
             self.optimizer.norm_before = parent.optimizer.norm_before
 

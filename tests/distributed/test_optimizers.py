@@ -377,7 +377,7 @@ def test_noise_goes_by_names_without_those_of_wrappers():
     assert_same(list(wrapped.values()), list(found.values()))
     assert not torch.equal(found["a.one"], stepped(parameters(["b.one"]))["b.one"])
     unnamed = [nn.Parameter(parameter.detach().clone()) for _, parameter in parameters(["x", "y"])]
-    assert [number for *_, number in ng.optim.AdamW(unnamed, master="stochastic")._numbered()] == [
+    assert [number for *_, number in ng.optim.AdamW(unnamed, master="stochastic")._indexed()] == [
         0,
         1,
     ]

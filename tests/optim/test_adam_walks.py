@@ -66,11 +66,15 @@ def test_narrower_ranges_are_followed_over_four_decades(states, setting):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("states", "within"), [("8bit", 1e-7), ("fp8", 3e-8), ("e4m3/8bit", 1e-8), ("fp8-lm", 1e-8)]
+    ("states", "lr", "ratio"), [("8bit", 0.02, 1.5), ("8bit", 0.03, 1.5), ("fp8-lm", 0.02, 1.0)]
 )
-def test_a_regression_ends_at_its_target(states, within):
-    """Squared distance, 8,200 at the start; torch's AdamW ends at 2e-10. benchmarks/adam_loop.py has other settings."""
-    assert adam_loop.distance(states, 0.95, 0.03, 0) < within
+def test_a_regression_ends_at_its_target(states, lr, ratio):
+    """Squared distance beside torch's, median of three seeds; 200 before the correction followed a falling learning rate."""
+    found = [
+        adam_loop.distance(states, 0.95, lr, seed) / adam_loop.distance("torch", 0.95, lr, seed)
+        for seed in range(3)
+    ]
+    assert sorted(found)[1] < ratio, found
 
 
 @needs_compiler

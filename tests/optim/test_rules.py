@@ -146,3 +146,50 @@ def test_rules_that_are_none_and_states_of_another_are_refused():
     run(saved, 0, 1)
     with raises(CheckpointError, "optim.state", "'lion'", "'adamw'"):
         other.load_state_dict(saved.state_dict())
+
+
+def test_the_lag_falls_with_the_learning_rate():
+    """The correction of a rounding error is returned by later steps, which are smaller where the learning rate falls (exact)."""
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    steady = rules.ADAMW.constants(group, 500)
+    for before in (1e-3, 5e-4, 0.0):
+        assert rules.ADAMW.constants({**group, "previous_lr": before}, 500) == steady
+    found = [
+        rules.ADAMW.constants({**group, "previous_lr": 1e-3 * (1 + fall)}, 500)
+        for fall in (1e-9, 1e-3, 1e-2, 1e-1, 1.0)
+    ]
+    for name in ("lag", "lag_of_decay"):
+        lags = [getattr(steady, name), *(getattr(each, name) for each in found)]
+        assert lags == sorted(lags, reverse=True)
+        assert lags[1] == pytest.approx(lags[0], rel=1e-6)
+        assert lags[-1] == 0.0
+    # K = sum 0.9^j max(0, 1 - 0.6 j): one term.
+    assert found[3].lag == pytest.approx(0.9 * 0.4, rel=1e-6)
+
+
+def test_the_previous_learning_rate_is_saved_and_a_damaged_one_is_refused():
+    """A run on a falling schedule resumes bit for bit (exact); states of earlier versions have no previous rate."""
+    rates = [1e-2 * 0.8**step for step in range(8)]
+
+    def steps(optimizer: AdamW, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.param_groups[0]["lr"] = rates[step]
+            run(optimizer, step, step + 1)
+
+    whole, resumed = matrix(), matrix()
+    one, two = AdamW([whole], states="8bit"), AdamW([resumed], states="8bit")
+    steps(one, 0, 8)
+    steps(two, 0, 4)
+    saved = copy.deepcopy(two.state_dict())
+    assert saved["param_groups"][0]["previous_lr"] == rates[3]
+    three = AdamW([resumed], states="8bit")
+    three.load_state_dict(copy.deepcopy(saved))
+    steps(three, 4, 8)
+    assert_same(resumed.detach(), whole.detach())
+    del saved["param_groups"][0]["previous_lr"]
+    three.load_state_dict(copy.deepcopy(saved))
+    assert three.param_groups[0]["previous_lr"] == 0.0
+    for damaged in (-1.0, float("nan"), "1e-3"):
+        saved["param_groups"][0]["previous_lr"] = damaged
+        with raises(CheckpointError, "optim.state", "previous_lr"):
+            three.load_state_dict(saved)

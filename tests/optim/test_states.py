@@ -131,10 +131,10 @@ def test_the_first_moment_is_held_where_either_is_narrow():
         parameter.grad[0, 0] = 1.0
         optimizer = AdamW([parameter], states=pair, backend="torch")
         optimizer.step()
-        assert optimizer._param_steps[parameter].holds_first, pair
+        assert optimizer._param_steps[parameter].clamps_first, pair
     optimizer = AdamW([matrix()], states="fp32/fp32", backend="torch")
     run(optimizer, optimizer.param_groups[0]["params"][0], 0, 1)
-    assert not next(iter(optimizer._param_steps.values())).holds_first
+    assert not next(iter(optimizer._param_steps.values())).clamps_first
 
 
 @pytest.mark.parametrize(

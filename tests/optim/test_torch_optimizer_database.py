@@ -50,7 +50,7 @@ def ours(name: str) -> Any:
     return getattr(optim, name)
 
 
-def build(name: str, params: Any, **options: Any) -> optim.base.NarrowOptimizer:
+def build(name: str, params: Any, **options: Any) -> optim.base.LowPrecisionOptimizer:
     """With torch's default where ours is another."""
     if name == "SGD":
         options.setdefault("momentum", 0.0)

@@ -15,7 +15,7 @@ from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.ops.registry import Device
 from narrowgauge.optim import backends
-from narrowgauge.optim.left_out import LeftOut
+from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.plan.trace import recording
 from narrowgauge.train import deferred, loop, step
 from narrowgauge.train import trainer as trainer_module
@@ -52,7 +52,7 @@ def late(monkeypatch):
 
     def begin() -> None:
         monkeypatch.setattr(trainer_module, "waits", lambda device: True)
-        monkeypatch.setattr(LeftOut, "seen_by_host", lambda self, flag: False)
+        monkeypatch.setattr(SkippedSteps, "seen_by_host", lambda self, flag: False)
         monkeypatch.setattr(
             backends, "choose", lambda param_step, backend: chosen(param_step, "torch")
         )

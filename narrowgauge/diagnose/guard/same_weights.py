@@ -39,7 +39,7 @@ from narrowgauge.diagnose.guard.refusals import is_narrow
 from narrowgauge.errors import Reason
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import shards
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.structure import plain_name
 
 # Elements of a weight. Noise as large as the gradient, without signal, has slope 0 +- 0.016.
@@ -153,9 +153,9 @@ def _optimizers(optimizer: Any) -> list[Any]:
 
 def _hides(optimizer: Any) -> str:
     """Reason why an optimizer has no gradients before its step, or ''."""
-    if isinstance(optimizer, NarrowOptimizer) and optimizer.stepping is not None:
+    if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.stepping is not None:
         return Reason("in-backward", "parameters step in backward, and free them there.")
-    if isinstance(optimizer, NarrowOptimizer) and optimizer.holding is not None:
+    if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.holding is not None:
         return Reason("held", "they are held in FP8 until the step.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         return Reason(

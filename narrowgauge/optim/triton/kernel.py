@@ -11,8 +11,8 @@ memory.
                gradients
     tables     float32 [84]             constants of the expanded E4M3, see
                `moments.expansion_tables`
-    left_out   int64 [2] or None        1 if this step is skipped; number n of skipped earlier
-               steps, see `optim.left_out`. The constants for n skipped steps lie n HEAD entries
+    skipped   int64 [2] or None        1 if this step is skipped; number n of skipped earlier
+               steps, see `optim.skipped_steps`. The constants for n skipped steps lie n HEAD entries
                before step_args
 
 The order of operations is the order of `rules`, without contraction, with correctly rounded square
@@ -431,7 +431,7 @@ def _taken(
 
 
 @triton.jit
-def step(which, table, step_args, tables, left_out, F: tl.constexpr):
+def step(which, table, step_args, tables, skipped, F: tl.constexpr):
     """Kernel of the step, see the module. F: a `launch.Form`."""
     number = tl.load(which + tl.program_id(0)).to(tl.int64)
     line = table + number * FIELDS
@@ -460,10 +460,10 @@ def step(which, table, step_args, tables, left_out, F: tl.constexpr):
     # row length; tile indices [T].
     place = (row, begin, inside, offset, mask, columns, tile)
 
-    if left_out is None:
+    if skipped is None:
         seen = _taken(line, number, step_args, step_args, tables, place, across, F, FIRST, SECOND)
-    elif tl.load(left_out) == 0:
-        head = step_args - tl.load(left_out + 1) * HEAD
+    elif tl.load(skipped) == 0:
+        head = step_args - tl.load(skipped + 1) * HEAD
         seen = _taken(line, number, step_args, head, tables, place, across, F, FIRST, SECOND)
     # The step is skipped: its cast is the cast of the unchanged weight.
     else:

@@ -27,9 +27,9 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import Kernels, launch
 from narrowgauge.optim import masters, moments, noise, rules
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.selfcheck import Kind
+from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.step import DTYPES, ParamStep
 from narrowgauge.recipe import DelayedScaling
 
@@ -236,7 +236,7 @@ class Batch:
         first = self.param_steps[0]
         heads = [
             _head(*each)
-            for each in (*reversed(first.if_left_out), (first.constants, first.step_key))
+            for each in (*reversed(first.if_skipped), (first.constants, first.step_key))
         ]
         # Addresses change at every step, because autograd allocates new gradients.
         gradients = [address(each.gradient) for each in self.param_steps]
@@ -245,7 +245,7 @@ class Batch:
     @property
     def heads(self) -> int:
         """Number of heads in `step_args`; the last head is for no skipped step."""
-        return 1 + len(self.param_steps[0].if_left_out)
+        return 1 + len(self.param_steps[0].if_skipped)
 
     def _reached(self) -> Iterator[Tensor]:
         """Tensors that a step accesses; a tensor that it both reads and writes appears twice."""
@@ -256,18 +256,18 @@ class Batch:
             cast = [] if each.stepped is None else [each.stepped.plain, each.stepped.turned]
             yield from (x for x in (each.gradient, *kept, *kept, *cast) if x is not None)
 
-    def launch(self, step_args: Tensor, left_out: Tensor | None = None) -> None:
+    def launch(self, step_args: Tensor, skipped: Tensor | None = None) -> None:
         """Launch the step.
 
         step_args  int64 on the device, `step_args()` from its last head on
-        left_out   see the kernel
+        skipped   see the kernel
         """
         form, count = self.form, len(self.param_steps)
         if form.casts:
             launch(kernel.foresee, count, self.table, BLOCK=HISTORY_BLOCK, warps=HISTORY_WARPS)
         tables = _tables(step_args.device)
         launch(
-            kernel.step, self.programs, self.which, self.table, step_args, tables, left_out, F=form, warps=WARPS, reached=self._reached
+            kernel.step, self.programs, self.which, self.table, step_args, tables, skipped, F=form, warps=WARPS, reached=self._reached
         )  # fmt: skip
         for each in self.param_steps:
             if each.stepped is not None:
@@ -275,7 +275,7 @@ class Batch:
 
 
 def step(
-    param_steps: Sequence[ParamStep], kept: dict[Any, Batch], left_out: LeftOut | None = None
+    param_steps: Sequence[ParamStep], kept: dict[Any, Batch], skipped: SkippedSteps | None = None
 ) -> None:
     """Compute all steps.
 
@@ -285,7 +285,7 @@ def step(
         step_args = _sent(
             torch.tensor(step_args_of(batches), dtype=torch.int64, device="cpu"), device
         )
-        run(batches, step_args, None if left_out is None else left_out.on(device))
+        run(batches, step_args, None if skipped is None else skipped.on(device))
 
 
 def batches_of(
@@ -324,17 +324,17 @@ def step_args_of(batches: Sequence[Batch]) -> list[int]:
     return [number for batch in batches for number in batch.step_args()]
 
 
-def run(batches: Sequence[Batch], step_args: Tensor, left_out: Tensor | None = None) -> None:
+def run(batches: Sequence[Batch], step_args: Tensor, skipped: Tensor | None = None) -> None:
     """Launch all batches.
 
     step_args  `step_args_of(batches)`, on the device
-    left_out   see the kernel
+    skipped   see the kernel
     """
     start = 0
     for batch in batches:
         start += HEAD * (batch.heads - 1)
         length = HEAD + len(batch.param_steps) + len(batch.param_steps) % 2
-        batch.launch(step_args[start : start + length], left_out)
+        batch.launch(step_args[start : start + length], skipped)
         start += length
 
 

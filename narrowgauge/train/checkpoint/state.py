@@ -26,7 +26,7 @@ from narrowgauge.distributed.lost import is_lost
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.ops.rng import cpu_state_bytes, generators, set_generators
 from narrowgauge.optim import shards
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.structure import is_weight
 from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 
@@ -253,7 +253,17 @@ FACTS = record(
 # The optimizer itself checks `form`. All others must be equal: load_state_dict would silently
 # replace this run's weight_decay or betas.
 FREE = frozenset(
-    {"lr", "capturable", "fused", "foreach", "why", "form", "norm_before", "dampening"}
+    {
+        "lr",
+        "previous_lr",
+        "capturable",
+        "fused",
+        "foreach",
+        "why",
+        "form",
+        "norm_before",
+        "dampening",
+    }
 )
 NOT_NEGATIVE = re.compile(
     r"(^|[._])(history|live|nonfinite|cold_left|variance|step|exp_avg_sq|scale)$"
@@ -316,7 +326,7 @@ def _impossible_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Itera
         if isinstance(place, bool) or place not in range(len(parameters)):
             yield f"the optimizer has a state of parameter {shown(place)}, and {len(parameters)} parameters"
         # torch's optimizers load any shape; narrowgauge's check shapes themselves
-        elif not isinstance(optimizer, NarrowOptimizer):
+        elif not isinstance(optimizer, LowPrecisionOptimizer):
             for name, value in state.items():
                 shape, here = list(value.shape), list(parameters[place].shape)
                 if value.ndim and shape != here:

@@ -25,7 +25,7 @@ from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.selfcheck import examine as examined
 from narrowgauge.optim import AdamW, Lion, moments, rules, selfcheck
-from narrowgauge.optim.left_out import LeftOut
+from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.triton import kernel as triton_kernel
 from narrowgauge.recipe import Cast, DelayedScaling
 from narrowgauge.scaling import POW2
@@ -116,7 +116,7 @@ def compare(
                 casting.stepped.maxima.fill_(2**30)
             if step == 2 and interpreted:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(LeftOut, "seen_by_host", lambda self, flag: False)
+                    patch.setattr(SkippedSteps, "seen_by_host", lambda self, flag: False)
                     optimizer.found_inf = torch.tensor(1.0)
                     optimizer.step()
             elif step < 2:

@@ -8,8 +8,8 @@ from torch import nn
 
 from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import AdamW, Lion
-from narrowgauge.optim.left_out import LeftOut
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.triton import launch
 from tests.ops.triton.compiling import TARGETS, Compiled, compiled
 
@@ -66,7 +66,7 @@ def kernel(
 def test_it_compiles_without_spills_where_a_flag_leaves_it_out(
     monkeypatch, states, master, dtype, sm
 ):
-    monkeypatch.setattr(LeftOut, "seen_by_host", lambda self, flag: False)
+    monkeypatch.setattr(SkippedSteps, "seen_by_host", lambda self, flag: False)
     check(kernel(states, master, dtype, sm, found_inf=torch.zeros(())))
 
 

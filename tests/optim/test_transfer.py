@@ -8,7 +8,7 @@ from torch import nn
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import AdamW, Lion
-from narrowgauge.optim.carried import carry
+from narrowgauge.optim.transfer import transfer
 from tests.compare import assert_same
 from tests.raising import raises
 
@@ -37,7 +37,7 @@ def train(of, optimizer, steps=3):
 
 
 def carried(source, old, target, new):
-    return carry(old, new, zip(source.parameters(), target.parameters(), strict=True))
+    return transfer(old, new, zip(source.parameters(), target.parameters(), strict=True))
 
 
 def trained(states="fp32", master=None):
@@ -55,7 +55,7 @@ def test_the_same_formats_go_on_bit_for_bit(states, master):
     target = model(next(source.parameters()).dtype)
     new = optimizer(target, states, master)
     found = carried(source, old, target, new)
-    assert found.as_they_were == found.states == 4 and str(found.losses["weights"]) == "exact"
+    assert found.unchanged == found.states == 4 and str(found.losses["weights"]) == "exact"
     for of, by in ((source, old), (target, new)):
         train(of, by)
     for before, after in zip(source.parameters(), target.parameters(), strict=True):

@@ -2,15 +2,17 @@
 
     optimizer.found_inf   0-d float, as in torch's fused optimizers: a value other than 0 skips the
                           next step. Step counters, bias corrections and noise then continue as if
-                          the step had not been called
+                          the step had not been called. Its learning rate counts as the previous
+                          one of the next step (`rules.fall`), because the host may not know of
+                          the skip
     optimizer.halted      0-d float: from the first step with a value other than 0, no tensor
                           changes any more. Step counters are not corrected for these steps
 
 On a CPU the host reads the flags. On a GPU that would be a sync, so the host counts the step as
 taken. Beside the constants of the step it sends those for one, two, ... skipped steps since the
-host last read the count (`ParamStep.if_left_out`). The kernel selects by a count on the device:
+host last read the count (`ParamStep.if_skipped`). The kernel selects by a count on the device:
 
-    left_out   int64 [2]   1 if this step is skipped, else 0; number of skipped steps before it,
+    skipped   int64 [2]   1 if this step is skipped, else 0; number of skipped steps before it,
                since `settle`
 
 `settle` reads the count and corrects the step counters; `state_dict` calls it. The optimizer itself
@@ -31,7 +33,7 @@ from narrowgauge.addresses import holds_numbers
 MOST = 64
 
 
-class LeftOut:
+class SkippedSteps:
     """Skipped-step bookkeeping of one optimizer since it last settled.
 
     uncertain  number of counted steps that the device may have skipped
@@ -75,7 +77,7 @@ class LeftOut:
         return self._flags is not None
 
     def on(self, device: torch.device) -> Tensor:
-        """Tensor `left_out` on `device`; see the module."""
+        """Tensor `skipped_steps` on `device`; see the module."""
         assert self._flags is not None
         return self._flags.to(device)
 

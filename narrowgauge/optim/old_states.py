@@ -20,7 +20,7 @@ from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.step import as_tiles, shape_of
 
 
-def is_former(group: Mapping[str, Any]) -> bool:
+def is_old(group: Mapping[str, Any]) -> bool:
     """Return True if a group was saved in an earlier form that can be converted.
 
     The first form of 4-bit states cannot be converted.

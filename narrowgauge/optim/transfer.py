@@ -21,14 +21,14 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import masters, param_groups, rules, states
-from narrowgauge.optim.base import NarrowOptimizer
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.moments import NEAREST, States
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.step import ParamStep, as_tiles, decode_rows, new_state, write_rows
 
 
 @dataclass(frozen=True)
-class Form:
+class StateFormat:
     """Format of one parameter in an optimizer: rule, moment formats and master."""
 
     rule: Rule
@@ -69,17 +69,17 @@ class Loss:
 
 
 @dataclass
-class Carried:
-    """Result of `carry`.
+class Transferred:
+    """Result of `transfer`.
 
     losses        Loss of the weights and of each moment, by name
     states        number of parameters that had a state
-    as_they_were  number of parameters whose weight and state were copied bit for bit
+    unchanged  number of parameters whose weight and state were copied bit for bit
     """
 
     losses: dict[str, Loss] = field(default_factory=dict)
     states: int = 0
-    as_they_were: int = 0
+    unchanged: int = 0
 
     def see(self, name: str, before: Tensor, after: Tensor) -> None:
         self.losses.setdefault(name, Loss()).see(before, after)
@@ -89,58 +89,63 @@ class Carried:
         return [f"{name} {loss}" for name, loss in self.losses.items()]
 
 
-def form_of(optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> Form:
+def format_of(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]
+) -> StateFormat:
     """Return the format in which `optimizer` stores `parameter`.
 
     Optimizers of torch are taken for AdamW with float32 moments and float32 weights.
     """
-    if not isinstance(optimizer, NarrowOptimizer):
-        return Form(rules.ADAMW, states.named("fp32"), None)
+    if not isinstance(optimizer, LowPrecisionOptimizer):
+        return StateFormat(rules.ADAMW, states.named("fp32"), None)
     rule = rules.get(group["rule"], {}) if "rule" in group else optimizer.rule
-    kept = states.named(param_groups.kept_as(parameter, group)[0])
+    kept = states.named(param_groups.state_format(parameter, group)[0])
     master = (
         None
         if parameter.dtype == torch.float32
         else param_groups.master_of(parameter, group, kept.tile)
     )
-    return Form(rule, kept, master)
+    return StateFormat(rule, kept, master)
 
 
 @torch.no_grad()
-def carry(
+def transfer(
     source: torch.optim.Optimizer,
     target: torch.optim.Optimizer,
     pairs: Iterable[tuple[Tensor, Tensor]],
-) -> Carried:
+) -> Transferred:
     """Copy weights to new parameters and convert their states from `source` to `target`.
 
     pairs: (parameter of source, parameter of target), with equal shapes.
     Raises ConfigError if the rules differ, because moments of two rules have different meanings.
     """
-    found = Carried()
+    found = Transferred()
     before, after = (_groups(optimizer) for optimizer in (source, target))
     for old, new in pairs:
-        old_form, new_form = form_of(source, old, before[old]), form_of(target, new, after[new])
-        if old_form.rule.name != new_form.rule.name:
+        old_format, new_format = (
+            format_of(source, old, before[old]),
+            format_of(target, new, after[new]),
+        )
+        if old_format.rule.name != new_format.rule.name:
             raise ConfigError(
-                f"carry: the state of {old_form.rule.name!r} means nothing to {new_form.rule.name!r}. Keep the rule.",
+                f"transfer: the state of {old_format.rule.name!r} means nothing to {new_format.rule.name!r}. Keep the rule.",
                 code="optim.other-rule",
             )
         kept = source.state.get(old, {})
         found.states += bool(kept)
-        if old_form == new_form and old.dtype == new.dtype:
+        if old_format == new_format and old.dtype == new.dtype:
             new.copy_(old)
             if kept:
                 target.state[new] = {name: _copied(name, x, new) for name, x in kept.items()}
-                found.as_they_were += 1
+                found.unchanged += 1
             found.see("weights", old, new)
             continue
-        values = _decoded(old, old_form, kept) if kept else {"weights": old.detach().float()}
-        made = _encoded(new, new_form, values, kept)
+        values = _decoded(old, old_format, kept) if kept else {"weights": old.detach().float()}
+        made = _encoded(new, new_format, values, kept)
         if kept:
             target.state[new] = made
         # The loss includes the master and scale as stored, so the new state is decoded again.
-        rounded = _decoded(new, new_form, made)
+        rounded = _decoded(new, new_format, made)
         for name, value in values.items():
             found.see(name, value, rounded[name])
     return found
@@ -156,7 +161,7 @@ def _copied(name: str, x: Any, parameter: Tensor) -> Any:
     return x.detach().clone().to("cpu" if name == "step" else parameter.device)
 
 
-def _decoded(parameter: Tensor, form: Form, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+def _decoded(parameter: Tensor, form: StateFormat, kept: dict[str, Tensor]) -> dict[str, Tensor]:
     """Decode one parameter: float32 `weights` and moments, each of the parameter's shape."""
     step = ParamStep.of(parameter, form.rule, form.states, form.master, kept)
     rows, columns = step.weight.shape
@@ -178,7 +183,7 @@ def _decoded(parameter: Tensor, form: Form, kept: dict[str, Tensor]) -> dict[str
 
 
 def _encoded(
-    parameter: Tensor, form: Form, values: dict[str, Tensor], kept: dict[str, Tensor]
+    parameter: Tensor, form: StateFormat, values: dict[str, Tensor], kept: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Write the weight into `parameter` and return a new state with the moments in `values`.
 
