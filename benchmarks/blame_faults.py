@@ -36,9 +36,9 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from benchmarks.harness import RESULTS, record
 from benchmarks.planted_faults import shrinking
-from narrowgauge.diagnose.blame import Blame, blame
-from narrowgauge.diagnose.blame.watch import OPERANDS
 from narrowgauge.formats import E2M1, INT4
+from narrowgauge.lab.blame import Blame, blame
+from narrowgauge.lab.blame.watch import OPERANDS
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import GEMMS, Cast

@@ -23,10 +23,10 @@ import torch
 from narrowgauge import recipes
 from narrowgauge.diagnose.verdict import EQUIVALENT
 from narrowgauge.formats import E2M1
+from narrowgauge.lab.debug import debug
 from narrowgauge.recipe import GEMMS, Cast, Gemm, Recipe
 from narrowgauge.train import loop
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.debug import debug
 
 RESULTS = Path(__file__).parent / "results" / "debug_ladder.jsonl"
 COARSE = Gemm(lhs=Cast(format=E2M1), rhs=Cast(format=E2M1))

@@ -64,8 +64,8 @@ def main() -> None:
 
 
 def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -> dict[str, Any]:
-    from narrowgauge.diagnose.guard import audit
-    from narrowgauge.train import loop, probe, run_guard
+    from narrowgauge.lab import probe, run_guard, training
+    from narrowgauge.lab.guard import audit
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.trainer import Trainer
 
@@ -84,8 +84,8 @@ def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -
     places += [(audit._LayerAudit, name, "audit") for name in ("__call__", "multiplied")]
     guarded_run = TrainConfig(**settings, output=str(folder / "guarded"), guard=words)
     with timed(spent, places):
-        loop.run(guarded_run)
-    loop.run(TrainConfig(**settings, output=str(folder / "alone")))
+        training.run(guarded_run)
+    training.run(TrainConfig(**settings, output=str(folder / "alone")))
     losses = [
         [
             event["loss"]

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import RESULTS, record
-from narrowgauge.diagnose.guard.bets import ENOUGH, RunBets
-from narrowgauge.diagnose.guard.check import PAIRS
+from narrowgauge.lab.guard.bets import ENOUGH, RunBets
+from narrowgauge.lab.guard.check import PAIRS
 
 CHECKS = 20
 STEPS = 100

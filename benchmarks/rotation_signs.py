@@ -92,10 +92,10 @@ def looks(run: Path, steps: int, base: str) -> Iterator[dict[str, Any]]:
     import torch
 
     from narrowgauge.conversion import suspended
+    from narrowgauge.lab.reopen import reopened
     from narrowgauge.nn.linear import QLinear
     from narrowgauge.train import checkpoint_ref
     from narrowgauge.train.loop import prepare
-    from narrowgauge.train.reopen import reopened
 
     config, task = prepare(checkpoint_ref.settings_of(run))
     inputs: dict[str, torch.Tensor] = {}

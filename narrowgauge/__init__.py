@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from narrowgauge.conversion.description import describe
     from narrowgauge.conversion.like import convert_like
     from narrowgauge.conversion.switching import switch
-    from narrowgauge.diagnose.guard.loop import Guard
     from narrowgauge.distributed import distribute
+    from narrowgauge.lab.guard.loop import Guard
     from narrowgauge.nn.linear import QLinear, linear
     from narrowgauge.ops.mm import mm
     from narrowgauge.ops.quantize import dequantize, quantize
@@ -50,7 +50,7 @@ _HOMES = {
     "conversion.description": ("describe",),
     "conversion.like": ("convert_like",),
     "conversion.switching": ("switch",),
-    "diagnose.guard.loop": ("Guard",),
+    "lab.guard.loop": ("Guard",),
     "distributed": ("distribute",),
 }
 

@@ -29,22 +29,23 @@ from narrowgauge.conversion import measure
 from narrowgauge.data import cache as data_cache
 from narrowgauge.data import documents, image_files, image_sizes, records, tokenizer
 from narrowgauge.diagnose import lineage, study_file
-from narrowgauge.diagnose.ladder import Ladder, Rung
 from narrowgauge.diagnose.runs import encode, read_metrics, read_run
 from narrowgauge.distributed import storage as distributed
 from narrowgauge.errors import ConfigError, NarrowgaugeError, StorageError
+from narrowgauge.lab import debug
+from narrowgauge.lab.ladder import Ladder, Rung
+from narrowgauge.lab.study import pool, progress
+from narrowgauge.lab.study.plan import Job
 from narrowgauge.ops.cpp import build
 from narrowgauge.report import run_data
 from narrowgauge.storage import reading
-from narrowgauge.train import debug, model_files, run_folder
+from narrowgauge.train import model_files, run_folder
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.evaluation import command
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.planning import cache as plan_cache
-from narrowgauge.train.study import pool, progress
-from narrowgauge.train.study.plan import Job
 
 PACKAGE = Path(narrowgauge.__file__).parent
 HANG_S = 20
@@ -738,12 +739,12 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("conversion/measure.py", "read_bytes"): SOURCES,
     ("report/several.py", "read_text"): SOURCES,
     ("report/page.py", "read_text"): SOURCES,
-    ("report/ladder.py", "read_text"): SOURCES,
+    ("lab/ladder_page.py", "read_text"): SOURCES,
     ("train/planning/policy.py", "read_text"): KERNEL,
     ("train/device.py", "read_text"): KERNEL,
     ("train/device.py", "ctypes.CDLL"): "the C library of this process",
     ("train/run_metadata.py", "read_text"): KERNEL,
-    ("train/study/room.py", "read_text"): KERNEL,
+    ("lab/study/room.py", "read_text"): KERNEL,
     ("diagnose/machine.py", "read_text"): KERNEL,
     ("snapshot/block_storage.py", "read_text"): KERNEL,
     ("train/config/toml.py", "open"): "the configuration that the user names, which may be a pipe",
@@ -827,8 +828,8 @@ def test_every_kind_of_file_is_searched_above() -> None:
     assert kinds == {
         "manifest.py:LISTING", "manifest.py:PART", "diagnose/runs.py:METRICS", "diagnose/runs.py:RECORD", "diagnose/study_file.py:KIND",
         "report/run_data.py:CONFIG", "conversion/measure.py:MEASURED", "ops/cpp/build.py:BUILT", "train/config/toml.py:STORED",
-        "train/run_folder.py:LOCK", "train/metrics.py:LOG", "train/study/pool.py:SAID", "train/planning/cache.py:ENTRY",
-        "train/planning/cache.py:TELLS", "train/evaluation/command.py:SCORES", "train/evaluation/task_code.py:FILE", "train/debug.py:RUNGS",
+        "train/run_folder.py:LOCK", "train/metrics.py:LOG", "lab/study/pool.py:SAID", "train/planning/cache.py:ENTRY",
+        "train/planning/cache.py:TELLS", "train/evaluation/command.py:SCORES", "train/evaluation/task_code.py:FILE", "lab/debug.py:RUNGS",
         "train/model_files.py:OF_MODELS", "data/cache.py:ENTRY", "data/cache.py:ARRAY", "data/tokenizer.py:OF_TOKENIZERS",
         "data/text.py:USERS", "data/squad.py:WHOLE", "data/image_files.py:PICTURE", "data/image_sizes.py:SETTINGS",
     }  # fmt: skip

@@ -50,7 +50,7 @@ def blame(
     checkpoint_ref.settings_of(
         run
     )  # before the import of torch: a wrong folder is reported at once
-    from narrowgauge.train.blame_checkpoint import blame_checkpoint
+    from narrowgauge.lab.blame_checkpoint import blame_checkpoint
     from narrowgauge.train.console import tell
 
     healthy = None

@@ -33,7 +33,7 @@ def debug(
     checkpoint_ref.settings_of(
         run
     )  # before the import of torch: a wrong folder is reported at once
-    from narrowgauge.train.debug import debug as climb
+    from narrowgauge.lab.debug import debug as climb
 
     found = climb(run, at, steps, device)
     if not found.exit_code:

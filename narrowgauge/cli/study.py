@@ -51,7 +51,7 @@ def study(
     Every run is a `narrowgauge train` in its own folder. The same command resumes a study that
     was stopped or killed. Flags override the file; its own recipe and seed do not count.
     """
-    from narrowgauge.train.study import plan, runner
+    from narrowgauge.lab.study import plan, runner
 
     keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
     from_file = toml.read(Path(config)) if config else {}

@@ -45,9 +45,9 @@ def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
     with liveness.watched():  # before torch is imported: a rank may die at any time
         settings = configuration(config, given)
         refuse_unknown_recipes(settings)  # before data are read
-        from narrowgauge.train import loop
+        from narrowgauge.lab import training
 
-        return loop.run(settings)
+        return training.run(settings)
 
 
 def refuse_unknown_recipes(settings: TrainConfig) -> None:

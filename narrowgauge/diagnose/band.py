@@ -22,7 +22,7 @@ straight line or a random walk, from 0 to about N(0, 1 or 2) at the end:
 The band errs on the wide side, except where a correlation lasts as long as the series.
 
 Repeated looks at a growing series need another method. Over twenty looks a 95 % band misses the
-truth at least once in far more than 5 % of runs. `diagnose/guard/evidence.py` handles repeated
+truth at least once in far more than 5 % of runs. `lab/guard/evidence.py` handles repeated
 looks. The band does not cover another seed, another order of the data, or longer training.
 """
 

@@ -91,6 +91,7 @@ class Comparison:
     @property
     def case(self) -> Case:
         """(outcome, detail) of the verdict."""
+        # Tested first: if both losses are lost, the format is not shown to be the cause either.
         if self.reference_nonfinite is not None:
             return UNKNOWN, REFERENCE_DIVERGED
         if self.run_nonfinite is not None:
@@ -99,6 +100,8 @@ class Comparison:
             return UNKNOWN, UNPAIRED
         if self.is_insensitive:
             return UNKNOWN, NOT_SENSITIVE
+        # HIGHER and LOWER stay "unknown": the band excludes the scatter of these steps, but not the
+        # drift that rounding alone causes between two runs.
         found = self.training_finding
         return EQUIVALENT if found == IDENTICAL else UNKNOWN, found
 

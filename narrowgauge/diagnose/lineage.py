@@ -22,7 +22,7 @@ from typing import Any
 from narrowgauge.diagnose import compare as pairs
 from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import count, elsewhere, plural
-from narrowgauge.diagnose.guard.evidence import MARGIN
+from narrowgauge.diagnose.guard_settings import MARGIN
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.diagnose.same_curve import CurveComparison, judge
 from narrowgauge.diagnose.sensitivity import Assay, assess_curve, trivial_of

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.diagnose.format_text import decimals, loss_value, plural, signed
-from narrowgauge.diagnose.guard.evidence import LEAST_MARGIN, MARGIN
+from narrowgauge.diagnose.guard_settings import LEAST_MARGIN, MARGIN
 from narrowgauge.diagnose.sensitivity import Assay
 from narrowgauge.diagnose.verdict import (
     BETTER,
@@ -175,6 +175,7 @@ def judge(
             if lost[0]
             else (BETTER, REFERENCE_DIVERGED)
         )
+        # The margin is NaN: there is no mean loss of which it could be a share.
         return CurveComparison(
             outcome=outcome,
             detail=detail,

@@ -288,6 +288,8 @@ class SeedComparison:
         found = next((case for case, p in self.tests.items() if p < ALPHA), (UNKNOWN, ""))
         if len(self.differences) > 1 and not any(self.differences):
             found = EQUIVALENT, IDENTICAL
+        # A shown difference proves that the runs can show one. Every other claim needs a reference
+        # that would have shown it.
         is_allowed = found[0] == WORSE or self.assay.is_sensitive
         return found if is_allowed else (UNKNOWN, NOT_SENSITIVE)
 
@@ -384,6 +386,8 @@ def judge(
             code="study.zero-mean",
         )
     assay = assay_of(reference, metric, absolute, control)
+    # An insensitive reference leaves "worse" as the only claim, and the requested margin judges it:
+    # a margin narrowed by a reference that learnt nothing would call any difference worse.
     limit = assay.margin if assay.is_sensitive else absolute
     harm = [sign_of(metric) * each for each in differences]
     relief = [-each for each in harm]
@@ -446,6 +450,8 @@ def _learnt(
     if metric == "perplexity":
         # A loss that fell by `shown` divided the perplexity by exp(shown).
         return abs(mean or 0.0) * math.expm1(min(shown, LARGEST_EXPONENT))
+    # A score has no training curve in its own units: progress is its distance from the trivial
+    # predictor. Without one, only a loss that did not fall proves that nothing was learnt.
     if trivial is None or reached is None:
         return None if shown > 0 else 0.0
     return reached - trivial

@@ -104,6 +104,7 @@ STORED: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
         "reference": ((UNKNOWN, REFERENCE_DIVERGED),),
     },
     CURVE: {
+        # Both losses stop being finite: lost with BF16 too, so the format is not the cause.
         "same": ((EQUIVALENT, WITHIN_CONTROL), (EQUIVALENT, DIVERGED)),
         "small": ((EQUIVALENT, WITHIN_MARGIN),),
         "differs": ((WORSE, ""), (WORSE, DIVERGED), (BETTER, ""), (BETTER, REFERENCE_DIVERGED)),

@@ -17,7 +17,7 @@ from typing import Any
 from narrowgauge import storage
 from narrowgauge.diagnose import compare, format_text, lineage
 from narrowgauge.diagnose.format_text import count
-from narrowgauge.diagnose.guard.evidence import MARGIN
+from narrowgauge.diagnose.guard_settings import MARGIN
 from narrowgauge.errors import ConfigError
 from narrowgauge.report.run_data import Recorded, last_done, read
 

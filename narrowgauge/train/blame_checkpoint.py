@@ -1,34 +1,5 @@
-"""Blame at a checkpoint: `blame_run` on a run that has ended or was stopped. Writes nothing."""
+"""Former place of `narrowgauge.lab.blame_checkpoint`."""
 
-from __future__ import annotations
+from narrowgauge.diagnose.moved import moved
 
-from narrowgauge.diagnose.blame import CONFIRMED, Blame
-from narrowgauge.diagnose.blame.judge import Baseline
-from narrowgauge.train.blamed import STEPS, blame_run, logged_baseline
-from narrowgauge.train.checkpoint_ref import CheckpointRef, settings_of
-from narrowgauge.train.loop import prepare
-from narrowgauge.train.reopen import reopened
-from narrowgauge.train.run_folder import RunFolder
-
-
-def blame_checkpoint(
-    place: CheckpointRef,
-    device: str = "",
-    *,
-    steps: int = STEPS,
-    confirm: int = CONFIRMED,
-    baseline: Blame | Baseline | None = None,
-) -> Blame:
-    """Result of `blame_run` at a checkpoint. No other process can train the run meanwhile.
-
-    device    "": the device in the run's settings
-    baseline  a step without suspects; None: the last one that the run logged before this checkpoint
-
-    Raises like `blame_run` and `reopen.reopened`: without a checkpoint, while the run is being
-    trained, and for another model or other data.
-    """
-    config = settings_of(place.run)
-    config, task = prepare(config)
-    with reopened(place, config, task, device or config.device) as trainer:
-        healthy = baseline or logged_baseline(RunFolder(place.run).metrics, trainer.step)
-        return blame_run(trainer, steps=steps, baseline=healthy, confirm=confirm)
+__getattr__ = moved(__name__, "narrowgauge.lab.blame_checkpoint")

@@ -2,17 +2,28 @@
 
 import os
 import shlex
-from dataclasses import asdict, replace
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 import narrowgauge
 from narrowgauge import storage
-from narrowgauge.errors import DataError, NarrowgaugeError, NumericsError, OutOfMemoryError, Reason
+from narrowgauge.errors import (
+    ConfigError,
+    DataError,
+    NarrowgaugeError,
+    NumericsError,
+    OutOfMemoryError,
+    Reason,
+)
 from narrowgauge.report import page
-from narrowgauge.train import branch, run_metadata, spike_watch, stepping
+from narrowgauge.train import run_metadata, stepping
+from narrowgauge.train.callback import Callback
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -25,6 +36,7 @@ from narrowgauge.train.device import (
     reset_peak,
     use_own_caches,
 )
+from narrowgauge.train.guard_state import Unguarded
 from narrowgauge.train.model_files import export
 from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.checkpoints import trained_weights
@@ -37,16 +49,65 @@ from narrowgauge.train.tasks import TrainTask, task_class
 from narrowgauge.train.trainer import Trainer
 
 Stop = StopRequest | AgreedStop
+Plugin = Callable[[Trainer], Callback]
+BeginBranch = Callable[[TrainConfig, RunFolder, TrainTask], list[str]]
+BeginBranchApart = Callable[[TrainConfig, Path], list[str]]
 
 
-def run(config: TrainConfig) -> int:
+def _without_lab(config: TrainConfig) -> Sequence[Plugin]:
+    """Plugins of a run without a guard or spike watch. Raises ConfigError if it asks for one."""
+    for name in ("guard", "on_spike"):
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"{name} = {value!r}: needs narrowgauge.lab. Train with narrowgauge.lab.training.run, or remove it.",
+                code="train.needs-lab",
+            )
+    return [Unguarded]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extensions:
+    """Parts of a run that this package does not know; `lab.training` has all of them.
+
+    plugins             plugins(config) -> functions that make a Callback from a Trainer
+    begin_branch        writes the first checkpoint of a branch and returns sentences
+    begin_branch_apart  the same in a process of its own, for rank 0 of several
+    """
+
+    plugins: Callable[[TrainConfig], Sequence[Plugin]] = _without_lab
+    begin_branch: BeginBranch | None = None
+    begin_branch_apart: BeginBranchApart | None = None
+
+
+ALONE = Extensions()
+
+
+def _of_former_calls(config: TrainConfig) -> Extensions:
+    """Extensions for calls of `run` from before the lab had a package of its own."""
+    needs = [name for name in ("guard", "on_spike", "parent") if getattr(config, name)]
+    if not needs:
+        return ALONE
+    warnings.warn(
+        f"{', '.join(needs)}: call narrowgauge.lab.training.run(config) in place of train.loop.run.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    # By name, as no other code of this package may: remove it with the deprecation.
+    found: Extensions = import_module("narrowgauge.lab.training").EXTENSIONS
+    return found
+
+
+def run(config: TrainConfig, extensions: Extensions | None = None) -> int:
     """Trains the run of `config` and its optional reference run, and writes the report.
 
     Returns the exit code.
 
+    extensions  parts from the lab; None: those that the settings need, with a DeprecationWarning
+
     Under torchrun every rank calls this function. Rank 0 alone writes files and prints.
     """
     config = resolved(config)
+    extensions = extensions or _of_former_calls(config)
     several = under_torchrun()
     try:
         # StopRequest is outermost: torchrun sends SIGTERM to the remaining ranks while they still
@@ -56,12 +117,15 @@ def run(config: TrainConfig) -> int:
             Ranks.join(config.device, config.timeout_s) as ranks,
             followers.silent(ranks),
         ):
-            return run_of_rank(replace(config, resume=config.resume or restarted()), ranks, stop)
+            again = replace(config, resume=config.resume or restarted())
+            return run_of_rank(again, ranks, stop, extensions)
     except EndedElsewhere as error:
         return error.exit_code
 
 
-def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
+def run_of_rank(
+    config: TrainConfig, ranks: Ranks, stop: StopRequest, extensions: Extensions = ALONE
+) -> int:
     """`run` for a resolved configuration, on one rank."""
     # Fails here if the device is missing, before any file is read or written
     device = ranks.device(config.device)
@@ -82,7 +146,8 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     try:
-        return _run(config, ranks, AgreedStop(stop) if ranks.world > 1 else stop)
+        stops = AgreedStop(stop) if ranks.world > 1 else stop
+        return _run(config, ranks, stops, extensions)
     except RuntimeError as error:
         # The CPU allocator raises a plain RuntimeError
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -94,7 +159,7 @@ def run_of_rank(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> int:
         raise
 
 
-def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
+def _run(config: TrainConfig, ranks: Ranks, stop: Stop, extensions: Extensions) -> int:
     path = Path(config.output)
     with followers.claimed(path, config.resume, ranks) as folder:
         if config.resume and ranks.is_first and folder.config.exists():
@@ -110,11 +175,11 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop) -> int:
             folder.write_config(asked)
         tell(f"Reading {config.data} ...")
         config, task = prepare_on_ranks(shared(config, ranks), ranks)
-        _begin_branch(config, folder, task, ranks)
+        _begin_branch(config, folder, task, ranks, extensions)
         try:
-            code = _train_and_log(config, folder, task, stop, asked, ranks)
+            code = _train_and_log(config, folder, task, stop, asked, ranks, extensions)
             if code == 0 and config.compare:
-                code = _train_reference(config, folder, task, stop, ranks)
+                code = _train_reference(config, folder, task, stop, ranks, extensions)
         except NumericsError as error:
             try:
                 ranks.first(lambda: _write_report(folder))
@@ -162,21 +227,36 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     return config, task
 
 
-def _begin_branch(config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks) -> None:
+def _begin_branch(
+    config: TrainConfig,
+    folder: RunFolder,
+    task: TrainTask,
+    ranks: Ranks,
+    extensions: Extensions,
+) -> None:
     """Writes the first checkpoint of a branch, unless the branch has one."""
     if config.parent and not ranks.told_by_first(folder.has_run):
-        alone = ranks.world == 1
+        if extensions.begin_branch is None or extensions.begin_branch_apart is None:
+            raise ConfigError(
+                f"from = {config.parent!r}: a branch needs narrowgauge.lab. Train with narrowgauge.lab.training.run.",
+                code="train.needs-lab",
+            )
         begin = (
-            partial(branch.begin, config, folder, task)
-            if alone
-            else partial(branch.begin_apart, config, folder.path)
+            partial(extensions.begin_branch, config, folder, task)
+            if ranks.world == 1
+            else partial(extensions.begin_branch_apart, config, folder.path)
         )
         for line in ranks.first(begin) or ():
             tell(f"Branch of {config.parent}: {line}")
 
 
 def _train_reference(
-    config: TrainConfig, folder: RunFolder, task: TrainTask, stop: Stop, ranks: Ranks
+    config: TrainConfig,
+    folder: RunFolder,
+    task: TrainTask,
+    stop: Stop,
+    ranks: Ranks,
+    extensions: Extensions,
 ) -> int:
     path = folder.path / f"compare-{config.compare}"
     reference = replace(
@@ -191,8 +271,10 @@ def _train_reference(
     )
     # resume=True: the reference may be half trained, and its data were shown with the main run
     with followers.claimed(path, True, ranks) as own:
-        _begin_branch(reference, own, task, ranks)
-        return _train_and_log(reference, own, task, stop, reference, ranks, is_first=False)
+        _begin_branch(reference, own, task, ranks, extensions)
+        return _train_and_log(
+            reference, own, task, stop, reference, ranks, extensions, is_first=False
+        )
 
 
 def _train_and_log(
@@ -202,6 +284,7 @@ def _train_and_log(
     stop: Stop,
     asked: TrainConfig,
     ranks: Ranks,
+    extensions: Extensions,
     is_first: bool = True,
 ) -> int:
     """Trains one run from its newest checkpoint, or from the start, to its end.
@@ -215,7 +298,7 @@ def _train_and_log(
         # The second run of a process has its own peak only if the system can reset the counter.
         has_own_peak = reset_peak(device) or is_first
         trainer = Trainer(
-            config, folder, task, log, has_own_peak, ranks, spike_watch.plugins(config)
+            config, folder, task, log, has_own_peak, ranks, extensions.plugins(config)
         )
         folder.write_config(asked)
         if trainer.checkpoints.resumed_from:

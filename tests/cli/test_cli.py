@@ -46,7 +46,7 @@ def loop(monkeypatch) -> list[TrainConfig]:
     calls: list[TrainConfig] = []
     stub = SimpleNamespace(run=lambda config: calls.append(config) or 0)
     recipes = SimpleNamespace(get=known_recipe, names=lambda: ("bf16", "fp8-current"), AUTO="auto")
-    monkeypatch.setattr("narrowgauge.train.loop", stub, raising=False)
+    monkeypatch.setattr("narrowgauge.lab.training", stub, raising=False)
     monkeypatch.setattr("narrowgauge.recipes", recipes, raising=False)
     return calls
 
@@ -446,7 +446,7 @@ def test_resume_of_a_run_that_never_began_begins_it(loop, tmp_path):
 
 
 def test_the_exit_code_of_the_loop_is_the_commands(monkeypatch, loop):
-    monkeypatch.setattr("narrowgauge.train.loop", SimpleNamespace(run=lambda config: 75))
+    monkeypatch.setattr("narrowgauge.lab.training", SimpleNamespace(run=lambda config: 75))
     assert cli.main(["train"]) == 75
 
 

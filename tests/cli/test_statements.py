@@ -13,10 +13,10 @@ from narrowgauge import cli, errors, storage
 from narrowgauge.data import records
 from narrowgauge.data import tokenizer as tokenizers
 from narrowgauge.errors import DataError
+from narrowgauge.lab.reopen import reopened
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint_ref import CheckpointRef
-from narrowgauge.train.reopen import reopened
 from tests.raising import raises
 from tests.train import tiny
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from narrowgauge.optim.carried import carry
 
 import narrowgauge as ng
 from narrowgauge.cli import main
+from narrowgauge.optim.transfer import transfer
 from tests.compatibility.write import RUNS, SETTINGS, model_of, optimizer_of, rules, weight_of
 
 EXIT_UNKNOWN = 11  # runs that have not learnt enough to tell
@@ -100,7 +100,7 @@ def test_an_optimizer_decodes_its_state(stored, rule, states):
     """The moments are those of the same steps in float32, up to the rounding of the format."""
     optimizer, wide = optimizer_of(rule, states), optimizer_of(rule, "fp32")
     optimizer.load_state_dict(stored[f"optimizer/{rule}/{states}"])
-    carry(optimizer, wide, [(weight_of(optimizer), weight_of(wide))])
+    transfer(optimizer, wide, [(weight_of(optimizer), weight_of(wide))])
     found = wide.state[weight_of(wide)]
     expected = stored[f"optimizer/{rule}/fp32"]["state"][0]
     assert set(found) >= set(expected) and found["step"] == expected["step"] == 5

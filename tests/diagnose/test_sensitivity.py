@@ -20,12 +20,12 @@ import pytest
 from narrowgauge import recipes
 from narrowgauge.cli import main
 from narrowgauge.diagnose import lineage, seeds, seeds_text, sensitivity
-from narrowgauge.diagnose.guard import check
-from narrowgauge.diagnose.guard.evidence import Evidence
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.seeds import Runs, judge
 from narrowgauge.diagnose.sensitivity import NOT_LEARNT, POSITIVE_CONTROL
 from narrowgauge.diagnose.verdict import EQUIVALENT
+from narrowgauge.lab.guard import check
+from narrowgauge.lab.guard.evidence import Evidence
 
 GREEN = {seeds.EQUIVALENT, seeds.NOT_WORSE, seeds.IDENTICAL, seeds.BETTER}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

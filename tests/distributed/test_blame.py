@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.diagnose.blame import blame
 from narrowgauge.formats import E2M1
+from narrowgauge.lab.blame import blame
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Cast
 from tests.distributed.models import build, micro_batch, state, train

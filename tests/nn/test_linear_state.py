@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.diagnose.blame.undisturbed import undisturbed
+from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.nn import linear
 from narrowgauge.nn.converted_state import ATTACHED, CACHE, SUBMODULES, ConvertedState
 from narrowgauge.nn.linear_state import LinearState

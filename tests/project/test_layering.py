@@ -76,7 +76,8 @@ def test_the_house_stays_small():
         "importlinter"
     ]["contracts"]
     floors = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
-    assert len(entries) <= 25 and len(floors) <= 16
+    # One more of each since 2026-11-24: the lab above train.
+    assert len(entries) <= 26 and len(floors) <= 17
 
 
 # Touching each name resolves what the package imports lazily. Subpackages (train, cli, ...) may bring their extras.

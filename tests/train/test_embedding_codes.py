@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.train import checkpoint_ref, loop
+from narrowgauge.lab import training
+from narrowgauge.lab.study.plan import Study
+from narrowgauge.train import checkpoint_ref
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.evaluation.saved import SavedRun, versions
 from narrowgauge.train.model import build
-from narrowgauge.train.study.plan import Study
 from tests.raising import raises
 from tests.train import faulty_run, tiny
 from tests.train.test_torchrun import same_run, trained
@@ -33,7 +34,7 @@ def step_of(folder) -> dict:
 
 def test_a_run_learns_the_step_of_its_table(make, capsys):
     config = make(recipe="bf16", embedding_codes="int4")
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     said = capsys.readouterr().err
     assert "bf16 with int4 in embeddings" in said
     assert "Embeddings looked up as int4, with a learned step each: model.embed_tokens." in said
@@ -50,27 +51,27 @@ def test_it_changes_the_numbers_and_none_means_as_before(make):
     losses = {}
     for codes in ("", "int4", "int8"):
         config = make(codes or "plain", recipe="none", embedding_codes=codes)
-        assert loop.run(config) == 0
+        assert training.run(config) == 0
         losses[codes] = tiny.losses(Path(config.output))
     assert losses[""] != losses["int8"] != losses["int4"]
     assert abs(losses["int8"][6] - losses[""][6]) < 0.02 * losses[""][6]
 
 
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(make, before_step):
-    assert loop.run(make("whole", embedding_codes="int4", checkpoint_every=3)) == 0
+    assert training.run(make("whole", embedding_codes="int4", checkpoint_every=3)) == 0
 
     before_step(5, lambda trainer: faulty_run.apply("stop", trainer))
     cut = make("cut", embedding_codes="int4", checkpoint_every=3)
-    assert loop.run(cut) == 130
-    assert loop.run(replace(cut, resume=True)) == 0
+    assert training.run(cut) == 130
+    assert training.run(replace(cut, resume=True)) == 0
     assert tiny.digests(Path(cut.output)) == tiny.digests(Path(make("whole").output))
 
 
 def test_other_codes_are_no_resumption(make):
     config = make(embedding_codes="int4", checkpoint_every=3, steps=3)
-    loop.run(config)
+    training.run(config)
     with raises(ConfigError, "resume.changed", "embedding_codes = 'int8'"):
-        loop.run(replace(config, resume=True, embedding_codes="int8", steps=6))
+        training.run(replace(config, resume=True, embedding_codes="int8", steps=6))
 
 
 def test_a_model_without_a_table_is_refused_by_name(make, tmp_path):
@@ -94,7 +95,7 @@ def test_a_model_without_a_table_is_refused_by_name(make, tmp_path):
 
 def test_the_reference_of_a_comparison_has_none(make):
     config = make(recipe="bf16", embedding_codes="int4", compare="bf16")
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     facts = [
         json.loads((Path(config.output) / part / "run.json").read_bytes())
         for part in ("", "compare-bf16")
@@ -117,7 +118,7 @@ def test_a_study_gives_codes_to_all_but_its_reference(make, tmp_path):
 def test_evaluations_are_narrow_and_wide(make):
     """An evaluation in 16 bits reads the rows as they are, also where no product is narrow."""
     config = make(recipe="none", embedding_codes="int4", eval_wide=True, eval_every=3)
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     for event in tiny.events(Path(config.output), "eval"):
         assert event["loss"] != event["wide"]["loss"]
     saved = SavedRun.open(Path(config.output), torch.device("cpu"))
@@ -127,7 +128,7 @@ def test_evaluations_are_narrow_and_wide(make):
 
 def test_the_trained_model_is_written_as_an_ordinary_one(make):
     config = make(recipe="bf16", embedding_codes="int4")
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     written = load_file(Path(config.output) / "final" / "model.safetensors")
     assert not [name for name in written if ".steps." in name]
     assert written["model.embed_tokens.weight"].unique().numel() > 1000  # not rounded
@@ -135,25 +136,25 @@ def test_the_trained_model_is_written_as_an_ordinary_one(make):
 
 def test_a_branch_carries_the_step_over_and_may_leave_it(make, tmp_path):
     config = make("parent", recipe="bf16", embedding_codes="int4", steps=6, checkpoint_every=3)
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     same = checkpoint_ref.branched(f"{config.output}@3", str(tmp_path / "same"))
-    assert same.embedding_codes == "int4" and loop.run(same) == 0
+    assert same.embedding_codes == "int4" and training.run(same) == 0
     assert tiny.losses(tmp_path / "same") == {
         step: loss for step, loss in tiny.losses(Path(config.output)).items() if step > 3
     }
     wide = checkpoint_ref.branched(f"{config.output}@3", str(tmp_path / "wide"), recipe="none")
-    assert wide.embedding_codes == "" and loop.run(wide) == 0
+    assert wide.embedding_codes == "" and training.run(wide) == 0
     assert not step_of(tmp_path / "wide")
     narrower = checkpoint_ref.branched(
         f"{config.output}@3", str(tmp_path / "int8"), embedding_codes="int8"
     )
-    assert loop.run(narrower) == 0
+    assert training.run(narrower) == 0
     assert float(step_of(tmp_path / "int8")["model.embed_tokens.steps.w"]) != 0
 
 
 def test_frozen_tables_keep_their_step(make):
     config = make(recipe="bf16", embedding_codes="int8", freeze="*embed_tokens")
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     assert len(tiny.losses(Path(config.output))) == 6
 
 
@@ -165,7 +166,7 @@ def test_a_guard_has_something_to_judge_though_no_product_is_narrow(make):
         warmup_steps=2,
         guard="every=10,steps=6,margin=0.25%,then=warn",
     )
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     found = tiny.events(Path(config.output), "guard")
     assert len(found) == 2 and all(event["wide"] != event["narrow"] for event in found)
 
@@ -179,6 +180,6 @@ def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, parallel)
         make("reference", micro_batches=2, **changes),
         make("ranks", parallel=parallel, **changes),
     )
-    assert loop.run(reference) == 0
+    assert training.run(reference) == 0
     assert ranks(2)(trained, config) == [0, 0]
     same_run(Path(config.output), Path(reference.output))

@@ -15,11 +15,12 @@ import pytest
 
 from narrowgauge import manifest, storage
 from narrowgauge.errors import StorageError
-from narrowgauge.train import loop
+from narrowgauge.lab import training
 from narrowgauge.train.metrics import MetricsLog
-from tests.train import spiking_run, tiny
-from tests.train.killed_guard import SICK, hurt
-from tests.train.spiking_run import LONG
+from tests.lab import spiking_run
+from tests.lab.killed_guard import SICK, hurt
+from tests.lab.spiking_run import LONG
+from tests.train import tiny
 from tests.train.test_loop import installed  # noqa: F401
 
 
@@ -82,12 +83,12 @@ def refused_at(disk, place, config, expected):
         StorageError,
         match=r"(?s)\A[^\n]*No space left on device[^\n]*Free some space, or [^\n]*\.\Z",
     ):
-        loop.run(config)
+        training.run(config)
     label = disk.labels[place]
     for path in manifest.newest_first(Path(config.output) / "checkpoints"):
         manifest.verify(path)
     disk.has_room()
-    assert loop.run(replace(config, resume=True)) == 0, label
+    assert training.run(replace(config, resume=True)) == 0, label
     assert ended(config) == expected, label
 
 
@@ -98,7 +99,7 @@ def test_a_guarded_run_on_a_full_disk(make, installed, disk, then):  # noqa: F81
     installed(hurt)
     common = {**SICK, "guard": f"every=4,steps=2,margin=0.02%,then={then}", "checkpoint_every": 3}
     whole = make("whole", **common)
-    assert loop.run(whole) == 0
+    assert training.run(whole) == 0
     expected, places = ended(whole), disk.places()
     names = {disk.labels[place] for place in places}
     assert {"guard", "rewind", "checkpoint", "guard/facts.json", "checkpoints/facts.json"} <= names
@@ -111,7 +112,7 @@ def test_a_run_that_leaves_a_batch_out_on_a_full_disk(make, monkeypatch, disk):
     spiking_run.corrupt(monkeypatch)
     common = {**LONG, "on_spike": "skip"}
     whole = make("whole", **common)
-    assert loop.run(whole) == 0
+    assert training.run(whole) == 0
     expected, first = ended(whole), disk.labels.index("spike")
     assert disk.labels[first : first + 2] == ["spike", "rewind"]
     behind = disk.labels[first:].index("checkpoint") + first

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.diagnose.blame.undisturbed import undisturbed
+from narrowgauge.lab import branch
+from narrowgauge.lab.blame.undisturbed import undisturbed
+from narrowgauge.lab.probe import rolled_back
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 from narrowgauge.snapshot import Snapshot, Training
-from narrowgauge.train import assembly, branch, counters, loop
+from narrowgauge.train import assembly, counters, loop
 from narrowgauge.train.checkpoint_ref import branched
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.deferred import StepQueue
-from narrowgauge.train.probe import rolled_back
 from tests.compare import assert_same
-from tests.diagnose.blame.planted import IDS, converted
+from tests.lab.blame.planted import IDS, converted
 
 
 class Planted:

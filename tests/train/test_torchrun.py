@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError, PeerError, Reason
+from narrowgauge.lab.training import EXTENSIONS
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import parallel_syntax
@@ -51,7 +52,7 @@ def trained(config, faults=()):
     try:
         own = Ranks(dist.get_rank(), dist.get_world_size(), store=place, timeout_s=60)
         with StopRequest(patient=True) as stop, own.ending_together(), followers.silent(own):
-            return loop.run_of_rank(resolved(config), own, stop)
+            return loop.run_of_rank(resolved(config), own, stop, EXTENSIONS)
     except Exception as error:
         return Reason(getattr(error, "code", ""), f"{type(error).__name__}: {error}")
     finally:

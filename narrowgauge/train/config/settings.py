@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.diagnose.guard import settings as guard_settings
+from narrowgauge.diagnose import guard_settings
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import parallel_syntax, switch_syntax
 from narrowgauge.train.config.data_checks import task_checks

@@ -1,1 +1,1 @@
-"""Studies: one training run repeated over recipes and seeds, with a verdict on each recipe."""
+"""Former place of modules of `narrowgauge.lab`."""

@@ -367,7 +367,7 @@ def configurations(draw) -> TrainConfig:
     settle_the_task(drawn)
     settle_answers_tags_and_choices(drawn)
     drawn.setdefault("batch_size", 16)
-    drawn["guard"] = ""  # checks of its own: diagnose/guard/settings.py
+    drawn["guard"] = ""  # checks of its own: lab/guard/settings.py
     drawn["micro_batches"] = draw(
         st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0])
     )

@@ -11,15 +11,15 @@ import torch
 
 from narrowgauge import cli
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
-from narrowgauge.train import blame_checkpoint, loop
+from narrowgauge.lab import blame_checkpoint, training
 from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.evaluation import command
 from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.lm_tasks import LmTasks
 from narrowgauge.train.evaluation.saved import SavedRun, versions
+from tests.lab.killed_guard import SICK, hurt
 from tests.raising import coded, raises
 from tests.train import tiny
-from tests.train.killed_guard import SICK, hurt
 from tests.train.test_loop import installed  # noqa: F401
 
 CHOICES = """task: words
@@ -58,7 +58,7 @@ def trained(text, tmp_path_factory):
         eval_wide=True,
         learning_rate=5e-3,
     )
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     return folder
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_its_guard_has_widened_scores_as_it_did(make, installed):  # 
         eval_every=8,
         best="loss",
     )
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     folder = Path(config.output)
     [switch] = tiny.events(folder, "switch")
     assert switch["step"] == 11
@@ -213,7 +213,7 @@ def test_float16_of_weights_trained_in_bfloat16_is_warned_of(trained, capsys) ->
 
 def test_weights_alone_have_no_narrow_score_where_steps_were_learnt(make, tmp_path) -> None:
     config = make(recipe="int4-hq-lss", best="loss", steps=2, eval_every=1)
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     saved = SavedRun.open(tmp_path / "run", torch.device("cpu"))
     [best], [newest] = saved.paths("best"), saved.paths("newest")
     model, _, why = saved.model(best)

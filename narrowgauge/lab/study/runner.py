@@ -1,0 +1,247 @@
+"""`narrowgauge study`: continues a study from its current state and computes the verdicts.
+
+study = Study(
+    config=toml.load(Path("cola.toml")), recipes=("bf16", "fp8-current"),
+    seeds=(0, 1, 2, 3, 4), output=Path("runs/study"),
+)
+result = run(study)
+[each.outcome for each in result.verdicts]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge import recipes, storage
+from narrowgauge.diagnose import seeds_text
+from narrowgauge.diagnose.seeds import NOT_FINITE, SeedComparison
+from narrowgauge.errors import EXIT_CANNOT_TELL, ConfigError, OutOfMemoryError
+from narrowgauge.lab.study import room
+from narrowgauge.lab.study.plan import Job, Study, StudyFolder, refuse_metric
+from narrowgauge.lab.study.pool import Pool
+from narrowgauge.lab.study.progress import Progress
+from narrowgauge.report import groups, several
+from narrowgauge.report.run_data import read_alone
+from narrowgauge.storage import reading
+from narrowgauge.train import loop
+from narrowgauge.train.config import toml
+from narrowgauge.train.config.settings import NO_RECIPE
+from narrowgauge.train.console import tell
+from narrowgauge.train.metrics import MetricsLog
+from narrowgauge.train.parallel.ranks import under_torchrun
+from narrowgauge.train.run_folder import LOCK, hold
+from narrowgauge.train.signals import StopRequest
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a study.
+
+    exit_code  see `run`
+    verdicts   comparison of each other recipe with the reference; [] if the study was stopped
+    failed     {run folder: reason}
+    """
+
+    exit_code: int
+    verdicts: list[SeedComparison] = field(default_factory=list)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def run(study: Study) -> Result:
+    """Trains missing runs, computes the verdicts, and writes the report.
+
+    Exit codes:
+
+        0        success; diverged runs are a result, too
+        1, 9     some runs failed (9: all out of memory); the next start retries them
+        11       the runs have not learnt enough for a verdict (`diagnose.sensitivity`); more seeds
+                 would not help
+        75, 130  stopped on request
+
+    Raises ConfigError, DataError and others before the first step, or if every run would fail
+    alike. Trained runs are kept.
+    """
+    _refuse_recipes(study)
+    if under_torchrun():
+        raise ConfigError(
+            "study: starts its own processes. Run it without torchrun.", code="study.torchrun"
+        )
+    folder = StudyFolder(study.output)
+    with _claimed(folder), StopRequest() as stop:
+        stored = folder.stored()
+        folder.refuse(study, stored)
+        tell(f"Reading {study.config.data} ...")
+        # Before any run starts: faulty data are reported once, and the cache is filled.
+        config, task = loop.prepare(study.settings_of(study.jobs()[0]))
+        identity = dict(task.identity)
+        folder.refuse_data(stored, identity)
+        before = stored or {}
+        study = replace(
+            study, metric=study.metric or before.get("metric", "") or task.best or "loss"
+        )
+        study = replace(study, margin=study.margin or before.get("margin", ""))
+        # Control runs that exist stay part of the study.
+        study = replace(study, control=study.control or before.get("control", False))
+        refuse_metric(study.config, study.metric)
+        # Frees the data before the runs need the memory.
+        del task
+        devices = room.devices(study.config.device)
+        jobs = study.jobs()
+        most = study.parallel or min(
+            len(jobs), len(devices) or max(1, room.cores() // (study.config.threads or 1))
+        )
+        facts = _facts(study, stored, config.steps, most)
+        facts["identity"] = identity
+        folder.write(facts, study.config)
+        _train(study, facts, config.steps, most, devices, stop)
+        if stop.requested:
+            tell("Continue: the same command.")
+            return Result(stop.exit_code)
+        return _conclude(study, folder, facts)
+
+
+def _refuse_recipes(study: Study) -> None:
+    """Raises ConfigError for unknown recipes, two names of one recipe, and "auto"."""
+    known: dict[str, str] = {}
+    for name in study.recipes:
+        if name == recipes.AUTO:
+            raise ConfigError(
+                "recipes: 'auto' chooses by a measurement, so the runs of a study could differ in recipe. Name recipes.",
+                code="study.auto",
+            )
+        full = name if name == NO_RECIPE else recipes.get(name).name
+        if full in known:
+            raise ConfigError(
+                f"recipes: {known[full]!r} and {name!r} are the same recipe. Name each once.",
+                code="study.same-recipe",
+            )
+        known[full] = name
+
+
+@contextmanager
+def _claimed(folder: StudyFolder) -> Iterator[None]:
+    """Creates the folder if necessary, and locks it."""
+    with storage.refusals("use the study's folder", folder.path):
+        storage.make_folder(folder.path)
+        lock = reading.opened_to_append(folder.lock, LOCK)
+    with lock:
+        hold(lock, folder.path)
+        storage.probe(folder.path)
+        yield
+
+
+def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int) -> dict[str, Any]:
+    """Contents of study.json."""
+    before = stored or {}
+    config = study.config
+    # Kept over restarts: another number of threads sums in another order and changes the last bits.
+    threads = before.get("threads") or config.threads or max(1, room.cores() // most)
+    margins = list(dict.fromkeys([*before.get("margins", []), str(study.chosen_margin)]))
+    return before | {
+        "recipes": list(study.recipes), "seeds": list(study.seeds), "metric": study.metric, "margin": str(study.chosen_margin),
+        "control": study.control, "margins": margins, "looks": before.get("looks", []),
+        "threads": threads, "steps": steps, "failed": before.get("failed", {}),
+    }  # fmt: skip
+
+
+def _train(
+    study: Study,
+    facts: dict[str, Any],
+    steps: int,
+    most: int,
+    devices: list[str],
+    stop: StopRequest,
+) -> None:
+    """Trains missing runs; adds failures to `facts`."""
+    folder, jobs, threads = StudyFolder(study.output), study.jobs(), facts["threads"]
+    with Progress(jobs, steps, most) as progress:
+        progress.over = {job.name: why for job in jobs if (why := _over(job)) is not None}
+        missing = [job for job in jobs if job.name not in progress.over]
+        words = (
+            f"{len(progress.over)} of {len(jobs)} runs are done already; " if progress.over else ""
+        )
+        where = (
+            f"{len(devices)} GPU{'s' * (len(devices) > 1)}"
+            if devices
+            else f"{threads} thread{'s' * (threads > 1)} each"
+        )
+        if missing:
+            progress.say(
+                f"{words}{len(missing)} to go, {min(most, len(missing))} at a time, {where}."
+            )
+
+        def ask(job: Job, device: str) -> Path:
+            storage.make_folder(job.folder)
+            path = job.folder / "asked.toml"
+            storage.replace_file(path, toml.dump(study.settings_of(job, threads, device)))
+            return path
+
+        def ended(job: Job, why: str) -> None:
+            progress.end(job, why)
+            facts["failed"].pop(job.folder.name, None)
+            if why and why != NOT_FINITE:
+                facts["failed"][job.folder.name] = why
+            folder.write(facts, study.config)
+            left = len(jobs) - len(progress.over)
+            progress.say(f"{job.name}: {why or 'finished'}{f'; {left} to go' if left else ''}")
+
+        measured = None if devices or study.parallel else progress.peak_bytes
+        Pool(
+            most,
+            devices,
+            ask,
+            measured,
+            progress.show,
+            ended,
+            {"OMP_NUM_THREADS": str(threads)} if threads else {},
+        ).run(missing, stop)
+
+
+def _over(job: Job) -> str | None:
+    """'' for a finished run, NOT_FINITE for a diverged one; None if it must be trained."""
+    if not os.path.lexists(job.folder / "run.json"):
+        return None
+    _, why = groups.final(read_alone(job.folder), "loss")
+    return why if why in ("", NOT_FINITE) else None
+
+
+def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Result:
+    """Computes the verdicts, prints and logs them, and writes the report."""
+    # The numbers of seeds at which verdicts were computed: repeated looks weaken the evidence.
+    facts["looks"] = list(dict.fromkeys([*facts["looks"], len(study.seeds)]))
+    folder.write(facts, study.config)
+    found = several.of_study(folder.path)
+    verdicts = found.verdicts()
+    with MetricsLog(folder.metrics) as log:
+        numbers = [each.numbers() for each in verdicts]
+        log.write(
+            "study",
+            facts["steps"],
+            metric=found.metric,
+            reference=found.groups[0].name,
+            verdicts=numbers,
+        )
+        log.sync()
+    for each in verdicts:
+        print(seeds_text.verdict(each).text(each.runs.name))
+    for words in several.limits(found, facts):
+        print(words)
+    for recorded, why in found.apart:
+        tell(f"{recorded.folder.name} is left out of the verdicts: {why}.")
+    tell(f"Report: {several.write(found, folder.path / 'report.html', facts)}")
+    failed = facts["failed"]
+    code = (
+        OutOfMemoryError.exit_code
+        if failed and set(failed.values()) <= {"out of memory"}
+        else int(bool(failed) or bool(found.apart))
+    )
+    if not code and any(each.is_insensitive for each in verdicts):
+        code = EXIT_CANNOT_TELL
+    for name, why in failed.items():
+        tell(f"{name} failed: {why}. The same command tries it again.")
+    return Result(code, verdicts, failed)
