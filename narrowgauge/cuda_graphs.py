@@ -462,7 +462,7 @@ class GraphedStep:
 
     def _forward_and_backward(self, **batch: Tensor) -> None:
         for layer, casts in self._casts.items():
-            layer.take_casts(casts)
+            layer.use_casts(casts)
         try:
             self._loss += self._backward(**batch).detach()
         finally:

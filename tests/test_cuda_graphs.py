@@ -192,7 +192,7 @@ def test_casts_of_a_step_do_not_ask_for_the_version_of_the_weight():
     assert casts.rows is not None and casts.cols is not None
     x = torch.randn(4, 32)
     before = layer(x)
-    layer.take_casts(casts)
+    layer.use_casts(casts)
     with torch.no_grad():
         layer.weight.mul_(2.0)
     assert_same(layer(x), before)
@@ -214,7 +214,7 @@ def test_casts_made_ahead_are_those_that_the_layer_makes(recipe):
         torch.manual_seed(1)
         layer.zero_grad()
         if ahead:
-            layer.take_casts(cast_weight(layer))
+            layer.use_casts(cast_weight(layer))
         given = x.clone().requires_grad_()
         y = layer(given)
         y.square().sum().backward()

@@ -43,7 +43,7 @@ from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.embedding import Codes, QEmbedding
 from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.ops.mm.cublas import ALIGNMENT

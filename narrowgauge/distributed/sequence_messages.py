@@ -28,7 +28,7 @@ from narrowgauge.distributed import messages
 from narrowgauge.distributed.messages import Link
 from narrowgauge.formats import E8M0
 from narrowgauge.fuse.precast import refuse_reader
-from narrowgauge.nn.caches import CacheStats
+from narrowgauge.nn.cast_sources import CacheStats
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.sharded import local_part, owner_of

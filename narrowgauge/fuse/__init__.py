@@ -12,7 +12,7 @@ Fused functions, found by the module names and structure of transformers' blocks
 
 A name is only a hint. A module is fused only if it computes the kernel's function on random inputs
 (probe.py). A Linear uses the codes only if it reads exactly that tensor and its recipe requires
-exactly that cast (`nn.caches`). Otherwise it quantizes its input itself.
+exactly that cast (`nn.cast_sources`). Otherwise it quantizes its input itself.
 
 Fusing therefore changes only the rounding of the fused functions: a kernel rounds once where
 PyTorch rounds between operations. Without a kernel (on the CPU, under torch.compile, for recipes

@@ -2,7 +2,7 @@
 
 With a kernel, the function is one autograd function:
 
-    forward   y and the first reader's cast in one pass; the cast is cached for y (`nn.caches`)
+    forward   y and the first reader's cast in one pass; the cast is cached for y (`nn.cast_sources`)
     backward  gradients of the inputs, and their casts for the Linears that produced these inputs
 
 Without a kernel, the module's own code computes y, and the cast is made as the reader would.
@@ -21,13 +21,13 @@ from narrowgauge.addresses import in_memory
 from narrowgauge.fuse.forward import OWN_CODE, FusedForward, Fusion
 from narrowgauge.fuse.saving import RecomputedOutput, SavedLayout, quantize_input
 from narrowgauge.nn import transforms
-from narrowgauge.nn.again import Origin
 from narrowgauge.nn.autograd_rules import no_double_backward
-from narrowgauge.nn.caches import CacheStats
+from narrowgauge.nn.cast_sources import CacheStats
 from narrowgauge.nn.keep_policy import SavePolicy, producer_policy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.observer import needs_x
 from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.nn.recompute import RecomputeSource
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.definition import ACTIVATIONS
@@ -262,7 +262,7 @@ class _Function(torch.autograd.Function):
         if ctx.recomputed is not None:
             ctx.recomputed.layout = ctx.layout
             # Detached: cached tensors must not keep the autograd graph alive.
-            casts.origin = Origin(
+            casts.source = RecomputeSource(
                 tuple(None if each is None else each.detach() for each in flat), ctx.recomputed
             )
         fill(operand, value)
@@ -347,7 +347,7 @@ def fill(operand: Operand, y: Tensor) -> None:
     if operand.casts.rows is None:
         operand.read()
         operand.rows(Rotation())
-    if operand.casts.origin is None:
+    if operand.casts.source is None:
         operand.saved()
 
 

@@ -6,7 +6,7 @@
              power-of-two scales                      (one scale per tensor; else as "exact")
     "int8"   the same in INT8                         as "fp8"
 
-Linears that read an activation, or a norm that saves x, save nothing of their own (nn.again). The
+Linears that read an activation, or a norm that saves x, save nothing of their own (nn.recompute). The
 first backward among the readers recomputes y and its cast for all. From exact inputs the result is
 bit-identical to forward; from codes it is y of the dequantized inputs.
 
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.again import Again, Saved
 from narrowgauge.nn.operands import Casts, Operand
+from narrowgauge.nn.recompute import Recompute, Saved
 from narrowgauge.ops.norm_act import FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.spec import Given, Kept, Statistics
 from narrowgauge.ops.quantize import quantize
@@ -105,7 +105,7 @@ def _scale(codes: QTensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @dataclass(eq=False)
-class RecomputedOutput(Again):
+class RecomputedOutput(Recompute):
     """Recomputes y and its cast, for one call of a fused function.
 
     kind          the function

@@ -161,7 +161,7 @@ def saved_bytes(
         # them, and delayed scaling would miss an amax.
         for layer in model.modules():
             if isinstance(layer, QLinear) and layer.training:
-                stack.enter_context(layer.keeping_apart())
+                stack.enter_context(layer.separate_cache())
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(reporting(meter.add))
@@ -188,7 +188,7 @@ def saved_bytes(
             del output
         for name, module in model.named_modules():
             meter.modules = [name]
-            for casts in module.kept_casts() if isinstance(module, QLinear) else ():
+            for casts in module.cached_casts() if isinstance(module, QLinear) else ():
                 meter.add_all(casts.tensors())
         return meter.result()
 

@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 from narrowgauge.addresses import is_compiling, type_of, wrapper
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
-from narrowgauge.nn.caches import NUMBERS, InputCasts
+from narrowgauge.nn.cast_sources import NUMBERS, InputCasts
 from narrowgauge.nn.converted_state import ADDED, SUBMODULES, StateField
 from narrowgauge.nn.keep_policy import WeightCodes, keep_policy, resolved
 from narrowgauge.nn.linear_context import (
@@ -269,7 +269,7 @@ class QLinear(nn.Linear):
         return self.state.gathered if frozen is None else frozen
 
     @contextmanager
-    def keeping_apart(self) -> Iterator[None]:
+    def separate_cache(self) -> Iterator[None]:
         """Inside the block, cache weight casts apart: the cache from before returns at the end."""
         before = self.state.cache
         if before is None or not before.is_given:
@@ -281,7 +281,7 @@ class QLinear(nn.Linear):
         finally:
             self.state.cache = before
 
-    def stop_keeping(self) -> None:
+    def stop_caching(self) -> None:
         """Stop caching weight casts, as before the first `empty_cache(keep=True)`."""
         self.state.cache = None
 
@@ -295,7 +295,7 @@ class QLinear(nn.Linear):
             == "recast"
         )
 
-    def kept_casts(self) -> list[Casts]:
+    def cached_casts(self) -> list[Casts]:
         return [] if self.state.cache is None else [self.state.cache.casts]
 
     def end_step(self) -> None:
@@ -305,7 +305,7 @@ class QLinear(nn.Linear):
             self.state.shared_inputs.clear()
         self.state.step_watch = None
 
-    def take_casts(self, casts: Casts) -> None:
+    def use_casts(self, casts: Casts) -> None:
         """Use these casts until the next `empty_cache`, even if the weight is written."""
         from narrowgauge.nn.weight_cache import WeightCache
 

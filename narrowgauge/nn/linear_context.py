@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class CastSources:
     """Existing casts that the operands of a call may use.
 
-    by_role        role -> caches of the operand (caches.py), in the order in which they are searched
+    by_role        role -> caches of the operand (cast_sources.py), in the order in which they are searched
     weight_cache   cache of the weight's casts, also for backward
     x_history_key  equal for layers whose amax histories of x are equal; None: unknown
     saved_for_w    (eager code) weight casts that forward leaves for backward; None: backward casts

@@ -7,7 +7,7 @@
     grad_weight  = mm(gy.cols, x.cols)             [N, K]      gy.T @ x
 
 Each operand is rotated along its contracted axis, if the recipe rotates, and then quantized.
-`operands` implements the casts and `caches` finds existing ones. With backward="straight-through"
+`operands` implements the casts and `cast_sources` finds existing ones. With backward="straight-through"
 (straight_through.py) the backward GEMMs read the codes of the forward pass. Their results are
 gradients of the dequantized operands, which `gradient` converts to gradients of x and w.
 
@@ -28,11 +28,11 @@ from narrowgauge.nn.autograd_rules import (
     column_sums,
     no_double_backward,
 )
-from narrowgauge.nn.kept_products import KEEPER
 from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.operands import KINDS, Casts, find
 from narrowgauge.nn.plan import LinearPlan
 from narrowgauge.nn.rotation import NONE, Rotation
+from narrowgauge.nn.saved_outputs import KEEPER
 from narrowgauge.recipe import Recipe
 
 
@@ -74,7 +74,12 @@ class LinearFunction(torch.autograd.Function):
                 context.observation.result("output", bias, y)
         if keeper is not None:
             keeper.end(y)
-        ctx.context, ctx.wants, ctx.x_kept, ctx.again = context, wants, len(kept), x_operand.again
+        ctx.context, ctx.wants, ctx.x_kept, ctx.recompute = (
+            context,
+            wants,
+            len(kept),
+            x_operand.recompute,
+        )
         ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype if bias is not None and needs[2] else None
         # Not in save_for_backward, which raises if a saved tensor was written before backward:
         # other micro-batches update this one.
@@ -92,7 +97,7 @@ class LinearFunction(torch.autograd.Function):
         # The tensors saved for x come first. The weight is the second tensor saved for w.
         recipe, weight, stream = plan.recipe, saved[ctx.x_kept + 1], context.ranks.stream
         x = plan.x.kind(None, plan.x, context, wants, None)
-        x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.again)
+        x = x.restore(saved[: ctx.x_kept], (gy.shape[0], weight.shape[1]), gy, ctx.recompute)
         w = plan.w.kind(None, plan.w, context, wants, None).restore(
             saved[ctx.x_kept :], weight.shape, gy
         )

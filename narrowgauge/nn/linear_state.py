@@ -21,11 +21,11 @@ from narrowgauge.nn.converted_state import (
 if TYPE_CHECKING:
     import torch
 
-    from narrowgauge.nn.caches import SharedInputs
+    from narrowgauge.nn.bypassed_weights import Watch
+    from narrowgauge.nn.cast_sources import SharedInputs
     from narrowgauge.nn.keep_policy import WeightCodes
     from narrowgauge.nn.observer import Observer
     from narrowgauge.nn.plan import LinearPlan
-    from narrowgauge.nn.reached import Watch
     from narrowgauge.nn.step_watch import StepWatch
     from narrowgauge.nn.weight_cache import WeightCache
     from narrowgauge.ops.quantize.precast_weight import PrecastWeight
@@ -46,8 +46,8 @@ class LinearState(ConvertedState):
     gathered            (distributed.weights.GatheredWeight) codes from other ranks, or None
     cache               casts of the weight in this step; None before the first `advance`
     step_watch          detects training without `advance`
-    is_last_reader      the layer was the last one to read its previous input (nn.caches)
-    was_called          the layer was called in this step (nn.reached)
+    is_last_reader      the layer was the last one to read its previous input (nn.cast_sources)
+    was_called          the layer was called in this step (nn.bypassed_weights)
     steps_without_call  optimizer steps in a row without a call
     is_bypassed         the weight is multiplied without calling the layer
     weight_watch        counts the GEMMs that read the weight

@@ -33,7 +33,7 @@ def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
         waited: Tensor | Key = operand.waiting.pop(which)
         return waited
     plan, context = operand.plan, operand.context
-    keys: dict[str, Key] = operand.casts.keys
+    keys: dict[str, Key] = operand.casts.noise_keys
     rotate = plan.rows_rotate if which == "rows" else plan.cols_rotate
     # Only the noise of a cached weight is needed again. Random signs change its cast at every call.
     if (
@@ -58,7 +58,7 @@ def show(operand: Any, made: QTensor, product: str, which: str) -> None:
     which    "rows" or "cols"
     """
     observation = operand.context.observation
-    drawn = operand.casts.keys | (operand.drawn or {})
+    drawn = operand.casts.noise_keys | (operand.drawn or {})
     # A transposed cast has the noise of the cast that it was made from.
     noise, is_turned = drawn.get(which), False
     if noise is None and which == "cols" and operand.plan.transposes:

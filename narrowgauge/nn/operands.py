@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import PIECE, in_memory, is_compiling, type_of
-from narrowgauge.nn.again import Again, Origin, Saved
 from narrowgauge.nn.keep_policy import SavedInput
 from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.plan import PRODUCTS, OperandPlan
+from narrowgauge.nn.recompute import Recompute, RecomputeSource, Saved
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
@@ -40,21 +40,21 @@ class Casts:
 
     rows, cols  quantized t and quantized t.T; None until first use
     amax        [1, 1] float32: the amax that set the scale under delayed scaling, else None
-    state       the amax state that recorded this tensor
-    keys        (w) "rows", "cols" -> noise key, so backward repeats a stochastic cast bit for bit
-    kept        (x) tensors saved for backward in place of cols; shared by all layers that read x
+    amax_state  the amax state that recorded this tensor
+    noise_keys  (w) "rows", "cols" -> noise key, so backward repeats a stochastic cast bit for bit
+    saved       (x) tensors saved for backward in place of cols; shared by all layers that read x
     codes       (straight-through) codes of the forward GEMM (straight_through.Coded)
-    origin      (x) tensors from which backward recomputes cols; None: cols are saved
+    source      (x) tensors from which backward recomputes cols; None: cols are saved
     """
 
     rows: QTensor | Tensor | None = None
     cols: QTensor | Tensor | None = None
     amax: Tensor | None = None
-    state: Tensor | None = None
-    keys: dict[str, Any] = field(default_factory=dict)
-    kept: Saved | None = None
+    amax_state: Tensor | None = None
+    noise_keys: dict[str, Any] = field(default_factory=dict)
+    saved: Saved | None = None
     codes: Any = None
-    origin: Origin | None = None
+    source: RecomputeSource | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -85,7 +85,7 @@ class Operand:
     is_restored  True in backward for an operand that `restore` rebuilt
     is_carrier   True if the tensor has no data: its codes were gathered or frozen
     after        (backward) the incoming gradient, which orders work of gathered codes after it
-    later        (backward) (Again, saved tensors) that recompute cols on first use
+    pending_recompute  (backward) (Recompute, saved tensors) that recompute cols on first use
     waiting      noise of rows or cols that was drawn earlier than used (noise.py)
     drawn        noise of rows or cols, for an observer
     """
@@ -94,7 +94,7 @@ class Operand:
     is_restored = False
     is_carrier = False
     after: Tensor | None = None
-    later: tuple[Again, Saved] | None = None
+    pending_recompute: tuple[Recompute, Saved] | None = None
     drawn: dict[str, Any] | None = None
 
     def __init__(
@@ -154,18 +154,18 @@ class Operand:
                 if cast.rounding == "stochastic":
                     noise = self._noise(x, "rows"), self._noise(x.T, "cols") if both else None
                 casts.rows, casts.cols, casts.amax = run(x, state, noise)
-                casts.state = state
+                casts.amax_state = state
                 return
         if state is None and casts.rows is None and self._remembers_amax:
             casts.rows, casts.amax = plan.with_amax(self.tensor)
         if state is not None and casts.amax is None:
             amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
             casts.amax = update_amax(state, amax, records=self.context.records)
-            casts.state = state
+            casts.amax_state = state
 
     def _was_seen_by_another(self, state: Tensor) -> bool:
         """Return True if an equal amax history recorded this tensor; copy its state then."""
-        seen = self.casts.state
+        seen = self.casts.amax_state
         if self.plan.role != "x" or seen is None or seen is state:
             return False
         if self.context.records:
@@ -186,7 +186,7 @@ class Operand:
 
     def _casts_both(self, cast: Cast) -> bool:
         """True if cols made now will still exist when a GEMM reads them."""
-        is_recomputed, cache = self.casts.origin is not None, self.context.sources.weight_cache
+        is_recomputed, cache = self.casts.source is not None, self.context.sources.weight_cache
         is_stochastic = cast.rounding == "stochastic"
         if not self.context.keep.casts_both(
             self.plan.role, self.needs, is_stochastic, is_recomputed
@@ -248,9 +248,9 @@ class Operand:
         return casts.rows
 
     def _cols(self, rotation: Rotation, beside: Operand) -> QTensor | Tensor:
-        if self.later is not None:
-            (again, saved), self.later = self.later, None
-            again.restore(self, saved)
+        if self.pending_recompute is not None:
+            (recompute, saved), self.pending_recompute = self.pending_recompute, None
+            recompute.restore(self, saved)
         casts, plan = self.casts, self.plan
         if (made := casts.cols) is not None:
             if plan.cols_expand is not None and isinstance(made, QTensor) and not made.is_expanded:
@@ -371,18 +371,18 @@ class Operand:
         if self.plan.role == "w":
             return self._saved_weight()
         casts = self.casts
-        form = self.context.keep.of_input(self.needs[1], casts.origin is not None)
+        form = self.context.keep.of_input(self.needs[1], casts.source is not None)
         if form is SavedInput.NOTHING:
             return casts.amax, None
         if form is SavedInput.INPUT:
             return casts.amax, self.tensor
         if form is SavedInput.PRODUCER_INPUTS:
-            assert casts.origin is not None
-            casts.origin.again.readers += 1
-            return casts.amax, *casts.origin.tensors
-        if casts.kept is None:
-            casts.kept = self._kept_codes()
-        return casts.amax, *casts.kept
+            assert casts.source is not None
+            casts.source.recompute.readers += 1
+            return casts.amax, *casts.source.tensors
+        if casts.saved is None:
+            casts.saved = self._saved_codes()
+        return casts.amax, *casts.saved
 
     def _saved_weight(self) -> Saved:
         casts, keep, sources = self.casts, self.context.keep, self.context.sources
@@ -391,11 +391,11 @@ class Operand:
             return casts.amax, self.tensor, cols.data, cols.scale, cols.global_scale
         # Autograd saves no Python objects, so the casts go to backward in the context.
         if cache is not None and keep.grads and not cache.is_gathered:
-            sources.saved_for_w = cache.kept_for_backward(casts)
+            sources.saved_for_w = cache.saved_for_backward(casts)
         return casts.amax, self.tensor
 
-    def _kept_codes(self) -> Saved:
-        """(codes, scale, global scale) of x.T; scales may be exponents, see `_keeps_exponents`."""
+    def _saved_codes(self) -> Saved:
+        """(codes, scale, global scale) of x.T; scales may be exponents, see `_saves_exponents`."""
         casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # A CPU saves dequantized values: encoding and decoding takes
@@ -409,27 +409,33 @@ class Operand:
             casts.cols = self._rotated_cast(self.tensor.T, rotation, plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
-        scale = to_exponents(codes.scale) if _keeps_exponents(codes.cast) else codes.scale
+        scale = to_exponents(codes.scale) if _saves_exponents(codes.cast) else codes.scale
         return codes.data, scale, codes.global_scale
 
     @property
-    def again(self) -> Again | None:
+    def recompute(self) -> Recompute | None:
         """The object that recomputes this operand in backward; None if cols or x are saved."""
-        return self.casts.origin.again if self.casts.origin is not None and self.needs[1] else None
+        return (
+            self.casts.source.recompute if self.casts.source is not None and self.needs[1] else None
+        )
 
     def restore(
-        self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None
+        self,
+        saved: Saved,
+        shape: tuple[int, int],
+        after: Tensor,
+        recompute: Recompute | None = None,
     ) -> Operand:
         """Rebuild the operand in backward, as forward left it, and return it.
 
         saved  the tensors of `saved`
         shape  shape of t
         after  the incoming gradient
-        again  recomputes the operand from `saved`; None: the tensors are its own
+        recompute  recomputes the operand from `saved`; None: the tensors are its own
         """
         self.after = after
-        if again is not None:
-            self.later = again, saved
+        if recompute is not None:
+            self.pending_recompute = recompute, saved
             return self
         amax, tensor, *codes = saved
         plan, casts = self.plan, self.casts
@@ -449,7 +455,7 @@ class Operand:
         elif codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
-            if _keeps_exponents(plan.cols):
+            if _saves_exponents(plan.cols):
                 scale = from_exponents(scale)
             # A rotation pads the contracted axis to whole blocks, and the
             # codes have the padded length.
@@ -500,7 +506,7 @@ class Operand:
         return d, None
 
 
-def _keeps_exponents(cast: Cast) -> bool:
+def _saves_exponents(cast: Cast) -> bool:
     """True if power-of-two scales are saved as their exponents, one byte each.
 
     For tiles of 128 elements or more that would save at most 2.3 % of the codes' memory, for eight

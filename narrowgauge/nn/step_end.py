@@ -64,10 +64,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
 
     Ranks that share layers first agree on the recorded state.
     """
-    from narrowgauge.nn import reached
+    from narrowgauge.nn import bypassed_weights
     from narrowgauge.nn.step_warnings import warn_of_eval, warn_of_ranks
 
-    reached.end_step(layers)
+    bypassed_weights.end_step(layers)
     if any(layer.state.write_checks for layer in layers):
         from narrowgauge.nn.step_warnings import warn_of_unseen_writes
 
@@ -141,6 +141,6 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         warn_of_float16({each: name for each, name in ended.items() if each in alone}, optimizer)
     for layer in ended:
         layer.state.step_ended = True
-    from narrowgauge.nn.wide_copies import end_step
+    from narrowgauge.nn.unconverted_copies import end_step
 
     end_step(models, ended.keys())

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
-from narrowgauge.nn.again import Again, Saved
+from narrowgauge.nn.compiled_draws import tied
 from narrowgauge.nn.keep_policy import forward_codes
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand
+from narrowgauge.nn.recompute import Recompute, Saved
 from narrowgauge.nn.rotation import Rotation
-from narrowgauge.nn.tied_draws import tied
 from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
 from narrowgauge.ops.hadamard.encoding import rotate_and_encode, rotation_is_fused
@@ -155,7 +155,11 @@ class CodedOperand(Operand):
         return seen if self.sampled is None else seen[self.sampled]
 
     def restore(
-        self, saved: Saved, shape: tuple[int, int], after: Tensor, again: Again | None = None
+        self,
+        saved: Saved,
+        shape: tuple[int, int],
+        after: Tensor,
+        recompute: Recompute | None = None,
     ) -> Operand:
         self.after = after
         signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """Cache of a weight's casts within one optimizer step, for later forward passes and for backward.
 
-`caches` lists the order of all caches. The key of a weight, `addresses.validity`, contains
+`cast_sources` lists the order of all caches. The key of a weight, `addresses.validity`, contains
 `_version`, which does not change on writes through `.data`, NumPy or raw pointers. A forward pass
 therefore reuses casts of a weight only if its bytes are unchanged (`ops.fingerprint`):
 
@@ -81,8 +81,8 @@ class WeightCache:
         elif keeps:
             self.was_reread = self.expects_more = True
             if not self._is_unchanged(operand):
-                self._begin(operand, Casts(keys=self.casts.keys), keeps)
-        return self.casts if keeps else Casts(keys=self.casts.keys)
+                self._begin(operand, Casts(noise_keys=self.casts.noise_keys), keeps)
+        return self.casts if keeps else Casts(noise_keys=self.casts.noise_keys)
 
     def _begin(self, operand: Operand, casts: Casts, keeps: bool) -> None:
         # The fingerprint comes before the cast: a write by another thread in
@@ -116,9 +116,13 @@ class WeightCache:
         """bool [] on the device: the weight was written behind reused casts; None: not compared."""
         return None if self.seen is None or self.seen.is_exact else self.seen.changed
 
-    def kept_for_backward(self, casts: Casts) -> Casts:
+    def saved_for_backward(self, casts: Casts) -> Casts:
         """Casts that a forward pass leaves to its backward pass."""
-        return Casts(keys=casts.keys) if self.recasts and casts is not self.casts else casts
+        return (
+            Casts(noise_keys=casts.noise_keys)
+            if self.recasts and casts is not self.casts
+            else casts
+        )
 
     def _keeps_noise(self, operand: Operand) -> bool:
         """True if a recast would need noise per element, which takes more memory than codes."""

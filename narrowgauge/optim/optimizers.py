@@ -131,3 +131,9 @@ class SGD(LowPrecisionOptimizer):
             embeddings=embeddings,
             seed=seed,
         )
+
+
+# By the name of their rule, as in the setting `optimizer`.
+OPTIMIZERS: dict[str, type[LowPrecisionOptimizer]] = {
+    each.rule.name: each for each in (AdamW, Lion, SGD)
+}

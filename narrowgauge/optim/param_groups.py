@@ -28,7 +28,7 @@ CUT, SHORT = "shards cut its tiles", "rows too short for a tile"
 # torchao).
 SMALLEST = 4096
 _ADDED_BY_TORCH = ("params", "param_names", "initial_lr")
-_OF_RULES = {option for rule in rules.BUILT_IN.values() for option in rule.options}
+_OF_RULES = {option for rule in rules.RULES.values() for option in rule.options}
 _KNOWN = _OF_RULES | {"params", "lr", "weight_decay"}
 _INSTEAD = {
     "maximize": "Minimise the negated loss.",

@@ -115,6 +115,8 @@ class Rule:
                  corrected. clamps: True if a moment is quantized, so m is clamped. A
                  moment that the rule does not keep is zeros, and its result is ignored
     draws_first  round the first moment stochastically, regardless of `decays`
+    kernel       number of the rule in step.cpp and in the Triton kernel; None: plain torch alone
+                 computes it
     granularity  "element": update accepts any slice of a tensor; "matrix": it needs the whole
                  tensor, [rows, columns]
     options      options of a group beside lr and weight_decay, with their defaults
@@ -127,6 +129,7 @@ class Rule:
     granularity: Literal["element", "matrix"] = "element"
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     draws_first: bool = False
+    kernel: int | None = None
 
 
 def only_decays(g: Tensor, m: Tensor, share: float = 1.0) -> Tensor:
@@ -288,18 +291,19 @@ def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool)
 
 ADAMW = Rule(
     name="adamw", moments=("exp_avg", "exp_avg_sq"), constants=_adamw_constants, update=_adamw,
-    options={"betas": (0.9, 0.999), "eps": 1e-8},
+    options={"betas": (0.9, 0.999), "eps": 1e-8}, kernel=0,
 )  # fmt: skip
 LION = Rule(
     name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion, options={"betas": (0.9, 0.99)},
-    draws_first=True,
+    draws_first=True, kernel=1,
 )  # fmt: skip
 SGD = Rule(
     name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
-    options={"momentum": 0.9, "nesterov": False},
+    options={"momentum": 0.9, "nesterov": False}, kernel=2,
 )  # fmt: skip
-# The order is the order of rule numbers in the kernels.
-BUILT_IN = {rule.name: rule for rule in (ADAMW, LION, SGD)}
+# Rules with a name in groups, settings and saved states. BUILT_IN: those that kernels compute.
+RULES = {rule.name: rule for rule in (ADAMW, LION, SGD)}
+BUILT_IN = {name: rule for name, rule in RULES.items() if rule.kernel is not None}
 
 
 def refuse(rule: Rule) -> str:
@@ -313,15 +317,16 @@ def refuse(rule: Rule) -> str:
 
 def number(rule: Rule) -> int:
     """Number of a built-in rule in the kernels."""
-    return list(BUILT_IN).index(rule.name)
+    assert rule.kernel is not None
+    return rule.kernel
 
 
 def get(name: str, known: Mapping[str, Rule]) -> Rule:
-    """Return the rule called `name` from `known` or BUILT_IN.
+    """Return the rule called `name` from `known` or RULES.
 
     Raises ConfigError with the closest names.
     """
-    rules = {**BUILT_IN, **known}
+    rules = {**RULES, **known}
     # `in` on a list compares by equality: a group may contain an unhashable value.
     if name not in list(rules):
         near = closest(str(name), rules) or ", ".join(map(repr, rules))

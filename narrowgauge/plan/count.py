@@ -218,7 +218,7 @@ def _name_codes(model: nn.Module, recorder: Recorder) -> None:
     layers = [module for module in model.modules() if isinstance(module, QLinear)]
     recorder.name(
         "codes",
-        (each for layer in layers for casts in layer.kept_casts() for each in casts.tensors()),
+        (each for layer in layers for casts in layer.cached_casts() for each in casts.tensors()),
     )
     # A GEMM may take a weight without a cast (nvfp4's last blocks): relabel it as a weight.
     recorder.name("weights", model.parameters())

@@ -8,15 +8,13 @@ from torch import Tensor, nn
 
 from narrowgauge import memory
 from narrowgauge.optim import (
-    SGD,
-    AdamW,
-    Lion,
     Precision,
     groups,
     refuse_silent_failures,
     state_bytes,
 )
 from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.optim.optimizers import OPTIMIZERS
 from narrowgauge.optim.shards import is_sharded, local, local_gradient
 from narrowgauge.train.config.settings import TrainConfig
 
@@ -121,11 +119,10 @@ def _narrow(config: TrainConfig, model: nn.Module, precision: Precision) -> torc
         "master": _master(config, precision),
         "seed": config.seed,
     }
-    if config.optimizer == "adamw":
-        return AdamW(parts, **_adam_settings(config), **shared)
-    if config.optimizer == "lion":
-        return Lion(parts, lr=config.learning_rate, betas=(config.beta1, config.beta2), **shared)
-    return SGD(parts, lr=config.learning_rate, momentum=config.beta1, **shared)
+    settings = {**_adam_settings(config), "momentum": config.beta1}
+    chosen = OPTIMIZERS[config.optimizer]
+    known = {name: value for name, value in settings.items() if name in chosen.rule.options}
+    return chosen(parts, lr=config.learning_rate, **known, **shared)
 
 
 def _master(config: TrainConfig, precision: Precision) -> str | None:

@@ -98,7 +98,9 @@ def test_codes_of_weights_count_before_the_first_step_too():
     model = ng.convert(llama(), "fp8-row", weight_codes="step")
     inputs = {**batch(), "use_cache": False}
     before = saved_bytes(model, inputs).total
-    assert not any(layer.kept_casts() for layer in model.modules() if isinstance(layer, ng.QLinear))
+    assert not any(
+        layer.cached_casts() for layer in model.modules() if isinstance(layer, ng.QLinear)
+    )
     ng.advance(model)
     assert saved_bytes(model, inputs).total == before
     weights = sum(

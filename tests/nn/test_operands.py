@@ -40,8 +40,8 @@ CALLS = {
     "int4-hq-bs": (683, 391),
     "int4-hq-lss": (834, 480),
     "int4-lsq-luq": (499, 276),
-    "int4-minmax-sr": (689, 391),
-    "int4-row-sr": (683, 386),
+    "int4-minmax-sr": (691, 391),
+    "int4-row-sr": (684, 386),
     "nvfp4": (558, 270),
     "mxfp4": (681, 351),
 }
@@ -84,7 +84,7 @@ def test_importing_the_linear_brings_few_statements():
     )
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
     # Docstrings and comments may grow.
-    assert int(done.stdout) <= 2900
+    assert int(done.stdout) <= 2950
 
 
 class Gathered:

@@ -68,8 +68,8 @@ def test_the_key_of_the_noise_is_kept_instead_of_codes(again):
     recast, model = trained(drawing(), "recast", again)
     assert_same(recast, kept)
     model(torch.randn(8, 64, requires_grad=True))
-    (casts,) = model[0].kept_casts()
-    assert casts.is_empty and not list(casts.tensors()) and list(casts.keys) == ["rows"]
+    (casts,) = model[0].cached_casts()
+    assert casts.is_empty and not list(casts.tensors()) and list(casts.noise_keys) == ["rows"]
     assert not all(map(torch.equal, recast, trained(drawing("nearest"), "recast", again)[0]))
 
 
@@ -126,7 +126,7 @@ def test_nothing_is_kept_between_forward_and_backward():
         model(torch.randn(8, 64, requires_grad=True))
         layers = [module for module in model.modules() if isinstance(module, QLinear)]
         assert [
-            any(any(True for _ in each.tensors()) for each in layer.kept_casts())
+            any(any(True for _ in each.tensors()) for each in layer.cached_casts())
             for layer in layers
         ] == [keeps] * 2
 

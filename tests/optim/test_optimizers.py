@@ -25,12 +25,13 @@ from narrowgauge.optim import (
 )
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.optimizers import OPTIMIZERS
 from narrowgauge.train.checkpoint import state as train_state
 from tests.compare import assert_same
 from tests.processes import ROOT
 from tests.raising import coded, raises
 
-RULES: dict[str, Any] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+RULES = OPTIMIZERS
 
 
 def matrix(dtype: torch.dtype = torch.float32, rows: int = 16, columns: int = 300) -> nn.Parameter:

@@ -14,6 +14,8 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import AdamW, Lion, rules, state_bytes
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.optimizers import OPTIMIZERS
+from narrowgauge.train.config.settings import TrainConfig
 from tests.compare import assert_same
 from tests.raising import raises
 from tests.selection import needs_compiler
@@ -193,3 +195,14 @@ def test_the_previous_learning_rate_is_saved_and_a_damaged_one_is_refused():
         saved["param_groups"][0]["previous_lr"] = damaged
         with raises(CheckpointError, "optim.state", "previous_lr"):
             three.load_state_dict(saved)
+
+
+def test_every_rule_has_an_optimizer_and_a_setting():
+    """A new rule is one object in RULES; these lists are derived from it, or compared with it here (exact)."""
+    assert list(OPTIMIZERS) == list(rules.RULES)
+    for name in rules.RULES:
+        assert TrainConfig(optimizer=name).optimizer == name
+    with raises(ConfigError, "config.optimizer", *rules.RULES):
+        TrainConfig(optimizer="leon")
+    numbers = [rule.kernel for rule in rules.BUILT_IN.values()]
+    assert numbers == sorted(set(numbers)), "two rules would share a kernel's branch"

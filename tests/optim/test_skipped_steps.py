@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.optim import SGD, AdamW, Lion, skipped_steps
+from narrowgauge.optim import AdamW, skipped_steps
+from narrowgauge.optim.optimizers import OPTIMIZERS
 from narrowgauge.optim.skipped_steps import SkippedSteps
 from tests.compare import assert_same
 
 FLAGS = (0.0, 1.0, 0.0, math.inf, math.nan, 0.0)
-BUILD = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+BUILD = OPTIMIZERS
 
 
 def gradients(parameters: list[nn.Parameter], step: int) -> None:

@@ -30,7 +30,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parameter.grad = None
         for module in model.modules():
             if isinstance(module, QLinear):
-                module.stop_keeping()
+                module.stop_caching()
         yield
     finally:
         before.restore()

@@ -26,12 +26,16 @@ bytes. The next programs down a band of BAND rows complete the memory sector whi
 cache.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from narrowgauge.ops.triton.elements import encode, magnitude_bits
 from narrowgauge.ops.triton.noise import mix
 from narrowgauge.ops.triton.scales import reciprocal_of, scale_of
+from narrowgauge.optim import masters, noise, rules
+from narrowgauge.optim.step import DTYPES
+from narrowgauge.optim.triton import launch
 from narrowgauge.optim.triton.moment_codes import (
     NONE,
     WIDE,
@@ -45,26 +49,26 @@ from narrowgauge.optim.triton.moment_codes import (
     uniform,
 )
 
-HEAD = tl.constexpr(16)
+HEAD = tl.constexpr(launch.HEAD)
 FIELDS = tl.constexpr(24)
-WEIGHTS = tl.constexpr(0x5BD1E995)
+WEIGHTS = tl.constexpr(noise.WEIGHTS)
 
-FLOAT32 = tl.constexpr(0)
-BFLOAT16 = tl.constexpr(1)
-FLOAT16 = tl.constexpr(2)
+FLOAT32 = tl.constexpr(DTYPES[torch.float32])
+BFLOAT16 = tl.constexpr(DTYPES[torch.bfloat16])
+FLOAT16 = tl.constexpr(DTYPES[torch.float16])
 
-MASTER_FP32 = tl.constexpr(1)
-MASTER_FP16 = tl.constexpr(2)
-REMAINDER = tl.constexpr(3)
-STOCHASTIC = tl.constexpr(4)
+MASTER_FP32 = tl.constexpr(masters.KINDS["fp32"])
+MASTER_FP16 = tl.constexpr(masters.KINDS["fp16-scaled"])
+REMAINDER = tl.constexpr(masters.KINDS["bf16-remainder"])
+STOCHASTIC = tl.constexpr(masters.KINDS["stochastic"])
 
-ADAMW = tl.constexpr(0)
-LION = tl.constexpr(1)
+ADAMW = tl.constexpr(rules.ADAMW.kernel)
+LION = tl.constexpr(rules.LION.kernel)
 
-AMAX = tl.constexpr(1)
-CODES = tl.constexpr(2)
+AMAX = tl.constexpr(launch.AMAX)
+CODES = tl.constexpr(launch.CODES)
 # Rows of a band: a column of w.T codes fills one 32-byte memory sector.
-BAND = tl.constexpr(32)
+BAND = tl.constexpr(launch.BAND)
 # Programs spread their amax over PARTS addresses, so that atomics rarely collide; see
 # `ops.quantize.precast_weight`.
 PARTS = tl.constexpr(64)

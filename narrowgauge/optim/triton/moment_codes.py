@@ -17,6 +17,7 @@ import triton.language as tl
 
 from narrowgauge.ops.triton.elements import negated
 from narrowgauge.ops.triton.noise import mix
+from narrowgauge.optim import moments
 from narrowgauge.optim.moments import (
     DYNAMIC_BOUNDARIES,
     DYNAMIC_LEVELS,
@@ -26,13 +27,13 @@ from narrowgauge.optim.moments import (
     TAPER_TOP,
 )
 
-EXPONENT = tl.constexpr(0x7F800000)
+EXPONENT = tl.constexpr(moments.EXPONENT)
 NAN = tl.constexpr(0x7FC00000)
-POW2_DROPS = tl.constexpr(0x7FFFFF)
-BF16_DROPS = tl.constexpr(0xFFFF)
-LEAST_SCALE = tl.constexpr(33 << 23)
-MOST_AMAX = tl.constexpr(253 << 23)
-OCTAVES = tl.constexpr(14.0)
+POW2_DROPS = tl.constexpr(moments.POW2_DROPS)
+BF16_DROPS = tl.constexpr(moments.BF16_DROPS)
+LEAST_SCALE = tl.constexpr(moments.LEAST_SCALE)
+MOST_AMAX = tl.constexpr(moments.MOST_AMAX)
+OCTAVES = tl.constexpr(moments.OCTAVES)
 
 BELOW = tl.constexpr(E5M2_BELOW)
 SHIFT = tl.constexpr(TAPER_SHIFT)
@@ -41,14 +42,14 @@ DISTANCE = tl.constexpr((127 << 23) + TAPER)
 LEVELS = tl.constexpr(DYNAMIC_LEVELS[1:])
 BOUNDARIES = tl.constexpr(DYNAMIC_BOUNDARIES)
 
-NONE = tl.constexpr(0)
-WIDE = tl.constexpr(1)
-E5M2 = tl.constexpr(2)
-TAPERED8 = tl.constexpr(3)
-E4M3 = tl.constexpr(4)
-FP16 = tl.constexpr(5)
-DYNAMIC4 = tl.constexpr(6)
-LINEAR4 = tl.constexpr(7)
+NONE = tl.constexpr(moments.NONE.kind)
+WIDE = tl.constexpr(moments.WIDE.kind)
+E5M2 = tl.constexpr(moments.E5M2.kind)
+TAPERED8 = tl.constexpr(moments.TAPERED8.kind)
+E4M3 = tl.constexpr(moments.E4M3.kind)
+FP16 = tl.constexpr(moments.FP16.kind)
+DYNAMIC4 = tl.constexpr(moments.DYNAMIC4.kind)
+LINEAR4 = tl.constexpr(moments.LINEAR4.kind)
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def given_for_good(loop):
     layer = loop.model.layers[1].down_proj
     if not hasattr(loop, "casts"):
         loop.casts = cast_weight(layer)
-    layer.take_casts(loop.casts)
+    layer.use_casts(loop.casts)
 
 
 def test_codes_that_were_handed_over_once_are_stale_one_step_later():

@@ -15,7 +15,7 @@ from torch import Tensor
 Saved = tuple[Tensor | None, ...]
 
 
-class Again:
+class Recompute:
     """Recomputes the operand of one call of a fused function. Holds no tensor of the forward pass.
 
     readers   number of Linears that save these tensors and nothing else for the operand
@@ -33,12 +33,12 @@ class Again:
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
+class RecomputeSource:
     """The inputs from which backward recomputes an operand, and the object that recomputes it.
 
-    tensors  inputs of the fused function, which that function saves as well
-    again    recomputes the operand from `tensors`
+    tensors    inputs of the fused function, which that function saves as well
+    recompute  recomputes the operand from `tensors`
     """
 
     tensors: tuple[Tensor | None, ...]
-    again: Again
+    recompute: Recompute

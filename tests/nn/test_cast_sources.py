@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge import recipes
-from narrowgauge.nn.caches import SharedInputs
+from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.keep_policy import KeepPolicy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.linear_context import LinearContext

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import narrowgauge as ng
-from narrowgauge.nn.reached import PATIENCE, WATCHED
+from narrowgauge.nn.bypassed_weights import PATIENCE, WATCHED
 from tests.compare import assert_same
 from tests.raising import require, with_code
 
