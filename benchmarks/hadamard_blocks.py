@@ -51,7 +51,8 @@ def calibrate_blocks(
     """
     if rows < 1:
         raise ConfigError(
-            f"calibrate_blocks: rows is {rows}; it must be at least 1. {ROWS} are enough."
+            f"calibrate_blocks: rows is {rows}; it must be at least 1. {ROWS} are enough.",
+            code="hadamard.rows",
         )
     layers = {
         name: layer

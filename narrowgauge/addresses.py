@@ -99,6 +99,9 @@ def number(x: Tensor) -> float:
     return float(x) if dry_run_on() is None else 1.0
 
 
+TRANSFORM = "transform of torch.func"  # what `wrapper` returns inside one
+
+
 def wrapper(*tensors: Tensor | None) -> str:
     """Name the class, mode or transform that hides the memory of the tensors; "" if nothing does.
 
@@ -121,7 +124,7 @@ def wrapper(*tensors: Tensor | None) -> str:
             if (mode := torch._C._get_dispatch_mode(key)) is not None:
                 return type(mode).__name__
     if _transforms():
-        return "transform of torch.func"
+        return TRANSFORM
     return "torch.jit.trace" if _is_traced() else ""
 
 
@@ -148,15 +151,15 @@ def address(x: Tensor | None) -> int:
         return 0
     found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
     if (found == 0 or x.is_neg()) and x.numel() and dry_run_on() is None:
-        why = (
-            "whose memory holds the negatives of its numbers"
+        why, code = (
+            ("whose memory holds the negatives of its numbers", "kernel.negated-view")
             if found
-            else "whose memory is elsewhere"
+            else ("whose memory is elsewhere", "kernel.no-memory")
         )
         raise BackendError(
             f"A kernel was given a {type(x).__name__} of {list(x.shape)} on {x.device}, {why}. "
             "Pass plain tensors, or take the backend of plain torch.",
-            code="kernel.no-memory",
+            code=code,
         )
     return found
 

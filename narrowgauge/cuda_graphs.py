@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.conversion import advance
-from narrowgauge.errors import BackendError, ConfigError
+from narrowgauge.errors import BackendError, ConfigError, Reason
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.weight_casts import cast_weight, keeps_casts
@@ -44,6 +44,7 @@ from narrowgauge.optim.cuda_graph import ReplayedStep
 # Eager runs before a capture: libraries allocate and choose their kernels in the first runs.
 WARMUP = 3
 # Shapes that are captured; each graph keeps the activations of its micro-batch until the run ends.
+FORWARD_BACKWARD, WEIGHT_CASTS = "forward and backward", "casts of the weights"  # parts of a step
 MOST_SHAPES = 16
 
 Batch = Mapping[str, Tensor]
@@ -71,13 +72,15 @@ class Part:
 
 def refuse(
     model: nn.Module, optimizer: Any, device: torch.device, scaler: object | None = None
-) -> list[str]:
+) -> list[Reason]:
     """Reasons why a step cannot be captured, one clause each; [] if it can."""
-    reasons = []
+    reasons: list[Reason] = []
     if device.type != "cuda":
-        reasons.append(f"CUDA graphs need a CUDA device, the model is on {device}")
+        reasons.append(
+            Reason("device", f"CUDA graphs need a CUDA device, the model is on {device}")
+        )
     elif torch.version.hip is not None:
-        reasons.append("written for NVIDIA GPUs")
+        reasons.append(Reason("capability", "written for NVIDIA GPUs"))
     reasons += refuse_run(model, optimizer, scaler)
     if device.type == "cuda":  # reasons that `make_capturable` removes
         kind, groups = (
@@ -86,18 +89,24 @@ def refuse(
         )
         if not all(group["capturable"] for group in groups):
             reasons.append(
-                f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable"
+                Reason(
+                    "capturable",
+                    f"{kind} counts its steps on the host; call narrowgauge.cuda_graphs.make_capturable",
+                )
             )
         elif not all(isinstance(group["lr"], Tensor) for group in groups):
             reasons.append(
-                f"lr of {kind} is a number, which a graph would keep; call narrowgauge.cuda_graphs.make_capturable"
+                Reason(
+                    "lr",
+                    f"lr of {kind} is a number, which a graph would keep; call narrowgauge.cuda_graphs.make_capturable",
+                )
             )
     return reasons
 
 
-def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -> list[str]:
+def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -> list[Reason]:
     """Reasons that depend on recipes and optimizer, independent of the device."""
-    reasons = []
+    reasons: list[Reason] = []
     seen: set[str] = set()
     for name, layer in model.named_modules():
         recipe = layer.recipe if isinstance(layer, QLinear) else None
@@ -106,20 +115,33 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
         seen.add(recipe.name)
         which = f"recipe {recipe.name} (first in {name})"
         if recipe.learned_steps():
-            reasons.append(f"{which} learns steps, which the host initialises from the data")
+            reasons.append(
+                Reason(
+                    "learned-steps",
+                    f"{which} learns steps, which the host initialises from the data",
+                )
+            )
         if recipe.samplers():
-            reasons.append(f"{which} samples rows, which the host decides after each step")
+            reasons.append(
+                Reason("samples", f"{which} samples rows, which the host decides after each step")
+            )
     if isinstance(optimizer, LowPrecisionOptimizer):
         if optimizer.stepping is not None:
             reasons.append(
-                "the optimizer steps inside backward, before the gradient's norm is known"
+                Reason(
+                    "in-backward",
+                    "the optimizer steps inside backward, before the gradient's norm is known",
+                )
             )
     elif not all("capturable" in group for group in optimizer.param_groups):
         reasons.append(
-            f"{type(optimizer).__name__} has no capturable=True: it counts its steps on the host"
+            Reason(
+                "not-capturable",
+                f"{type(optimizer).__name__} has no capturable=True: it counts its steps on the host",
+            )
         )
     if scaler is not None:
-        reasons.append("a GradScaler decides on the host whether to step")
+        reasons.append(Reason("grad-scaler", "a GradScaler decides on the host whether to step"))
     return reasons
 
 
@@ -340,7 +362,10 @@ class GraphedStep:
             # them once.
             optimizer.cast_weights(None)
             self.graphs.notes.append(
-                "update: the optimizer's step casts no weights any more; graphs cast them."
+                Reason(
+                    "graphs.weight-casts",
+                    "update: the optimizer's step casts no weights any more; graphs cast them.",
+                )
             )
         self._backward = backward
         self._loss = torch.zeros((), device=device)
@@ -365,10 +390,10 @@ class GraphedStep:
         # a step with one micro-batch: the other graphs read its memory and would see casts of older
         # weights.
         if self._taken == 0 and (self._casts or self._shares_casts()):
-            self.graphs.run("casts of the weights", Part(lambda: None, self._cast_weights))
+            self.graphs.run(WEIGHT_CASTS, Part(lambda: None, self._cast_weights))
         self._taken += 1
         part = Part(self._forward_and_backward, around_capture=self._forget, ready=self._may_record)
-        self.graphs.run("forward and backward", part, batch)
+        self.graphs.run(FORWARD_BACKWARD, part, batch)
 
     def readings(self) -> Tensor:
         """Clip the gradient; returns [2] on the device: loss and gradient norm before clipping.

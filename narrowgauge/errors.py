@@ -6,7 +6,8 @@ A message is a complete sentence with the values in it, and ends in the next ste
 
 Each error has a `code` for programs and tests: a subject and a cause, such as "cast.tile" or
 "formats.unknown". Codes stay when sentences are reworded. One code stands for one cause, and places
-that refuse the same thing share it.
+that refuse the same thing share it. Warnings have a code too, and so do notes and reasons that are
+stored or printed (`Reason`).
 
 Exit codes:
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterable
 
 EXIT_INTERRUPTED = 130  # Ctrl-C: the step was finished and a checkpoint saved
@@ -59,7 +61,14 @@ class ShapeError(ConfigError):
 
 
 class BackendError(ConfigError):
-    """A kernel that was asked for by name refuses the call."""
+    """A kernel that was asked for by name refuses the call.
+
+    refusal  code of the kernel's refusal (`ops.registry.Refusal`); '' for other causes
+    """
+
+    def __init__(self, *args: object, code: str = "", refusal: str = "") -> None:
+        super().__init__(*args, code=code)
+        self.refusal = refusal
 
 
 class TransformError(ConfigError, NotImplementedError):
@@ -115,6 +124,50 @@ class DriftError(NarrowgaugeError):
     """Ranks hold different numbers although they must be identical."""
 
     exit_code = 10
+
+
+class NarrowgaugeWarning(Warning):
+    """Base of every warning that narrowgauge issues."""
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
+
+
+class UsageWarning(NarrowgaugeWarning, UserWarning):
+    """The model, the data or the training loop most likely does not do what was meant."""
+
+
+class SlowerWarning(NarrowgaugeWarning, RuntimeWarning):
+    """Numbers are right, but the computation is slower or takes more memory than it could."""
+
+
+def warn(
+    text: str,
+    *,
+    code: str,
+    stacklevel: int,
+    category: type[NarrowgaugeWarning] = UsageWarning,
+) -> None:
+    """As warnings.warn, with a code. stacklevel  1: the line that calls this function"""
+    warnings.warn(category(text, code=code), stacklevel=stacklevel + 1)
+
+
+class Reason(str):
+    """A clause or sentence with the code of its cause: a note, or the reason of a decision.
+
+    It is the text wherever text is needed, as in JSON. Joined or formatted text has no code.
+    """
+
+    code: str
+
+    def __new__(cls, code: str, text: str) -> Reason:
+        reason = super().__new__(cls, text)
+        reason.code = code
+        return reason
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # str's own takes one
+        return self.code, str(self)
 
 
 MODULES = {"PIL": "pillow", "yaml": "pyyaml"}  # modules whose package has another name

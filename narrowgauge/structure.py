@@ -33,7 +33,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 
 
 def require_module(model: object, verb: str) -> None:
@@ -144,9 +144,14 @@ def _is_stack(module: nn.Module) -> bool:
 
 # --- Weights outside Linears, or used without calling the Linear ---
 
-_CONV1D = "transformers' Conv1D is no nn.Linear: replace it by one with the transposed weight"
-_ATTENTION = "nn.MultiheadAttention multiplies it in a function of its own: replace it by an attention with nn.Linear"
-_EXPERTS = "the experts share one parameter: give each an nn.Linear"
+_CONV1D = Reason(
+    "conv1d", "transformers' Conv1D is no nn.Linear: replace it by one with the transposed weight"
+)
+_ATTENTION = Reason(
+    "attention",
+    "nn.MultiheadAttention multiplies it in a function of its own: replace it by an attention with nn.Linear",
+)
+_EXPERTS = Reason("experts", "the experts share one parameter: give each an nn.Linear")
 _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts")
 

@@ -81,7 +81,7 @@ def _report(
     count, digits = int(differs.sum()), 2 * expected.element_size()
     mask = (1 << 8 * expected.element_size()) - 1
     lines = [
-        f"{at}: {count} of {differs.numel()} elements of {expected.dtype} {list(expected.shape)} differ"
+        f"{at}: {count} of {differs.numel()} elements, {expected.dtype} {list(expected.shape)} differ"
     ]
     for index in differs.nonzero()[:SHOWN].tolist():
         i = tuple(index)

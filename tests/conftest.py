@@ -129,6 +129,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What runs print on standard error, line by line, before it becomes text: a Reason has its code."""
+    from narrowgauge.train import console
+
+    found: list[object] = []
+
+    def recorded(text: object, **options: Any) -> None:
+        found.append(text)
+        print(text, **options)
+
+    monkeypatch.setattr(console, "print", recorded, raising=False)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random state, in any order and alone."""

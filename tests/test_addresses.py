@@ -25,7 +25,7 @@ from narrowgauge.optim.cpp import binding
 from narrowgauge.recipe import Cast, Hadamard
 from tests.compare import assert_same
 from tests.ops.registries import registries
-from tests.raising import raises
+from tests.raising import raises, require
 from tests.selection import quick
 
 PACKAGE = Path(ng.__file__).parent
@@ -80,9 +80,7 @@ def test_every_registered_kernel_that_reads_memory_refuses_wrappers():
                     assert kernel.name in BY_TORCH, f"{registry.op}: {kernel.name}"
                     continue
                 for spec in (device, SimpleNamespace(device=device)):
-                    assert f"a {name} hides the memory" in kernel.refuse(spec).text, (
-                        f"{registry.op}: {kernel.name}"
-                    )
+                    require(kernel.refuse(spec), "wrapper", name)
 
 
 def test_no_other_file_takes_an_address_or_starts_a_kernel():
@@ -127,7 +125,7 @@ def test_compiled_code_raises_for_what_was_not_refused(hide):
     elif not cpp.has_gemm():
         calls.pop(5)
     for call in calls:
-        with raises(BackendError, "kernel.no-memory", "whose memory is elsewhere"):
+        with raises(BackendError, "kernel.no-memory"):
             call()
 
 
@@ -146,7 +144,7 @@ def test_what_a_wrapper_is():
         assert addresses.wrapper(x) == "FakeTensorMode"
     assert (
         torch.func.vmap(lambda x: x * len(addresses.wrapper(x)))(x)
-        .eq(x * len("transform of torch.func"))
+        .eq(x * len(addresses.TRANSFORM))
         .all()
     )
     with pytest.raises(BackendError):
@@ -339,10 +337,10 @@ def test_quantize_reads_a_negated_view():
 
 def test_kernels_refuse_a_negated_view():
     views = {
-        "negatives of its numbers": torch._neg_view(torch.randn(4, 16)),
-        "elsewhere": torch._efficientzerotensor((4, 16)),
+        "kernel.negated-view": torch._neg_view(torch.randn(4, 16)),
+        "kernel.no-memory": torch._efficientzerotensor((4, 16)),
     }
-    for words, x in views.items():
+    for code, x in views.items():
         for call in (lambda x=x: addresses.address(x), lambda x=x: launch(None, 1, (x,), warps=4)):
-            with pytest.raises(BackendError, match=words):
+            with raises(BackendError, code):
                 call()

@@ -14,13 +14,21 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge import cuda_graphs as graphs
 from narrowgauge import recipes
-from narrowgauge.cuda_graphs import GraphedStep, Graphs, Part, make_capturable, refuse
+from narrowgauge.cuda_graphs import (
+    FORWARD_BACKWARD,
+    WEIGHT_CASTS,
+    GraphedStep,
+    Graphs,
+    Part,
+    make_capturable,
+    refuse,
+)
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.nn import plan
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.weight_casts import cast_weight, keeps_casts
 from tests.compare import assert_same
-from tests.raising import raises
+from tests.raising import raises, require
 
 CPU = torch.device("cpu")
 
@@ -140,8 +148,8 @@ def test_weights_are_cast_once_in_a_step(monkeypatch, micro):
         step.readings()
         step.update()
         assert number == 0 or casts.count((48, 32)) == casts.count((32, 48)) == 2
-    assert step.graphs.captured["forward and backward"] == 1
-    assert step.graphs.captured.get("casts of the weights", 0) == (micro > 1)
+    assert step.graphs.captured[FORWARD_BACKWARD] == 1
+    assert step.graphs.captured.get(WEIGHT_CASTS, 0) == (micro > 1)
     layer = model[0]
     assert layer.state.cache.casts.is_empty, (
         "what a graph has made is out of reach between its parts, as for an evaluation"
@@ -174,7 +182,7 @@ def test_a_step_with_another_number_of_micro_batches_computes_with_the_weights_o
         assert [round(value) for value in seen] == [model[0].weight[0, 0].item()] * micro
         with torch.no_grad():
             model[0].weight.add_(torch.eye(32))
-    assert step.graphs.captured["casts of the weights"] == 1
+    assert step.graphs.captured[WEIGHT_CASTS] == 1
 
 
 def test_casts_of_a_step_do_not_ask_for_the_version_of_the_weight():
@@ -283,9 +291,7 @@ def test_what_cannot_be_captured_raises_and_is_not_run_in_its_place():
     [batch] = batches(1)
     step.accumulate(batch)
     step.discard()  # from here on it is known that a step has one micro-batch
-    with raises(
-        BackendError, "cuda-graphs.capture", "forward and backward", "operation not permitted"
-    ):
+    with raises(BackendError, "cuda-graphs.capture", FORWARD_BACKWARD, "operation not permitted"):
         step.accumulate(batch)
     assert runs == [4]
     assert all(layer.state.cache.casts.is_empty for layer in model if isinstance(layer, QLinear))
@@ -332,15 +338,12 @@ def test_refusals_say_every_reason():
     model = built("int4-hq-lss")
     optimizer = ng.optim.AdamW(model.parameters(), states="8bit")
     ng.optim.in_backward(optimizer)
-    reasons = "; ".join(refuse(model, optimizer, CPU, scaler=object()))
-    for words in (
-        "CUDA graphs need a CUDA device, the model is on cpu",
-        "recipe int4-hq-lss (first in 0) learns steps, which the host initialises from the data",
-        "samples rows, which the host decides after each step",
-        "steps inside backward",
-        "a GradScaler decides on the host",
-    ):
-        assert words in reasons
+    reasons = refuse(model, optimizer, CPU, scaler=object())
+    codes = ["device", "learned-steps", "samples", "in-backward", "grad-scaler"]
+    assert [each.code for each in reasons] == codes
+    require(reasons[0], "device", "cpu")
+    for reason in reasons[1:3]:
+        require(reason, reason.code, "int4-hq-lss", "first in 0")
     with raises(ConfigError, "cuda-graphs.unsupported"):
         GraphedStep(model, optimizer, lambda: torch.zeros(()))
 
@@ -379,7 +382,7 @@ def test_a_step_that_no_graph_can_hold_stays_eager_and_says_so():
             found.append(step.readings().clone())
             step.update()
         assert (
-            "forward and backward" in step.graphs.captured
+            FORWARD_BACKWARD in step.graphs.captured
         ) == graphed and "update" not in step.graphs.captured
         assert bool(step.graphs.notes) == graphed
     for a, b in zip(found[:5], found[5:], strict=True):

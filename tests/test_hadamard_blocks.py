@@ -12,6 +12,7 @@ from narrowgauge.ops.hadamard import rotate
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import Hadamard
 from tests.compare import assert_same
+from tests.raising import raises
 
 GEMM = ng.recipes.get(
     "int4-lsq-luq"
@@ -167,5 +168,5 @@ def test_calibration_leaves_the_output_of_a_layer_to_its_recipe() -> None:
 
 @pytest.mark.parametrize("rows", [0, -1])
 def test_rows_that_are_none_are_refused(rows):
-    with pytest.raises(ConfigError, match=f"rows is {rows}; it must be at least 1"):
+    with raises(ConfigError, "hadamard.rows", rows):
         calibrate_blocks(torch.nn.Linear(4, 4), [], rows=rows)

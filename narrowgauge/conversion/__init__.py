@@ -38,7 +38,7 @@ from narrowgauge.conversion.embeddings import (
 from narrowgauge.conversion.fast_path import refuse_fast_path
 from narrowgauge.conversion.products import Some, composed, parse
 from narrowgauge.conversion.warned import warn
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import ConfigError, Reason, closest
 from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
@@ -428,22 +428,27 @@ def reason_to_keep(
     """
     if type(layer) not in (nn.Linear, QLinear):
         if nn.utils.parametrize.is_parametrized(layer):
-            return "it is parametrized: convert it first, and parametrize it then"
+            return Reason(
+                "parametrized", "it is parametrized: convert it first, and parametrize it then"
+            )
         kind = type(layer).__name__
         # A subclass is excluded even with nn.Linear's forward: its owner may
         # read the weight directly.
         if type(layer).forward is not nn.Linear.forward:
-            return f"{kind} has a forward of its own"
-        return f"{kind} is a class of its own: its weight may be read without calling it, as torch's attention does"
+            return Reason("own-forward", f"{kind} has a forward of its own")
+        return Reason(
+            "own-class",
+            f"{kind} is a class of its own: its weight may be read without calling it, as torch's attention does",
+        )
     if min(layer.in_features, layer.out_features) < SMALLEST:
-        return f"fewer than {SMALLEST} features on one side"
+        return Reason("too-small", f"fewer than {SMALLEST} features on one side")
     last = name.rpartition(".")[2]
     # "lm_head" and "*.gate" name the layer in letters; "*" and "layers.*" do not.
     in_letters = any(
         character.isalnum() for pattern in matching for character in pattern.rpartition(".")[2]
     )
     return (
-        KEPT.get(last, "output head")
+        Reason("kept", KEPT.get(last, "output head"))
         if (last in KEPT or layer is head) and not in_letters
         else None
     )

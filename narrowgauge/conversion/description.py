@@ -16,6 +16,7 @@ from torch import nn
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion import LEFT_BY, output_head, reason_to_keep
 from narrowgauge.conversion.warned import is_read_by_owner
+from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.float32_modules import kept_modules, summary
@@ -34,11 +35,18 @@ class Note(NamedTuple):
     words     text before the values
     after     text after the values
     readings  measured values of one or several layers
+    code      cause of the remark, for programs and tests
     """
 
     words: str
     after: str = ""
     readings: tuple[float, ...] = ()
+    code: str = ""
+
+    @classmethod
+    def of(cls, reason: str) -> Note:
+        """A remark without values, with the reason's code if it has one."""
+        return cls(str(reason), code=getattr(reason, "code", ""))
 
     def __str__(self) -> str:
         if not self.readings:
@@ -159,11 +167,11 @@ def describe(model: nn.Module) -> Description:
             left_by = (
                 module.reason if isinstance(module, QLinear) else module.__dict__.get(LEFT_BY, "")
             )
-            why = str(
-                decision
+            why = (
+                (str(decision) if decision else "")
                 or left_by
                 or reason_to_keep(name, module, [], head)
-                or "no pattern named it"
+                or Reason("no-pattern", "no pattern named it")
             )
             description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
         elif isinstance(module, QEmbedding):
@@ -181,7 +189,7 @@ def _shape(layer: nn.Linear) -> str:
 def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
     return Row(
         name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
-        backend="torch", notes=(Note(note),),
+        backend="torch", notes=(Note.of(note),),
     )  # fmt: skip
 
 
@@ -238,37 +246,41 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
 
 def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
     if layer.reason:
-        yield Note(layer.reason)
+        yield Note.of(layer.reason)
     if layer.frozen is not None:
-        yield Note(f"frozen, kept as {layer.frozen.cast} codes without a 16-bit copy")
+        yield Note(
+            f"frozen, kept as {layer.frozen.cast} codes without a 16-bit copy", code="frozen-codes"
+        )
     if layer.decision is not None:
-        yield Note(str(layer.decision))
+        yield Note(str(layer.decision), code="auto")
     if layer.is_suspended:
-        yield Note("suspended")
+        yield Note("suspended", code="suspended")
     operands = (
         [cast for gemm in layer.recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs)]
         if layer.recipe
         else []
     )
     if None in operands and layer.weight.dtype == torch.float16:
-        yield Note("16-bit operands are float16, as its weight")
+        yield Note("16-bit operands are float16, as its weight", code="float16")
     if not layer.weight.requires_grad:
-        yield Note("weight frozen: no grad_weight")
+        yield Note("weight frozen: no grad_weight", code="frozen")
     if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
-        yield Note(f"filled up to multiples of {ALIGNMENT} inside native GEMMs")
+        yield Note(f"filled up to multiples of {ALIGNMENT} inside native GEMMs", code="padded")
     if type(layer.weight).__name__ == "DTensor" and layer.recipe is not None:
         from narrowgauge.nn.sharded import cut_tiles
 
         if words := cut_tiles(layer.weight, layer.recipe):
-            yield Note(words)
+            yield Note(words, code="cut-tiles")
     if layer.state.is_bypassed:
         yield Note(
-            "its weight was multiplied without calling it in training: there the recipe takes no effect"
+            "its weight was multiplied without calling it in training: there the recipe takes no effect",
+            code="bypassed",
         )
     if is_read_by_owner(model, name):
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
         yield Note(
-            f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect"
+            f"{owner}.forward multiplies by its weight without calling it: there the recipe takes no effect",
+            code="read-by-owner",
         )
 
 
@@ -278,16 +290,23 @@ def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
     if rotation is not None and layer.in_features % rotation.block:
         filled = rotated_length(layer.in_features, rotation)
         yield Note(
-            f"contracted axis filled up from {layer.in_features} to {filled} for the rotation"
+            f"contracted axis filled up from {layer.in_features} to {filled} for the rotation",
+            code="rotation",
         )
     if layer.steps is not None and layer.steps.is_cold:
-        yield Note("steps from the data, learned later")
+        yield Note("steps from the data, learned later", code="learned-steps")
     if layer.sampling is not None and holds_numbers(layer.sampling.variance):
         for product, variance in zip(
             layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True
         ):
             if product in layer.sampling.settings:
                 does = f"{product} {'samples its rows' if product in layer.sampling.active else 'keeps all rows'}"
-                known = Note(f"{does} (sampling adds ", " relative variance)", (variance,))
+                known = Note(
+                    f"{does} (sampling adds ", " relative variance)", (variance,), "sampling"
+                )
                 # An average of models (EMA) may mix UNREAD with readings.
-                yield known if variance < UNREAD / 2**32 else Note(f"{does} so far")
+                yield (
+                    known
+                    if variance < UNREAD / 2**32
+                    else Note(f"{does} so far", code="sampling-unread")
+                )

@@ -14,7 +14,6 @@ of the policy to every log-ratio. Layers are matched by name. Adapters around a 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ from torch import nn
 
 from narrowgauge.conversion.embeddings import quantized_embeddings
 from narrowgauge.conversion.fast_path import refuse_fast_path
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import ConfigError, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.cast_sources import SharedInputs
@@ -220,9 +219,10 @@ def _warn_of_noise(pairs: list[tuple[str, nn.Linear, nn.Linear]]) -> None:
         if turned or any(each.rounding != "nearest" for each in casts):
             drawing.append((name, recipe.name))
     if drawing:
-        warnings.warn(
+        warn(
             f"convert_like: recipe {drawing[0][1]!r} ({drawing[0][0]!r} and {len(drawing) - 1} more layers) draws random numbers in "
             "forward, and each model draws its own, so that the outputs of the two differ by that noise. Give both a recipe that rounds "
             "to nearest in forward.",
+            code="convert-like.noise",
             stacklevel=3,
         )

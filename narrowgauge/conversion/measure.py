@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import recipes
-from narrowgauge.errors import StorageError
+from narrowgauge.errors import StorageError, warn
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 from narrowgauge.ops.cpp.build import cache_folder
@@ -244,8 +244,9 @@ def cached(path: Path) -> dict[str, dict[str, float]]:
         if not all(math.isfinite(s) and s > 0 for each in found.values() for s in each.values()):
             raise ValueError("not a number of seconds")
     except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(
+        warn(
             f"{path}: is damaged ({type(error).__name__}) and was ignored; recipe 'auto' measures anew and replaces it.",
+            code="auto.damaged",
             stacklevel=2,
         )
         return {}
@@ -265,8 +266,10 @@ def keep(path: Path, key: str, seconds: dict[str, float]) -> None:
         draft.chmod(0o600)  # whatever the umask: `cached` refuses a file that others may write
         publish(draft, path)
     except OSError as error:
-        warnings.warn(
-            f"{path}: measurements of recipe 'auto' are not kept: {error.strerror}.", stacklevel=2
+        warn(
+            f"{path}: measurements of recipe 'auto' are not kept: {error.strerror}.",
+            code="auto.not-kept",
+            stacklevel=2,
         )
     finally:
         with suppress(OSError):

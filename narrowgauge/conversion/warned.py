@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from torch import nn
 
+from narrowgauge import errors
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.structure import read_weights
@@ -41,14 +41,16 @@ def warn(model: nn.Module, layers: Iterable[tuple[str, QLinear]]) -> None:
     if read:
         kind = type(model.get_submodule(read[0].rpartition(".")[0])).__name__
         others = f" (and so for {len(read) - 1} more layers)" if len(read) > 1 else ""
-        warnings.warn(
+        errors.warn(
             f"convert: {kind}.forward multiplies by the weight of {read[0]!r} without calling it{others}, where the recipe takes no "
             "effect. Give these layers None, or change that forward to call them; describe says which they are.",
+            code="convert.bypassed",
             stacklevel=3,
         )
     for (recipe, reason), names in emulated.items():
-        warnings.warn(
+        errors.warn(
             f"convert: products of recipe {recipe} are emulated here, no faster than in bfloat16 ({reason}; in {names[0]!r} and "
             f"{len(names) - 1} more layers). narrowgauge info lists what this GPU computes natively.",
+            code="convert.emulated",
             stacklevel=3,
         )

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.data.text import shown
-from narrowgauge.errors import StorageError
+from narrowgauge.errors import Reason, StorageError
 from narrowgauge.storage import flush, locked, publish, reading, storage, sweep, temporary
 
 FORMAT = 2  # version of the file format; part of the key
@@ -125,7 +125,10 @@ def cached(
                         code="cache.damaged",
                     ) from damage
                 notes.append(
-                    f"An entry of the cache was damaged and has been made again: {damage}."
+                    Reason(
+                        "cache.made-again",
+                        f"An entry of the cache was damaged and has been made again: {damage}.",
+                    )
                 )
             if not just_written:
                 with new_folder(path, _is_whole) as draft:

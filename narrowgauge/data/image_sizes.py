@@ -78,10 +78,10 @@ class Preprocessing:
             AttributeError,
             OverflowError,
         ) as error:
-            why = (
-                str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            )
-            raise SETTINGS.refusal(path, why) from None
+            why, code = f"{type(error).__name__}: {error}", "image-processor.settings"
+            if isinstance(error, ConfigError):
+                why, code = str(error), error.code
+            raise SETTINGS.refusal(path, why, code) from None
 
     @classmethod
     def of(cls, known: Mapping[str, Any], channels: int) -> Self:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from narrowgauge.data.cache import new_folder
 from narrowgauge.data.text import pieces, reason, shown
-from narrowgauge.errors import ConfigError, DataError, closest
+from narrowgauge.errors import ConfigError, DataError, Reason, closest
 from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
@@ -87,22 +87,31 @@ def train_bpe(
     recipe = [digest, vocab_size, sample_bytes, MINIMUM_FREQUENCY, tokenizers.__version__]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
     path = Path(folder) / f"bpe-{vocab_size}-{key}"
-    notes = []
+    notes: list[str] = []
     if (used_bytes := sum(len(text.encode()) for text in sample)) < total_bytes:
         notes.append(
-            f"The tokenizer was trained on a sample of {used_bytes} of {total_bytes} bytes."
+            Reason(
+                "tokenizer.sample",
+                f"The tokenizer was trained on a sample of {used_bytes} of {total_bytes} bytes.",
+            )
         )
     tokenizer = _sealed(path)
     if tokenizer is None:
         if path.exists():
             notes.append(
-                f"The cached tokenizer {path.name} had changed on disk and was made again."
+                Reason(
+                    "tokenizer.changed",
+                    f"The cached tokenizer {path.name} had changed on disk and was made again.",
+                )
             )
         _train(sample, vocab_size, path)
         tokenizer = load(path)
     if len(tokenizer) < vocab_size:
         notes.append(
-            f"The text yields {len(tokenizer)} vocabulary entries, fewer than the {vocab_size} asked for."
+            Reason(
+                "tokenizer.few-entries",
+                f"The text yields {len(tokenizer)} vocabulary entries, fewer than the {vocab_size} asked for.",
+            )
         )
     return TrainedTokenizer(tokenizer, path, notes)
 

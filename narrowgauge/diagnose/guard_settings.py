@@ -143,7 +143,7 @@ def chosen(given: str | GuardSettings) -> GuardSettings:
     )
     raise ConfigError(
         f"Guard: {what}. Write them as 'every=2000,steps=100,margin=0.25%,then=warn'.",
-        code="guard.settings-type",
+        code="guard.settings-empty" if found is None else "guard.settings-type",
     )
 
 

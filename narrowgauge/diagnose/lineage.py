@@ -27,7 +27,7 @@ from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.diagnose.same_curve import CurveComparison, judge
 from narrowgauge.diagnose.sensitivity import Assay, assess_curve, trivial_of
 from narrowgauge.diagnose.verdict import Verdict
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 
 CONTROL = "micro_batches"  # changes the order of summation and nothing else
 
@@ -137,7 +137,7 @@ def read(folder: Path) -> Member:
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
             f"compare: {folder} {what}. Name a folder that `narrowgauge train` wrote.",
-            code="compare.no-run",
+            code="compare.no-run" if folder.is_dir() else "compare.no-folder",
         )
     return Member(
         folder=folder,
@@ -175,8 +175,11 @@ def compare(folders: Sequence[Path | str]) -> Compared:
     notes += [note for each in judged if (note := _other_batches(each.run, each.reference))]
     if judged and not controls and any(each.curve.control is None for each in judged):
         notes.append(
-            "No control among them. Branch one with twice as many micro-batches, from the same checkpoint: "
-            "narrowgauge train --from RUN@STEP --recipe bf16 --micro-batches 2 --output CONTROL."
+            Reason(
+                "compare.no-control",
+                "No control among them. Branch one with twice as many micro-batches, from the same checkpoint: "
+                "narrowgauge train --from RUN@STEP --recipe bf16 --micro-batches 2 --output CONTROL.",
+            )
         )
     return Compared(members=members, controls=controls, judged=judged, notes=notes)
 
@@ -222,9 +225,10 @@ def gone(member: Member) -> str:
     """Sentence on a parent that is missing from its recorded path, or ''."""
     if not member.parent or parent_of(member) is not None:
         return ""
-    return (
+    return Reason(
+        "compare.parent-gone",
         f"{member.name}: its parent is expected at {member.folder / str(member.parent['run'])}, and is not there or is another run. The "
-        f"branch trains, resumes and compares without it; what came before step {count(member.parent['step'])} is not shown."
+        f"branch trains, resumes and compares without it; what came before step {count(member.parent['step'])} is not shown.",
     )
 
 

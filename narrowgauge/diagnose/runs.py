@@ -299,5 +299,5 @@ def read_run(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         problem = str(error)
     if problem:
-        raise RECORD.refusal(path, f"is damaged: {problem}")
+        raise RECORD.refusal(path, f"is damaged: {problem}", "file.form")
     return run

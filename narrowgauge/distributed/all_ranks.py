@@ -40,13 +40,13 @@ def run_on_all_ranks(
     """
     rank, world = rank_and_world(group)
     result: Any = None
-    failure: tuple[str, str] | None = None
+    failure: tuple[str, str, str] | None = None
     cause: BaseException | None = None
     try:
         result = work()
     # Interrupts too: the other ranks wait in the all_gather_object below for this rank's report.
     except BaseException as error:
-        cause, failure = error, (type(error).__name__, _message(error))
+        cause, failure = error, _described(error)
     if world == 1:
         if cause is not None:
             raise cause
@@ -60,9 +60,7 @@ def run_on_all_ranks(
         raise cause
     for other, (failed, _) in enumerate(reports):
         if failed is not None:
-            raise _error_of_rank(failed[0], failed[1], other) from (
-                cause if other == rank else None
-            )
+            raise _error_of_rank(failed, other) from (cause if other == rank else None)
     for other, (_, value) in enumerate(reports):
         if value != reports[0][1]:
             raise CheckpointError(
@@ -91,16 +89,22 @@ def first_rank_error(group: Group) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         if world == 1 or isinstance(cause, KeyboardInterrupt):
             raise cause from None
-        raise _error_of_rank(type(cause).__name__, _message(cause), rank) from None
+        raise _error_of_rank(_described(cause), rank) from None
 
 
-def _message(error: BaseException) -> str:
-    return str(error) if isinstance(error, NarrowgaugeError) else f"{type(error).__name__}: {error}"
+def _described(error: BaseException) -> tuple[str, str, str]:
+    """Class name, message and code of an error, as they are sent to other ranks."""
+    kind = type(error).__name__
+    if isinstance(error, NarrowgaugeError):
+        return kind, str(error), error.code
+    return kind, f"{kind}: {error}", ""
 
 
-def _error_of_rank(kind: str, message: str, rank: int) -> NarrowgaugeError:
+def _error_of_rank(failed: tuple[str, str, str], rank: int) -> NarrowgaugeError:
+    kind, message, code = failed
     # Only the class name was sent: look up the class, so that callers can catch it.
-    return _subclasses(NarrowgaugeError).get(kind, CheckpointError)(f"rank {rank}: {message}")
+    found = _subclasses(NarrowgaugeError).get(kind, CheckpointError)
+    return found(f"rank {rank}: {message}", code=code)
 
 
 def _subclasses(base: type[NarrowgaugeError]) -> dict[str, type[NarrowgaugeError]]:

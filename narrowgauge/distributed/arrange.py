@@ -5,7 +5,6 @@ Every check compares ranks, so that a wrong argument on one rank raises on all r
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, get_args
 
@@ -23,7 +22,7 @@ from narrowgauge.distributed.same_settings import require_same
 from narrowgauge.distributed.state import DistributedState, Peers
 from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import enclosing_ddp
-from narrowgauge.errors import ConfigError, PeerError
+from narrowgauge.errors import ConfigError, PeerError, Reason, warn
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name
 
@@ -195,11 +194,12 @@ def _warn_about_one_replica(topology: Topology, model: nn.Module) -> None:
         and not topology.replicas
         and not any(isinstance(each, DTensor) for each in model.parameters())
     ):
-        warnings.warn(
+        warn(
             f"{dist.get_world_size()} ranks train, and narrowgauge.distribute found neither DistributedDataParallel nor fully_shard nor "
             f"tensor parallelism around this {type(model).__name__}: each rank stands alone, with the same random numbers as the others. "
             "Call it after the model was parallelised; where the loop reduces gradients by itself, pass replicas, the group that reads "
             "other data (torch.distributed.group.WORLD: all ranks).",
+            code="distribute.one-replica",
             stacklevel=2,
         )
 
@@ -223,26 +223,41 @@ def _describe_recipe(layer: QLinear) -> str:
 
 def _argument_error(
     model: Any, weights: Any, activations: Any, replicas: Any, seed: Any, is_model: bool
-) -> str:
+) -> Reason:
     """Return an error sentence, with the next step, for this rank's invalid arguments, or ""."""
     for name, value, choices in (
         ("weights", weights, Weights),
         ("activations", activations, Activations),
     ):
         if value not in get_args(choices):
-            return f"{name} is {value!r}; choose one of {', '.join(get_args(choices))}."
+            return Reason(
+                "distribute.choice",
+                f"{name} is {value!r}; choose one of {', '.join(get_args(choices))}.",
+            )
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
-        return f"seed is {seed!r}, no whole number from 0 on. Pass one, or None for that of torch's generator."
+        return Reason(
+            "distribute.seed",
+            f"seed is {seed!r}, no whole number from 0 on. Pass one, or None for that of torch's generator.",
+        )
     if replicas is not None and not dist.is_initialized():
-        return "replicas needs a process group. Call torch.distributed.init_process_group first."
+        return Reason(
+            "distribute.no-process-group",
+            "replicas needs a process group. Call torch.distributed.init_process_group first.",
+        )
     if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
-        return f"replicas is {replicas!r}, no process group that this rank is in. Pass torch.distributed.group.WORLD, or one of new_group."
+        return Reason(
+            "distribute.replicas",
+            f"replicas is {replicas!r}, no process group that this rank is in. Pass torch.distributed.group.WORLD, or one of new_group.",
+        )
     if not is_model:
-        return f"a {type(model).__name__} is no nn.Module and no PipelineStage. Pass the model, a stage, or all of this rank."
-    return ""
+        return Reason(
+            "distribute.model",
+            f"a {type(model).__name__} is no nn.Module and no PipelineStage. Pass the model, a stage, or all of this rank.",
+        )
+    return Reason("", "")
 
 
-def _agreed_seed(seed: int | None, error: str) -> int:
+def _agreed_seed(seed: int | None, error: Reason) -> int:
     """Return rank 0's seed on all ranks.
 
     Raises ConfigError on all ranks if seeds differ or if any rank reports an error in `error`. The
@@ -251,13 +266,13 @@ def _agreed_seed(seed: int | None, error: str) -> int:
     own = torch.initial_seed() if seed is None else seed
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error:
-            raise ConfigError(f"distribute: {error}", code="distribute.refused")
+            raise ConfigError(f"distribute: {error}", code=error.code)
         return own
     reported: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reported, (error, own, seed))
     for rank, (error, _, _) in enumerate(reported):
         if error:
-            raise ConfigError(f"rank {rank}: distribute: {error}", code="distribute.refused")
+            raise ConfigError(f"rank {rank}: distribute: {error}", code=error.code)
     seeds = [each for _, _, each in reported]
     if len(set(seeds)) > 1:
         raise ConfigError(

@@ -289,9 +289,9 @@ def verified(folder: Path, file: str, listing: Manifest) -> bytes:
     try:
         return manifest.read_file(folder, file, listing)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}{_describe_foreign(folder / file, listing)}", code="checkpoint.foreign"
-        ) from error
+        foreign = _describe_foreign(folder / file, listing)
+        code = "checkpoint.foreign" if foreign else error.code
+        raise CheckpointError(f"{error}{foreign}", code=code) from error
 
 
 def _describe_foreign(path: Path, listing: Manifest) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +33,7 @@ from narrowgauge.distributed.stage_messages import (
 )
 from narrowgauge.distributed.state import DistributedState
 from narrowgauge.distributed.torch_private import STAGES, is_shape_inference, parameter_group
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, warn
 
 __all__ = ["StageHooks", "install", "is_stage", "message_like"]
 
@@ -42,6 +41,7 @@ __all__ = ["StageHooks", "install", "is_stage", "message_like"]
 ATTRIBUTE = "_narrowgauge_stage_hooks"
 FORMATS = ("16bit", "fp8")
 # Rows at each end of a weight that the digest covers.
+ACTIVATION_GRADIENTS = "gradients of activations"  # key of `bytes_sent`, beside "activations"
 _SAMPLE = 64
 
 # torch.distributed.pipelining.PipelineStage, not imported here to keep startup fast.
@@ -137,7 +137,7 @@ class StageHooks:
 
     def _count_gradient(self, message: Tensor) -> None:
         if self.state is not None:
-            self.state.count("gradients of activations", message)
+            self.state.count(ACTIVATION_GRADIENTS, message)
 
     def _crosses_ranks(self, offset: int) -> bool:
         """Return True if the next stage (offset 1) or the previous stage (-1) is on another rank.
@@ -177,10 +177,11 @@ def _warn_about_resharding(stages: Sequence[Stage]) -> None:
             if group is not None and group.post_forward_mesh_info is not None
         ]
         if found:
-            warnings.warn(
+            warn(
                 f"distribute: stage {stage.stage_index} reshards the weights of {found[0]!r} after forward. Schedules of torch that "
                 "split the backward pass (zero-bubble) compute no gradient of such weights, without a word. Pass "
                 "reshard_after_forward=False to fully_shard.",
+                code="distribute.reshards",
                 stacklevel=4,
             )
             return

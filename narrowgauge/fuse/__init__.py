@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.fuse.forward import FusedForward, Fusion, Save
 from narrowgauge.fuse.patterns import FusionCandidate, candidates
 from narrowgauge.fuse.precast import FusedMlp, FusedModule
@@ -121,7 +121,7 @@ def _fused_forward(
     """
     module = modules[candidate.name]
     if candidate.form != "rotary" and not candidate.readers:
-        return "no Linear is found that reads it"
+        return Reason("no-reader", "no Linear is found that reads it")
     if (
         candidate.dropout_between is not None
         and getattr(modules[candidate.dropout_between], "p", 0.0) > 0
@@ -131,7 +131,7 @@ def _fused_forward(
     if replaced_forward is not None and not (
         isinstance(replaced_forward, Float32Forward) and candidate.form == "module"
     ):
-        return "its forward was replaced by somebody else"
+        return Reason("replaced-forward", "its forward was replaced by somebody else")
     if candidate.form == "rotary":
         function = function_of(module)
         assert function is not None

@@ -49,6 +49,8 @@ from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TrainTask, task_class
 from narrowgauge.train.trainer import Trainer
 
+FRESH_OPTIMIZER = "The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken."
+
 
 def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
     """Writes the first checkpoint of the branch `config` into its folder.
@@ -142,9 +144,7 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
     # not average out.
     found = transfer.transfer(parent.optimizer, branch.optimizer, pairs)
     if not found.states:
-        said.append(
-            "The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken."
-        )
+        said.append(FRESH_OPTIMIZER)
     elif found.unchanged == found.states:
         said.append("Weights and optimizer: bit for bit.")
     else:

@@ -30,7 +30,7 @@ from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
 from narrowgauge.diagnose.same_curve import FEWEST
-from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError
+from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, Reason
 from narrowgauge.lab import ladder_page as page
 from narrowgauge.lab import probe
 from narrowgauge.lab.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
@@ -108,7 +108,10 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         _climb(trainer, ladder, path, key)
         if stop.requested:
             tell(
-                f"Stopped. The rungs that were taken are in {path}: the same command goes on from there."
+                Reason(
+                    "debug.stopped",
+                    f"Stopped. The rungs that were taken are in {path}: the same command goes on from there.",
+                )
             )
             return Debugged(ladder, path, "", stop.exit_code or EXIT_INTERRUPTED)
         found = Debugged(ladder, path, fix_of(trainer, run, ladder))

@@ -25,6 +25,7 @@ from narrowgauge.diagnose.format_text import count, decimals, loss_value, plural
 from narrowgauge.diagnose.forms import listed, number, record, refuse, table, text
 from narrowgauge.diagnose.same_curve import CurveComparison, judge
 from narrowgauge.diagnose.verdict import EQUIVALENT, UNKNOWN
+from narrowgauge.errors import Reason
 
 AGAIN, WIDE, CONTROL, RECIPE, PRODUCT = "again", "bf16", "control", "recipe:", "product:"
 ELSEWHERE = (
@@ -172,52 +173,69 @@ class Ladder:
 
     # --- in words
 
-    def repeats(self) -> str:
+    def repeats(self) -> Reason:
         """Sentence that compares the replay's losses with the losses that the run logged."""
         own = dict(enumerate(self.rungs[AGAIN].losses, self.begun + 1))
         common = sorted(own.keys() & self.logged.keys())
         if not common:
-            return "The run has logged no loss of these steps."
+            return Reason("no-loss", "The run has logged no loss of these steps.")
         # Tuples compare by gap first, so this is the step of the largest gap.
         gap, step = max((abs(own[step] - self.logged[step]), step) for step in common)
         if gap == 0:
-            return f"It repeats: the losses that the run has logged of {plural(len(common), 'step')}, to the bit."
-        return (
+            return Reason(
+                "repeats",
+                f"It repeats: the losses that the run has logged of {plural(len(common), 'step')}, to the bit.",
+            )
+        return Reason(
+            "differs",
             f"It does not repeat to the bit: the losses of the log and of the same steps again differ by up to {gap:.2g} nats, at step "
-            f"{count(step)}. Sums in another order do that (several ranks, a GPU, compiled code); another machine or version too."
+            f"{count(step)}. Sums in another order do that (several ranks, a GPU, compiled code); another machine or version too.",
         )
 
-    def conclusion(self) -> str:
-        """Result in one or two sentences."""
+    def conclusion(self) -> Reason:
+        """Result in one or two sentences. Its code is the finding."""
         if not self.recipe:
-            return f"No product of the run is narrower than 16 bits, so it is not the number format. {ELSEWHERE}"
+            return Reason(
+                "no-low-precision",
+                f"No product of the run is narrower than 16 bits, so it is not the number format. {ELSEWHERE}",
+            )
         own, wide = self.against_bf16(), self.rungs[WIDE]
         if own.outcome == UNKNOWN:
-            return own.sentence()
+            return Reason("unknown", own.sentence())
         if own.is_within_control:
-            return f"{own.sentence()} {ELSEWHERE}"
+            return Reason("same", f"{own.sentence()} {ELSEWHERE}")
         found = self.mended()
         if wide.lost and not self.rungs[AGAIN].lost:
-            return f"BF16 itself diverges, at step {count(wide.lost)}, and the run does not: it is no reference. {ELSEWHERE}"
+            return Reason(
+                "reference-diverges",
+                f"BF16 itself diverges, at step {count(wide.lost)}, and the run does not: it is no reference. {ELSEWHERE}",
+            )
         if not self.is_behind():
-            return own.sentence()
+            return Reason("not-behind", own.sentence())
         if own.is_within_margin:
-            return f"{own.sentence()} {self._of_small(own, found)}"
+            code, words = self._of_small(own, found)
+            return Reason(code, f"{own.sentence()} {words}")
         if not found:
-            return f"{own.sentence()} No recipe and no single product mends it: only BF16 does."
-        return f"{own.sentence()} The first change that mends it: {change_words(found[0])}."
+            return Reason(
+                "bf16-alone",
+                f"{own.sentence()} No recipe and no single product mends it: only BF16 does.",
+            )
+        return Reason(
+            "mended", f"{own.sentence()} The first change that mends it: {change_words(found[0])}."
+        )
 
-    def _of_small(self, own: CurveComparison, found: list[str]) -> str:
+    def _of_small(self, own: CurveComparison, found: list[str]) -> tuple[str, str]:
+        """Code and sentence for a gap below the margin."""
         if not found:
-            return "No rung brings it within control, or halves it."
+            return "small-by-none", "No rung brings it within control, or halves it."
         # Below the margin several rungs may pass by chance, so the smallest remaining gap is
         # reported.
         name = min(found, key=lambda each: abs(self.against_bf16(each).difference))
         best, words = self.against_bf16(name), change_words(name)
         if best.is_within_control:
-            return f"It comes within control with {words}."
+            return "small-by-one", f"It comes within control with {words}."
         left, whole = (signed(each.difference, decimals(each.difference)) for each in (best, own))
-        return f"Most of it goes with {words}: {left} of {whole} nats are left."
+        return "small-by-most", f"Most of it goes with {words}: {left} of {whole} nats are left."
 
     def report(self) -> Iterator[str]:
         """Yield sentences and numbers, one line each."""

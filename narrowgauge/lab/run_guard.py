@@ -38,7 +38,7 @@ from narrowgauge.diagnose.guard_settings import STAY, WARN, GuardSettings, parse
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.diagnose.sensitivity import ENDS, trivial_of
 from narrowgauge.diagnose.verdict import REFERENCE_DIVERGED, WORSE
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import CheckpointError, ConfigError, Reason
 from narrowgauge.lab.blamed import STEPS, blame_run
 from narrowgauge.lab.guard.audit import STEPS as AUDITED
 from narrowgauge.lab.guard.audit import Audit
@@ -346,7 +346,10 @@ class Guard(Callback):
             self.running = CheckProgress.of(known["running"], terms(self.trainer, self.settings))
         if known["running"] and self.running is None:
             tell(
-                "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches."
+                Reason(
+                    "guard.check-dropped",
+                    "Note: the check that was under way is dropped, since its steps in BF16 had other settings or batches.",
+                )
             )
 
     def on_saved(self) -> None:

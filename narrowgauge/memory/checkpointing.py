@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.memory.blocks import find_blocks, set_technique
 from narrowgauge.memory.cheapest import cheapest
 from narrowgauge.memory.measure import saved_bytes
@@ -209,7 +209,10 @@ def checkpoint(
     notes = [reason, _describe_below([name for name in below if name in chosen])]
     if cache_is_off:
         notes.append(
-            "KV cache: off while gradients are on, since computing a block again would fill it twice"
+            Reason(
+                "checkpointing.cache-off",
+                "KV cache: off while gradients are on, since computing a block again would fill it twice",
+            )
         )
     return CheckpointReport(
         policy=policy,
@@ -347,4 +350,7 @@ def _without_backward(model: nn.Module, names: list[str]) -> list[str]:
 def _describe_below(below: list[str]) -> str:
     if not below:
         return ""
-    return f"{len(below)} of them, {below[0]} to {below[-1]}, lie below all that trains and need no backward: not computed again"
+    return Reason(
+        "checkpointing.below",
+        f"{len(below)} of them, {below[0]} to {below[-1]}, lie below all that trains and need no backward: not computed again",
+    )

@@ -26,7 +26,6 @@ gathered for it.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from narrowgauge.addresses import Key, validity
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, warn
 from narrowgauge.memory.blocks import is_compiled
 from narrowgauge.memory.recomputation import RngAndAutocast
 
@@ -109,8 +108,9 @@ class SegmentMember:
         call = Call(block, forward, args, kwargs, previous)
         if previous is not None and not call.follows_previous and not self.warned:
             self.warned = True
-            warnings.warn(
+            warn(
                 f"checkpoint: the input of {self.name} is not what the block before it returned, so it is kept: a segment begins there.",
+                code="checkpointing.segment-input",
                 stacklevel=2,
             )
         self._last = weakref.ref(call)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from narrowgauge.errors import warn
 from narrowgauge.recipe import Recipe
 
 PATIENCE, WATCHED = 3, 3  # optimizer steps without a call, then steps with a watch
@@ -108,11 +108,12 @@ def _casts_nothing(recipe: Recipe) -> bool:
 def _warn(bypassed: list[QLinear], names: dict[QLinear, str], others: int) -> None:
     first, more = names[bypassed[0]], f" and {len(bypassed) - 1} more" if len(bypassed) > 1 else ""
     steps = bypassed[0].state.steps_without_call
-    warnings.warn(
+    warn(
         f"advance: the weight of {first!r}{more} is multiplied without calling the layer, which was not called in {steps} "
         f"steps in which {others} others were. Recipe {bypassed[0].recipe.name!r} takes no effect there: the products are computed in the "
         f"dtype of the weight. Call the layer instead of reading its weight, or say that it stays wide: narrowgauge.convert(model, "
         f"{{{first!r}: None}}). describe marks these layers.",
+        code="advance.bypassed",
         stacklevel=4,
     )
 

@@ -14,13 +14,13 @@ layer's weight and no optimizer held its learned steps.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers, identity
+from narrowgauge.errors import warn
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.recipe import LearnedStep
 
@@ -201,10 +201,11 @@ def warn_of_untrained(layers: list[tuple[str, LearnedSteps]]) -> None:
     for _, steps in untrained:
         steps.is_held = True  # suppresses further warnings
     if untrained:
-        warnings.warn(
+        warn(
             f"advance: in {WATCHED} optimizer steps no learned step of {len(untrained)} layers, {untrained[0][0]!r} the first, was held "
             "by an optimizer, though the weights were, as when it is built before convert. Build it after convert, or "
             "give it the steps: optimizer.add_param_group({'params': [p for n, p in model.named_parameters() if '.steps.' in n]}). "
             "If they shall stay as they are, let them not require a gradient.",
+            code="advance.untrained-steps",
             stacklevel=4,
         )

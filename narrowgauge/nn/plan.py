@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import is_compiling
+from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.ops.quantize import quantize, tile_amax
@@ -191,21 +192,26 @@ class LinearPlan:
         """
         w, recipe = self.w, self.recipe
         if recipe.backward == "straight-through":
-            return None, f"{recipe.name} multiplies straight-through, with casts of its own"
+            return None, Reason(
+                "straight-through",
+                f"{recipe.name} multiplies straight-through, with casts of its own",
+            )
         if w.rows is None:
-            return None, "its output takes the weight in 16 bits"
+            return None, Reason("high-precision", "its output takes the weight in 16 bits")
         if w.rows_rotate is not None or w.cols_rotate is not None:
-            return None, "a rotation mixes elements before they are cast"
+            return None, Reason("rotation", "a rotation mixes elements before they are cast")
         if w.rows != w.cols:
             other = "takes it in 16 bits" if w.cols is None else f"as {w.cols}"
-            return None, f"output casts it as {w.rows}, grad_input {other}"
+            return None, Reason("other-cast", f"output casts it as {w.rows}, grad_input {other}")
         for product, expand in ((self.output, w.rows_expand), (self.grad_input, w.cols_expand)):
             if expand is not None:
-                return None, f"kernel {product.choice.kernel.name} multiplies decoded values"
+                return None, Reason(
+                    "decoded", f"kernel {product.choice.kernel.name} multiplies decoded values"
+                )
         from narrowgauge.ops.quantize import precast_weight
 
         refusal = precast_weight.refuse(w.rows)
-        return (w.rows, "") if refusal is None else (None, refusal.text)
+        return (w.rows, "") if refusal is None else (None, Reason(refusal.code, refusal.text))
 
 
 def _operand_plan(

@@ -8,12 +8,12 @@ codes, or casts a 16-bit weight. QLinear imports this module on the first load.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
+from narrowgauge.errors import warn
 from narrowgauge.nn.converted_state import ADDED
 
 
@@ -60,19 +60,21 @@ def load(
     recipe = None if layer.recipe is None else layer.recipe.name
     if own and f"{prefix}weight" in state_dict and not given:
         state_dict.update(own)  # load_state_dict passes a copy, so the caller's dict stays as it is
-        warnings.warn(
+        warn(
             f"load_state_dict: what is loaded has no {words(added(layer))} for recipe {recipe!r}: it was saved before the model was "
             "converted, or with another recipe. They stay as they are: of a model just converted they begin with the data of the "
             "next steps. Where they are of other weights, convert again.",
+            code="load.no-recipe-state",
             stacklevel=3,
         )
     # Warn instead of raising: torch 2.13 passes strict=True to this method whatever the caller
     # chose, so an error here would break strict=False. With strict=True torch raises afterwards.
     elif given - own.keys():
-        warnings.warn(
+        warn(
             f"load_state_dict: what is loaded was saved with another recipe than {recipe!r}, which has no place for "
             f"{words(key.removeprefix(prefix) for key in given - own.keys())}. Convert the model as the one that was saved "
             f"was, load, and convert again to {recipe!r}; or leave out what belongs to recipes with strict=False.",
+            code="load.other-recipe",
             stacklevel=3,
         )
 
@@ -112,9 +114,10 @@ def _take_whole_weight(
     else:
         layer.frozen.write(layer, whole.to(layer.weight.device, layer.weight.dtype))
         if codes:
-            warnings.warn(
+            warn(
                 f"load_state_dict: {key} is not what {frozen}codes beside it decode to, so it was changed since it was saved. It is "
                 "cast anew. Remove the codes from the state if that is what you want, or load both as they were saved.",
+                code="load.changed-codes",
                 stacklevel=4,
             )
     state_dict.update({f"{frozen}{name}": own for name, own in layer.frozen.state_dict().items()})

@@ -6,13 +6,13 @@ behind their casts, gradients outside float16's range.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from narrowgauge.addresses import holds_numbers
+from narrowgauge.errors import Reason, warn
 from narrowgauge.nn.state_loading import added, words
 
 
@@ -34,9 +34,10 @@ def warn_of_ranks(layers: Collection[Any]) -> None:
         if each.state.peers is None and each.recipe is not None and each.recipe.has_state
     ]
     if any(not layer.state.warned_of_ranks for layer in alone):
-        warnings.warn(
+        warn(
             f"{distributed.get_world_size()} ranks train, and recipe {alone[0].recipe.name!r} remembers amax, steps or readings, which "
             f"differ from rank to rank in {len(alone)} layers. Call narrowgauge.distribute(model) once, after it was parallelised.",
+            code="advance.ranks",
             stacklevel=4,
         )
     for layer in alone:
@@ -57,9 +58,10 @@ def warn_of_eval(layers: Collection[Any]) -> None:
     ]
     still = [each for each in still if each.recipe.has_state and each.weight.requires_grad]
     if still:
-        warnings.warn(
+        warn(
             f"{still[0].recipe.name}: an optimizer step ended in eval mode, in which the {words(added(still[0]))} of {len(still)} of its "
             "layers stay as they are. Call model.train() before training; models of from_pretrained come in eval mode.",
+            code="advance.eval-mode",
             stacklevel=4,
         )
     for layer in still:
@@ -79,24 +81,29 @@ def warn_of_unseen_writes(layers: dict[Any, str]) -> None:
         layer.state.weight_codes = "recast"
         if layer.state.precast is not None:
             layer.state.precast.disable(
-                "its weight was written between the step and the forward pass, where its version shows nothing"
+                Reason(
+                    "unseen-write",
+                    "its weight was written between the step and the forward pass, where its version shows nothing",
+                )
             )
     if found:
         layer, name = found[0]
-        warnings.warn(
+        warn(
             f"{layer.recipe and layer.recipe.name}: the weights of {len(found)} layers, the first {name!r}, were written through .data or "
             "raw memory since they were cast, and up to 8 steps computed with the casts of before. From now on these layers cast "
             "their weights at every forward pass. Call narrowgauge.advance(model) after such writes, or convert with "
             "weight_codes='recast'.",
+            code="advance.unseen-writes",
             stacklevel=4,
         )
 
 
 def warn_of_no_advance(layer: Any, steps: int) -> None:
     """Warn that the state of a layer stayed as it began in `steps` optimizer steps."""
-    warnings.warn(
+    warn(
         f"{layer.recipe.name}: in {steps} optimizer steps narrowgauge.advance was not called, so that its "
         f"{words(added(layer))} stay as they began. Call narrowgauge.advance(model) after each optimizer.step().",
+        code="advance.not-called",
         stacklevel=4,
     )
 
@@ -134,11 +141,12 @@ def warn_of_float16(layers: dict[Any, str], optimizer: torch.optim.Optimizer) ->
         layer.state.warned_of_float16 = True
     if found:
         layer, name, why = found[0]
-        warnings.warn(
+        warn(
             f"{layer.recipe.name}: {type(optimizer).__name__} stepped the float16 weights of {len(found)} layers with float16 "
             f"gradients and no loss scale. In the first, {name!r}, {why}. Keep the weights in float32 and train under "
             "torch.autocast with torch.amp.GradScaler, use bfloat16, or call narrowgauge.optim.float16_weights(model), whose "
             "gradients are bfloat16.",
+            code="advance.float16",
             stacklevel=4,
         )
 

@@ -13,7 +13,6 @@ torch.compile has compiled anything: its guards would see the hook.
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from narrowgauge.addresses import dry_run_on
+from narrowgauge.errors import warn
 from narrowgauge.nn.bypassed_weights import has_compiled
 
 NEAR = 0.1  # relative difference of the first weight; independent initializations differ by 1.4
@@ -106,9 +106,10 @@ class _Hook:
             return
         self.copies.clear()
         recipe = next(layer.recipe.name for each in self.layers if (layer := each()) is not None)
-        warnings.warn(
+        warn(
             f"A second {type(model).__name__} with the weights of the one that trains in recipe {recipe!r} computes without a recipe "
             "beside it, so that their outputs differ by the error of the casts. Call narrowgauge.convert_like(model, copy) before "
             "training, where the two are compared as policy and reference.",
+            code="convert.second-copy",
             stacklevel=2,
         )

@@ -47,7 +47,7 @@ _CANNOT_NAME = (
 # missing on this machine.
 Code = Literal[
     "operands", "device", "capability", "toolchain", "compiling", "wrapper", "failed-check", "slower",
-    "dtype", "shape", "tile", "format", "scale", "rounding", "calibration", "expanded", "noise", "caller",
+    "dtype", "shape", "tile", "tile-transposed", "amax", "format", "scale", "rounding", "calibration", "expanded", "noise", "caller",
 ]  # fmt: skip
 
 
@@ -303,5 +303,6 @@ class Registry(Generic[Spec]):
                 raise BackendError(
                     f"{self.op}: {forced} refused: {refusal.text}. Available here: {', '.join(others)}.",
                     code="kernel.refused",
+                    refusal=refusal.code,
                 )
         raise AssertionError(f"{self.op}: the reference refused {spec}")

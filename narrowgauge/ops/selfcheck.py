@@ -16,7 +16,6 @@ that `examples` yields.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from narrowgauge.errors import BackendError, OutOfMemoryError
+from narrowgauge.errors import BackendError, OutOfMemoryError, SlowerWarning, warn
 from narrowgauge.ops.registry import Kernel
 
 Spec = TypeVar("Spec")
@@ -89,7 +88,7 @@ class Check(Generic[Spec]):
             RESULTS[key] = examine(op, kernel.run, self, kind, device)
             if (reason := RESULTS[key].reason) is not None:
                 words = f"{op}: the {kernel.name} kernel is not used, and a slower one is, because {reason}"
-                warnings.warn(words, RuntimeWarning, stacklevel=2)
+                warn(words, code="kernel.failed-check", stacklevel=2, category=SlowerWarning)
         return RESULTS[key].reason
 
 

@@ -13,7 +13,6 @@ kernel that the device should have.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.addresses import dry_run_on
-from narrowgauge.errors import BackendError
+from narrowgauge.errors import BackendError, Reason, SlowerWarning, warn
 from narrowgauge.ops.registry import (
     Choice,
     Device,
@@ -123,7 +122,7 @@ def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
         refusal = triton.refuse(_spec(param_step)) if backend in ("auto", triton.name) else named
         if refusal is None:
             return Choice(triton, ())
-        param_step.stepped.disable(refusal.text)
+        param_step.stepped.disable(Reason(refusal.code, refusal.text))
         # `native` caches a compiled form that depends on the cast, so it is built again.
         param_step.stepped = param_step.native = None
     choice = _choice(_spec(param_step), backend)
@@ -164,10 +163,11 @@ def words(choice: Choice[Spec]) -> str:
 @cache
 def tell_once(reason: str) -> None:
     """Warn once per reason that plain torch computes the step."""
-    warnings.warn(
+    warn(
         f"narrowgauge.optim steps in plain torch, several times slower: {reason or 'no kernel is for this device.'}",
-        RuntimeWarning,
+        code="optim.plain-torch",
         stacklevel=2,
+        category=SlowerWarning,
     )
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import identity
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.optim import shards
 
 
@@ -51,7 +51,10 @@ class ReplayedStep:
         """Reason why the step cannot be captured now (a clause), or ''. No host sync."""
         optimizer = self._optimizer
         if optimizer.casting is not None:
-            return "the step casts weights as well, which a graph would repeat unasked; call cast_weights(None) first"
+            return Reason(
+                "casts-weights",
+                "the step casts weights as well, which a graph would repeat unasked; call cast_weights(None) first",
+            )
         for parameter, _, _ in optimizer._indexed():
             if parameter.grad is None:
                 continue

@@ -10,7 +10,6 @@ import difflib
 import inspect
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -18,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import OptionError, closest
+from narrowgauge.errors import OptionError, SlowerWarning, closest, warn
 from narrowgauge.optim import masters, rules, shards, states
 from narrowgauge.optim.step import DTYPES, shape_of
 from narrowgauge.structure import require_module
 
-# Value of `state_format` for a parameter whose states stay float32 for this reason.
-CUT = "shards cut its tiles"
+# Values of `state_format` for parameters whose states stay float32 for these reasons.
+CUT, SHORT = "shards cut its tiles", "rows too short for a tile"
 # Elements. Below, a quantized state saves too little for its error (the bound of bitsandbytes and
 # torchao).
 SMALLEST = 4096
@@ -241,7 +240,7 @@ def state_format(parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, str]
     tile = states.named(asked).tile
     # Each row has scales of its own, so short rows pay two bytes for a few elements.
     if shape_of(parameter)[1] < tile // 8:
-        return "fp32", "rows too short for a tile"
+        return "fp32", SHORT
     if group["embeddings"] == "fp32" and "param_names" in group:
         place = next(i for i, each in enumerate(group["params"]) if each is parameter)
         if _EMBEDDING.search(group["param_names"][place]):
@@ -271,10 +270,11 @@ def warn_of_cut_tiles(kind: str, group: Mapping[str, Any]) -> None:
     found = [parameter for parameter in group["params"] if state_format(parameter, group)[1] == CUT]
     if found and not any(found[0].device_mesh.get_coordinate() or ()):
         tile = states.named(group["states"]).tile
-        warnings.warn(
+        warn(
             f"{kind}: {len(found)} of {len(group['params'])} parameters keep float32 states: shards of their columns cut tiles of "
             f"{tile}, for example of {list(found[0].shape)} in {list(shards.local(found[0]).shape)}. Shard their rows, or into columns "
             "that are multiples of it.",
-            RuntimeWarning,
+            code="optim.cut-tiles",
             stacklevel=2,
+            category=SlowerWarning,
         )

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.addresses import identity, wrapper
+from narrowgauge.errors import Reason
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight, refuse_here
@@ -79,17 +80,21 @@ class _Link:
         self, layer: QLinear, parameter: Tensor, window: AmaxHistory | None, own: bool
     ) -> None:
         if not own:
-            self.reason = "its weight is another parameter now, or computed from one"
+            self.reason = Reason(
+                "another-parameter", "its weight is another parameter now, or computed from one"
+            )
         elif hidden_by := wrapper(parameter):
-            self.reason = f"a {hidden_by} hides the memory of its weight"
+            self.reason = Reason("wrapper", f"a {hidden_by} hides the memory of its weight")
         elif parameter.is_meta:
-            self.reason = "its weight has no memory yet"
+            self.reason = Reason("no-memory", "its weight has no memory yet")
         elif not parameter.is_contiguous() or parameter.numel() == 0:
             self.reason = (
-                "its weight is not contiguous" if parameter.numel() else "its weight is empty"
+                Reason("not-contiguous", "its weight is not contiguous")
+                if parameter.numel()
+                else Reason("empty", "its weight is empty")
             )
         else:
-            cast, self.reason = None, "an ordinary Linear"
+            cast, self.reason = None, Reason("no-recipe", "an ordinary Linear")
             if layer.recipe is not None:
                 cast, self.reason = layer.plan(parameter.device).step_cast()
             if cast is not None:
@@ -101,12 +106,13 @@ class _Link:
     def words(self, counts: bool = True) -> str:
         if self.stepped is None or self.stepped.refused:
             return self.reason if self.stepped is None else self.stepped.refused
-        what = "amax" if self.stepped.codes is None else "codes in both orientations"
-        return (
-            f"{what}, taken after {self.stepped.taken} of {self.stepped.left} steps"
-            if counts
-            else what
+        code, what = (
+            ("amax", "amax")
+            if self.stepped.codes is None
+            else ("codes", "codes in both orientations")
         )
+        taken = f", taken after {self.stepped.taken} of {self.stepped.left} steps"
+        return Reason(code, what + taken * counts)
 
 
 class WeightCasts(Mapping[str, str]):
@@ -131,13 +137,17 @@ class WeightCasts(Mapping[str, str]):
             weight = layer._parameters.get("weight")
             link = self._links[name] = _Link(name, layer)
             if weight is None:
-                link.reason = link.fixed = "its weight is computed from another parameter"
+                link.reason = link.fixed = Reason(
+                    "computed", "its weight is computed from another parameter"
+                )
             elif others := [each for each in users[weight] if each != name]:
-                link.reason = link.fixed = (
-                    f"its weight is also that of {', '.join(others)}, which casts it too"
+                link.reason = link.fixed = Reason(
+                    "shared", f"its weight is also that of {', '.join(others)}, which casts it too"
                 )
             elif weight not in known:
-                link.reason = link.fixed = "its weight is no parameter of this optimizer"
+                link.reason = link.fixed = Reason(
+                    "no-parameter", "its weight is no parameter of this optimizer"
+                )
             else:
                 self._by_parameter[weight] = link
                 link.now(weight)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.errors import CheckpointError
+from narrowgauge.errors import CheckpointError, Reason
 from narrowgauge.optim import masters, moments, old_states, param_groups, shards, states
 from narrowgauge.optim.rules import SGD, Rule
 
@@ -38,16 +38,17 @@ def refuse_state(
     All ranks of a mesh agree: if one rank refuses its part, all refuse.
     """
     parameters = [parameter for group in own for parameter in group["params"]]
-    reason = next(_reasons(kind, state_dict, own, rule, new_state), "")
+    reason = next(_reasons(kind, state_dict, own, rule, new_state), Reason("", ""))
     # A collective: every rank must reach it, also a rank that has already found a reason.
     for sharded in shards.meshes_of(parameters):
         bad = torch.tensor(float(bool(reason)), device=shards.local(sharded).device)
         if shards.sum_over_mesh(bad, sharded) > 0:
-            reason = (
-                reason or f"{kind}: another rank refused its part of the saved state, and says why."
+            reason = reason or Reason(
+                "optim.state",
+                f"{kind}: another rank refused its part of the saved state, and says why.",
             )
     if reason:
-        raise CheckpointError(reason, code="optim.state")
+        raise CheckpointError(str(reason), code=reason.code)
 
 
 def _reasons(
@@ -56,20 +57,20 @@ def _reasons(
     own: list[dict[str, Any]],
     rule: str,
     new_state: NewState,
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     for reason in _other_groups(state_dict, own):
-        yield f"{kind}: {reason}"
+        yield Reason("optim.state", f"{kind}: {reason}")
     for number, (saved, group) in enumerate(zip(state_dict["param_groups"], own, strict=True)):
         for reason in _other_options(kind, saved, group, rule):
-            yield f"{kind}: group {number} was saved with {reason}"
+            yield Reason("optim.state", f"{kind}: group {number} was saved with {reason}")
         for place, parameter in zip(saved["params"], group["params"], strict=True):
             if place in state_dict["state"]:
                 for reason in _other_tensors(
                     state_dict["state"][place], new_state(parameter, group)
                 ):
-                    yield f"{kind}: parameter {place}: {reason}"
+                    yield Reason("optim.state", f"{kind}: parameter {place}: {reason}")
                 for reason in _other_placements(state_dict["state"][place], parameter):
-                    yield f"{kind}: parameter {place}: {reason}"
+                    yield Reason("optim.state-placement", f"{kind}: parameter {place}: {reason}")
 
 
 def full_state_dict(optimizer: torch.optim.Optimizer, *, rank: int | None = None) -> dict[str, Any]:

@@ -27,7 +27,6 @@ step after backward.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, warn
 from narrowgauge.ops import rng
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clipping import NormInParts, clip_gradients, scale_gradients
@@ -255,9 +254,10 @@ class InBackward:
         times, self._times = max(self._times.values(), default=0), {}
         if times > 1:
             self._times = None
-            warnings.warn(
+            warn(
                 f"in_backward: parameters have stepped {times} times before this optimizer.step(). Give accumulation="
                 f"{times * self.accumulation} for one step by the sum of these passes; for {times} steps call optimizer.step() after each.",
+                code="in-backward.accumulation",
                 stacklevel=4,
             )
 

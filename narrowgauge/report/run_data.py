@@ -75,7 +75,7 @@ def read(folder: Path) -> Recorded:
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
             f"report: {folder} {what}. Name the folder that `narrowgauge train` wrote, the one with run.json in it.",
-            code="report.no-run",
+            code="report.no-run" if folder.is_dir() else "report.no-folder",
         )
     reference, broken = None, None
     # The first readable reference is used; the page mentions a broken one.

@@ -63,12 +63,13 @@ class Kind:
     only_own: bool = False
     form: Callable[[Any], str] | None = None
 
-    def refusal(self, path: Path, reason: str) -> NarrowgaugeError:
-        """The error for a file, with the reason and the next step."""
+    def refusal(self, path: Path, reason: str, code: str) -> NarrowgaugeError:
+        """The error for a file, with the reason and the next step. code: as "file.damaged"."""
         if len(reason) > LONGEST_REASON:  # a reason may quote the file's content
             reason = f"{reason[:LONGEST_REASON]} ..."
         return self.error(
-            f"{os.fsencode(path).decode('utf-8', 'backslashreplace')}: {reason}. {self.step}"
+            f"{os.fsencode(path).decode('utf-8', 'backslashreplace')}: {reason}. {self.step}",
+            code=code,
         )
 
 
@@ -104,7 +105,7 @@ def text_of(path: Path, kind: Kind, errors: str = "strict") -> str:
     try:
         return bytes_of(path, kind).decode("utf-8", errors)
     except UnicodeDecodeError as error:
-        raise kind.refusal(path, f"is damaged: {_not_utf8(error)}") from None
+        raise kind.refusal(path, f"is damaged: {_not_utf8(error)}", "file.not-utf8") from None
 
 
 def json_of(path: Path, kind: Kind) -> Any:
@@ -113,9 +114,9 @@ def json_of(path: Path, kind: Kind) -> Any:
     try:
         value = strict_json(data)
     except ValueError as error:
-        raise kind.refusal(path, f"is damaged: {error}") from None
+        raise kind.refusal(path, f"is damaged: {error}", "file.json") from None
     if kind.form is not None and (problem := kind.form(value).removeprefix(".").strip()):
-        raise kind.refusal(path, f"is damaged: {problem}")
+        raise kind.refusal(path, f"is damaged: {problem}", "file.form")
     return value
 
 
@@ -152,7 +153,9 @@ def refuse_special_files(folder: Path, kind: Kind) -> None:
                 # stat follows links: Hub snapshots consist of links.
                 found = os.stat(path)
             except FileNotFoundError:
-                raise kind.refusal(path, "is a link to a file that is not there") from None
+                raise kind.refusal(
+                    path, "is a link to a file that is not there", "file.dangling-link"
+                ) from None
             if not stat.S_ISDIR(found.st_mode):
                 _refuse_stat(found, path, kind, limits_size=path.suffix == ".json")
 
@@ -175,21 +178,26 @@ def _refuse_stat(found: os.stat_result, path: Path, kind: Kind, limits_size: boo
         what = next(
             (words for matches, words in NOT_REGULAR if matches(found.st_mode)), "something else"
         )
-        raise kind.refusal(path, f"cannot be read: it is {what}, not a regular file")
+        raise kind.refusal(
+            path, f"cannot be read: it is {what}, not a regular file", "file.irregular"
+        )
     if limits_size and found.st_size > kind.most_bytes:
         raise kind.refusal(
             path,
             f"cannot be read: it has {found.st_size} bytes, and at most {kind.most_bytes} are read",
+            "file.too-large",
         )
     if kind.only_own and found.st_uid not in (0, os.getuid()):
         raise kind.refusal(
             path,
             f"cannot be trusted: it belongs to user {found.st_uid}, and you are user {os.getuid()}",
+            "file.owner",
         )
     if kind.only_own and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise kind.refusal(
             path,
             f"cannot be trusted: others may write to it (mode {stat.S_IMODE(found.st_mode):04o})",
+            "file.writable",
         )
 
 
@@ -202,15 +210,19 @@ def _refusing(path: Path, kind: Kind) -> Iterator[None]:
         # O_NOFOLLOW on a link gives ELOOP, as does a cycle of links.
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise kind.refusal(
-                path, "cannot be read: it is a symbolic link, not a regular file"
+                path, "cannot be read: it is a symbolic link, not a regular file", "file.link"
             ) from error
         # open() on a socket gives ENXIO.
         if error.errno == errno.ENXIO:
             raise kind.refusal(
-                path, "cannot be read: it is a socket or a device, not a regular file"
+                path,
+                "cannot be read: it is a socket or a device, not a regular file",
+                "file.irregular",
             ) from error
         refused = replace(kind, error=kind.refused or kind.error)
-        raise refused.refusal(path, f"cannot be read: {error.strerror or error}") from error
+        raise refused.refusal(
+            path, f"cannot be read: {error.strerror or error}", "file.unreadable"
+        ) from error
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -9,10 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+from narrowgauge.errors import Reason
+
 
 def tell(text: object) -> None:
     """Prints a line on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def tell_note(note: str) -> None:
+    """Prints "Note: " and the note; a Reason keeps its code."""
+    tell(Reason(getattr(note, "code", ""), f"Note: {note}"))
 
 
 @contextmanager

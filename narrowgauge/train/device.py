@@ -20,7 +20,7 @@ import torch
 
 from narrowgauge import storage
 from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, processor_name, threads_words
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.ops.cpp.build import cache_folder, user_cache
 
 # Linux only; writing "5" to clear_refs resets VmHWM
@@ -197,6 +197,11 @@ def use_own_caches(environment: MutableMapping[str, str]) -> Iterator[str]:
             )
         environment[variable] = str(folder)
         if folder != own:
-            yield f"compiled code is kept in {folder}, as {variable} says."
+            yield Reason(
+                "compile.named-folder", f"compiled code is kept in {folder}, as {variable} says."
+            )
         elif reason:
-            yield f"compiled code is kept for this run alone: {user} cannot be used, for {reason}."
+            yield Reason(
+                "compile.own-folder",
+                f"compiled code is kept for this run alone: {user} cannot be used, for {reason}.",
+            )

@@ -19,6 +19,7 @@ from narrowgauge.errors import (
     NarrowgaugeError,
     NumericsError,
     OutOfMemoryError,
+    Reason,
 )
 from narrowgauge.report import page
 from narrowgauge.train import run_metadata, stepping
@@ -26,7 +27,7 @@ from narrowgauge.train.callback import Callback
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
-from narrowgauge.train.console import tell
+from narrowgauge.train.console import tell, tell_note
 from narrowgauge.train.device import (
     give_cublaslt_workspace,
     keep_freed_memory,
@@ -139,7 +140,7 @@ def run_of_rank(
     if config.compile or device.type == "cuda":
         # Set the cache folders before the first import of Inductor or Triton reads the environment.
         for note in use_own_caches(os.environ):
-            tell(f"Note: {note}")
+            tell_note(note)
     if device.type == "cuda":
         tell(give_cublaslt_workspace(os.environ, torch.cuda.get_device_capability(device)))
     if config.threads:
@@ -183,7 +184,9 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop, extensions: Extensions) 
             try:
                 ranks.first(lambda: _write_report(folder))
             except NarrowgaugeError as second:  # the NumericsError matters more
-                error.add_note(f"The report was not written: {second}")
+                error.add_note(
+                    Reason("report.not-written", f"The report was not written: {second}")
+                )
             raise
         ranks.first(lambda: _write_report(folder))
         if code:
@@ -220,7 +223,7 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
     for note in (*task.notes, *run_metadata.notes(config)):
-        tell(f"Note: {note}")
+        tell_note(note)
     return config, task
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.data import IGNORED, valid_targets
-from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.errors import ConfigError, DataError, Reason
 from narrowgauge.memory import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
@@ -225,7 +225,10 @@ def _refuse_chunks(model: Any, computes_in: torch.dtype) -> tuple[str, float | N
             module.training = mode
     if is_product:
         return "", cap
-    return "the logits are not the product of the output head with the last hidden state", None
+    return Reason(
+        "loss.other-logits",
+        "the logits are not the product of the output head with the last hidden state",
+    ), None
 
 
 def _proved_by_numbers(

@@ -108,5 +108,7 @@ def _cut_torn_line(file: IO[bytes], path: Path) -> None:
     start = file.seek(max(0, size - LONGEST_LINE))
     end = file.read(LONGEST_LINE).rfind(b"\n")
     if end < 0 < start:
-        raise LOG.refusal(path, f"is damaged: its last {LONGEST_LINE} bytes hold no end of a line")
+        raise LOG.refusal(
+            path, f"is damaged: its last {LONGEST_LINE} bytes hold no end of a line", "file.form"
+        )
     file.truncate(start + end + 1)

@@ -16,7 +16,7 @@ from torch import nn
 
 from narrowgauge import manifest
 from narrowgauge.diagnose.runs import read_metrics
-from narrowgauge.errors import CheckpointError
+from narrowgauge.errors import CheckpointError, Reason
 from narrowgauge.train import same_run
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state, store
@@ -74,7 +74,12 @@ class RunCheckpoints:
             self.folder.checkpoints, prepare, self._model, self.passes.optimizer, ranks, self.numbers, self.folder.at,
         )  # fmt: skip
         for path, why in skipped:
-            tell(f"WARNING: passed over the damaged checkpoint {path}: {why}")
+            tell(
+                Reason(
+                    "checkpoint.passed-over",
+                    f"WARNING: passed over the damaged checkpoint {path}: {why}",
+                )
+            )
         if found is None:
             if ranks.is_first and log.path.stat().st_size:
                 # The earlier attempt ended before its first checkpoint, or the checkpoint was
@@ -87,7 +92,7 @@ class RunCheckpoints:
             return
         self.load(found, counters)
         if lost := self.best.restore(found.facts.get("best")):
-            tell(f"WARNING: {lost}")
+            tell(Reason("checkpoint.best-lost", f"WARNING: {lost}"))
         counters.saved_step, counters.trained_s = found.step, found.facts["trained_s"]
         # Spike rule and guard continue from the state that the checkpoint holds.
         plugins.on_load(found.facts)

@@ -17,7 +17,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
 from tests.compare import assert_same
-from tests.raising import raises
+from tests.raising import raises, warns
 
 WORDS, WIDTH = 40, 32
 PATTERNS: list[object] = [
@@ -201,7 +201,5 @@ def test_noise_in_forward_is_told() -> None:
         output=replace(nearest.output, lhs=replace(cast, rounding="stochastic"))
     )
     ng.convert(policy, noisy)
-    with pytest.warns(
-        UserWarning, match=r"draws random numbers in forward, and each model draws its own"
-    ):
+    with warns("convert-like.noise"):
         ng.convert_like(policy, reference)

@@ -85,10 +85,7 @@ def test_describe_says_which_block_and_why():
     assert row.note == (
         "block 6 of 7 in body.layers: nvfp4 keeps the last 15% of the blocks in bf16 (of 40 and more, 2 of them first)"
     )
-    assert (
-        "emulated exactly in" in rows["between.0"].backend
-        and "has no FP4 units" in rows["between.0"].backend
-    )
+    assert rows["between.0"].emulated and "FP4" in rows["between.0"].backend
 
 
 def named(model):
@@ -122,7 +119,7 @@ def test_a_pattern_that_spells_out_the_block_overrides_the_rule(patterns, wide):
 def test_converting_again_and_back_forgets_the_rule():
     model = ng.convert(Model(), "nvfp4")
     assert named(ng.convert(model, "fp8-row")) == set()
-    assert not any("keeps the last" in row.note for row in ng.describe(model))
+    assert not any("block" in row.note for row in ng.describe(model))
     ng.convert(model, "nvfp4")
     model.body["layers"][6].up.recipe = ng.recipes.NVFP4
     assert next(row.note for row in ng.describe(model) if row.name == "body.layers.6.up") == ""
@@ -161,7 +158,7 @@ def test_a_switch_widens_and_never_narrows():
         and names["body.layers.0.up"] == "fp8-row"
     )
     assert set(changed) == {name for name, recipe in names.items() if recipe == "fp8-row"}
-    with raises(ConfigError, "switch.no-change", "'nvfp4'", "output, grad_input, grad_weight"):
+    with raises(ConfigError, "switch.no-change", "'nvfp4'", "grad_input"):
         ng.switch(model, "nvfp4")
 
 

@@ -14,7 +14,7 @@ from narrowgauge.data import cache
 from narrowgauge.data.cache import Damaged, cached, open_entry
 from narrowgauge.errors import StorageError
 from narrowgauge.storage import locked, storage, sweep, temporary
-from tests.raising import coded, raises
+from tests.raising import coded, raises, require
 
 NAME = f"tokens-{'0' * 32}"
 SIDES = {"train": [1, 2, 3, 4], "validation": [5, 6]}
@@ -88,7 +88,7 @@ def test_a_truncated_or_extended_file_is_damage(tmp_path, change):
         good = path.read_bytes()
         path.write_bytes(change(good))
         fault = (
-            rf"{path.name} has {len(change(good))} bytes, not {len(good)}"
+            rf"{path.name} .*{len(change(good))} .*{len(good)}"
             if path.suffix == ".bin"
             else "checksum"
         )
@@ -146,7 +146,7 @@ def test_a_write_that_stops_anywhere_leaves_no_entry_and_nothing_temporary(
             try:
                 make(folder, SIDES)
             except StorageError as error:
-                assert "Free some space" in str(error)
+                require(error, "storage.refused", "Free")
             finished = len(done) <= failures
         try:
             entry = open_entry(folder / NAME)
@@ -255,7 +255,7 @@ def test_the_key_depends_on_every_fact():
 @pytest.mark.parametrize(
     ("code", "step"),
     [
-        (errno.ENOSPC, coded("storage.refused", "Free some space")),
+        (errno.ENOSPC, coded("storage.refused", "Free")),
         (errno.EROFS, coded("storage.refused")),
     ],
 )

@@ -283,7 +283,7 @@ def test_column_and_separator_reach_the_reader(tmp_path, texts, tokenizer):
 
 def test_a_cache_that_cannot_be_written_is_a_storage_error(folder, tokenizer, tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with raises(StorageError, "storage.refused", "pass another cache folder"):
+    with raises(StorageError, "storage.refused", tmp_path / "file"):
         prepare(folder, tokenizer, cache=tmp_path / "file")
 
 

@@ -98,13 +98,13 @@ def learnt(tokenizer, item):
 
 def test_a_completion_alone_is_learnt(write, llama_like, tmp_path):
     rows = [
-        {"prompt": "the scale of", "completion": " a tile"},
+        {"prompt": "scale of", "completion": " a tile"},
         {"prompt": "", "completion": "amax"},
     ]
     found = prepare_examples(write(rows), Completion(), llama_like, cache=tmp_path)
     assert [learnt(llama_like, item) for item in found] == [" a tile</s>", "amax</s>"]
     assert [llama_like.decode(item["input_ids"]) for item in found] == [
-        "<s>the scale of a tile</s>",
+        "<s>scale of a tile</s>",
         "<s>amax</s>",
     ]
     assert found.lengths.tolist() == [len(item["input_ids"]) for item in found]
@@ -116,7 +116,7 @@ def test_a_token_across_the_border_counts_as_prompt_and_is_told(write, llama_lik
     """ " tile" is one token; a prompt that ends in its space ends otherwise at inference."""
     path = write(
         [
-            {"prompt": "the scale of a ", "completion": "tile"},
+            {"prompt": "scale of a ", "completion": "tile"},
             {"prompt": "the", "completion": " tile"},
         ]
     )
@@ -231,18 +231,18 @@ def test_a_template_whose_prompt_ends_in_a_space_is_told(write, chat_tokenizer, 
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("messages", "expected"),
     [
-        ("hello", "messages hold str, not a list"),
-        ([{"content": "a"}], "message 0 has no role"),
-        (CHAT[:1], "no message has the role 'assistant'"),
+        ("hello", coded("chat.messages", "rows.jsonl:2", "str")),
+        ([{"content": "a"}], coded("chat.no-role", "rows.jsonl:2", "message 0")),
+        (CHAT[:1], coded("chat.no-answer", "rows.jsonl:2", "'assistant'")),
     ],
 )
 def test_what_is_no_chat_is_refused_with_its_line(
-    write, chat_tokenizer, tmp_path, messages, message
+    write, chat_tokenizer, tmp_path, messages, expected
 ):
     path = write([{"messages": CHAT}, {"messages": messages}])
-    with pytest.raises(DataError, match=f"rows.jsonl:2: {message}"):
+    with raises(DataError, expected):
         prepare_examples(path, Chat(), chat_tokenizer, cache=tmp_path)
 
 
@@ -435,7 +435,7 @@ def test_a_damaged_entry_is_made_again_and_told(write, llama_like, tmp_path, nam
         file.write_bytes(raw if damage == "flip" else raw[:-1])
     again = prepare_examples(path, Completion(), llama_like, cache=cache)
     assert again[0]["input_ids"].tolist() == first
-    assert "damaged and has been made again" in again.notes[0]
+    assert again.notes[0].code == "cache.made-again"
     assert not list(cache.glob(".*"))
 
 

@@ -125,22 +125,25 @@ def test_pixels_are_those_of_transformers(settings, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "expected"),
     [
-        ({"do_pad": True}, "asks for do_pad, which is not done here"),
-        ({"size": {"shortest_edge": 10}}, "leaves pictures of different sizes"),
-        ({"size": {"longest_edge": 10}}, "KeyError"),
-        ({"size": {"height": 0, "width": 8}}, "is no number of pixels"),
-        ({"image_mean": [0.5]}, "has numbers for 1 channels, and the model reads 3"),
-        ({"image_std": [0, 1, 1]}, "cannot be used"),
-        ({"do_center_crop": True, "crop_size": 12}, "which may be smaller"),
+        ({"do_pad": True}, coded("image-processor.unknown", "do_pad")),
+        ({"size": {"shortest_edge": 10}}, coded("image-processor.unequal", "10")),
+        ({"size": {"longest_edge": 10}}, coded("image-processor.settings", "KeyError")),
+        ({"size": {"height": 0, "width": 8}}, coded("image-processor.size", "0", "8")),
+        ({"image_mean": [0.5]}, coded("image-processor.channels", "1 channels", "3")),
+        ({"image_std": [0, 1, 1]}, coded("image-processor.numbers", [0.0, 1.0, 1.0])),
+        (
+            {"do_center_crop": True, "crop_size": 12},
+            coded("image-processor.crop", (12, 12), (8, 8)),
+        ),
     ],
 )
-def test_settings_that_are_not_known_are_refused(changes, words, tmp_path):
+def test_settings_that_are_not_known_are_refused(changes, expected, tmp_path):
     known = {"size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(known | changes), "utf-8")
-    with pytest.raises(ConfigError, match=f"preprocessor_config.json: .*{words}.*set image_size"):
+    with raises(ConfigError, coded(expected.code, *expected.values, path, "image_size")):
         Preprocessing.of_file(path, 3)
 
 

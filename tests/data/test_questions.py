@@ -189,10 +189,10 @@ def test_a_row_that_is_wrong_is_named(tmp_path, rows, said):
             '{"data": [{"paragraphs": [{"qas": []}]}]}',
             r"dev.json.data\[0\].paragraphs\[0\]: has no 'context'",
         ),
-        ('{"data": [', "it is not JSON"),
+        ('{"data": [', "dev.json: .*JSON"),
         (
             '{"data": [{"paragraphs": [{"context": "a", "qas": [{"question": "b", "answers": [1], "is_impossible": true}]}]}]}',
-            "is_impossible is true",
+            "is_impossible",
         ),
     ],
 )

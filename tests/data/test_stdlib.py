@@ -5,7 +5,7 @@ import pytest
 from narrowgauge.data import documents
 from narrowgauge.data.sources import stdlib_documents
 from narrowgauge.errors import ConfigError, DataError
-from tests.raising import raises
+from tests.raising import coded, raises
 
 
 def test_this_interpreters_library_is_a_corpus():
@@ -43,7 +43,13 @@ def test_an_interpreter_without_sources_is_an_error(tmp_path):
         list(stdlib_documents(tmp_path))
 
 
-@pytest.mark.parametrize("option", [{"column": "text"}, {"separator": "x"}])
-def test_options_of_other_sources_are_refused(option):
-    with pytest.raises(ConfigError, match="Leave it out"):
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"column": "text"}, coded("source.column-of-text", "text")),
+        ({"separator": "x"}, coded("source.separator-of-table", "x")),
+    ],
+)
+def test_options_of_other_sources_are_refused(option, expected):
+    with raises(ConfigError, expected):
         documents("stdlib", **option)

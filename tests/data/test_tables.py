@@ -83,7 +83,7 @@ def test_jsonl_origin_is_file_and_line_and_blank_lines_and_texts_are_passed_over
         ('{"text": "\\ud800"}', coded("table.surrogate", "d800", ":2", "'text'")),
         (
             '{"text": ' + "[" * 5000 + "]" * 5000 + "}",
-            coded("table.json-fault", "nested too deeply", ":2"),
+            coded("table.json-fault", "deeply", ":2"),
         ),
         ('{"n": ' + "1" * 5000 + "}", coded("table.json-fault", ":2")),
     ],

@@ -128,7 +128,7 @@ def test_the_limit_stops_the_reading(tmp_path):
 
 def test_a_pipe_is_refused_and_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(DataError, match="not a regular file"):
+    with raises(DataError, "file.irregular", tmp_path / "pipe.txt"):
         read(tmp_path / "pipe.txt")
 
 

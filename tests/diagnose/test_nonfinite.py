@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from narrowgauge import convert
-from narrowgauge.diagnose.nonfinite import first_nonfinite
+from narrowgauge.diagnose.nonfinite import NOTHING, first_nonfinite
 
 
 class Net(nn.Module):
@@ -102,7 +102,7 @@ def test_a_parameter_that_was_bad_before(net):
 
 def test_the_loss_itself(net):
     words = blamed(net, lambda y: y.square().mean() * 0 + torch.tensor(math.nan))
-    assert words == "the loss itself: no module showed it when the step was repeated"
+    assert words == NOTHING
 
 
 def test_finite_micro_batches_before_the_bad_one_are_passed_over(net):
@@ -121,7 +121,7 @@ def test_finite_micro_batches_before_the_bad_one_are_passed_over(net):
 def test_frozen_and_unused_parameters_do_no_harm(net):
     net.norm.requires_grad_(False)
     net.unused = nn.Linear(4, 4)
-    assert "the loss itself" in blamed(net)
+    assert blamed(net) == NOTHING
 
 
 def test_nothing_stays_on_the_model(net):

@@ -126,11 +126,8 @@ def test_zero_in_the_interval_is_said_and_no_difference_is_called_above():
     """+0.0006 of pairs that scatter by 0.002 is neither higher nor worse."""
     verdict = judge(runs("fp8", moved(0.0006, 0.002)), runs("bf16", BASE), "loss")
     said = seeds_text.sentences(verdict)
-    assert (
-        "which includes zero" in said
-        and "equivalent within the margin" in said
-        and "lies within it" in said
-    )
+    assert verdict.name == seeds.EQUIVALENT and abs(verdict.mean) <= verdict.half_width
+    assert "includes zero" in said and "equivalent" in said
     assert not {"above", "higher", "worse"} & set(said.replace(",", " ").split())
 
 
@@ -139,7 +136,7 @@ def test_an_open_verdict_says_how_many_seeds():
     none, observed = verdict.needed
     assert verdict.name == seeds.UNKNOWN and 5 < none < observed
     assert f"needs {none} to {observed} seeds" in seeds_text.heading(verdict)
-    assert f"about {none} seeds tell with 80" in seeds_text.sentences(verdict)
+    assert f"about {none} seeds" in seeds_text.sentences(verdict)
     assert judge(runs("fp8", moved(0.0, 0.001)), runs("bf16", BASE), "loss").needed is None
 
 
@@ -185,14 +182,14 @@ def test_a_run_that_diverged_is_part_of_the_verdict_and_one_without_memory_is_no
     assert verdict.name == seeds.DIVERGED and "diverged in 1 of 5 runs" in seeds_text.heading(
         verdict
     )
-    assert "says nothing of those that did not" in seeds_text.sentences(verdict)
+    assert "4 pairs" in seeds_text.sentences(verdict) and verdict.seeds == (0, 1, 2, 3)
     lost = Runs(
-        name="fp8", values=dict(enumerate(moved(0.001, 0.002)[:4])), failed={4: "out of memory"}
+        name="fp8", values=dict(enumerate(moved(0.001, 0.002)[:4])), failed={4: "no memory"}
     )
     verdict = judge(lost, runs("bf16", BASE), "loss")
     assert (
         verdict.name == seeds.EQUIVALENT
-        and "did not finish (out of memory) at seed 4" in seeds_text.sentences(verdict)
+        and "did not finish (no memory) at seed 4" in seeds_text.sentences(verdict)
     )
 
 

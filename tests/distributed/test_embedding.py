@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
 from tests.distributed.models import state
+from tests.raising import raises
 
 STEPS = 4
 
@@ -72,7 +73,7 @@ def _spread():
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Embedding(48, 32), nn.Linear(32, 48))
     parallelize_module(model, mesh, {"0": ColwiseParallel()})
-    with pytest.raises(ConfigError, match="is spread over ranks"):
+    with raises(ConfigError, "convert.embedding-codes", "'0'"):
         ng.convert(model, "bf16", embeddings="int4")
     return True
 

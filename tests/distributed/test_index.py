@@ -135,7 +135,7 @@ def test_random_chunkings_are_read_whole_or_refused(tmp_path: Path) -> None:
                     read(folder)
                     assert is_whole, (shape, boxes)
                 except CheckpointError as error:
-                    assert str(error).endswith("Restore the checkpoint.")
+                    assert error.code.startswith("checkpoint."), error
             assert is_whole or not room["w"].float().any()
         counts[is_whole] += 1
     assert min(counts.values()) > 100, counts

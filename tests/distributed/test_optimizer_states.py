@@ -129,9 +129,7 @@ def one_process(rank_zero_folder: str, call: tuple[Any, ...]) -> None:
     again.load_state_dict(ng.optim.full_state_dict(optimizer))
     assert_same(again.state_dict()["state"], single[1].state_dict()["state"])
     sharded = optimizer.state_dict()
-    with pytest.raises(
-        CheckpointError, match="the saved state is sharded, the parameter here is whole"
-    ):
+    with raises(CheckpointError, "optim.state-placement"):
         again.load_state_dict(sharded)
     optimizer.load_state_dict(sharded)
     kept = ng.optim.full_state_dict(optimizer, rank=1)["state"]
@@ -389,7 +387,7 @@ def zero_refused() -> None:
         ConfigError, match=r"zero: parameters have no names.*model\.named_parameters"
     ):
         ng.optim.zero([{"params": list(model.parameters())}])
-    with pytest.raises(ConfigError, match="is none of narrowgauge"):
+    with raises(ConfigError, "zero.optimizer", "AdamW"):
         ng.optim.zero(model, torch.optim.AdamW)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.optim import rules, shards
+from narrowgauge.optim import param_groups, rules, shards
 from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.states import named
 from tests.compare import assert_same
@@ -195,7 +195,7 @@ def test_columns_have_the_numbers_of_one_process(ranks):
         [Shard(0), Shard(1)],
         [Replicate(), Replicate()],
     ],
-    ids=["HSDP", "rows twice", "rows and columns", "whole"],
+    ids=["HSDP", "rows twice", "rows, columns", "whole"],
 )
 def test_two_axes_of_a_mesh_have_them(ranks, placements):
     calls = [
@@ -426,7 +426,7 @@ def told() -> str:
     optimizer.step()
     again = ng.optim.state_bytes(optimizer)
     assert again.total == table.total and again.parameters == 16 * (192 + 256)
-    assert "shards cut its tiles" in str(again)
+    assert param_groups.CUT in str(again)
     return "; ".join(str(each.message) for each in caught)
 
 

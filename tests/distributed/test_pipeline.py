@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.distributed import distributed_state
+from narrowgauge.distributed.pipeline import ACTIVATION_GRADIENTS
 from narrowgauge.distributed.stage_messages import DecodeMessage, EncodeMessage, message_like
 from narrowgauge.errors import ConfigError
 from tests.distributed.models import TOKENS, WIDTH, build
 from tests.distributed.pipelines import SCHEDULES, places, run_alone, run_pipeline, stages_of
+from tests.raising import coded, require
 from tests.selection import quick
 
 STEPS, MICRO_BATCHES, BLOCKS = 3, 4, 4
@@ -154,13 +156,13 @@ class Counting(PipelineStage):
 
     def __init__(self, *args, **named):
         super().__init__(*args, **named)
-        self.sent = {"activations": 0, "gradients of activations": 0}
+        self.sent = {"activations": 0, ACTIVATION_GRADIENTS: 0}
 
     def get_fwd_send_ops(self, chunk):
         return self._counted("activations", super().get_fwd_send_ops(chunk))
 
     def get_bwd_send_ops(self, chunk):
-        return self._counted("gradients of activations", super().get_bwd_send_ops(chunk))
+        return self._counted(ACTIVATION_GRADIENTS, super().get_bwd_send_ops(chunk))
 
     def _counted(self, what, operations):
         self.sent[what] += sum(each.tensor.nbytes for each in operations)
@@ -181,7 +183,7 @@ def _bytes(activations):
 
 def test_bytes_on_the_wire_are_half_of_sixteen_bits(ranks):
     wide, narrow = (ranks(2)(_bytes, form) for form in ("16bit", "fp8"))
-    for rank, what in enumerate(["activations", "gradients of activations"]):
+    for rank, what in enumerate(["activations", ACTIVATION_GRADIENTS]):
         assert wide[rank][0][what] == 2 * 4 * TOKENS * WIDTH * 2
         assert narrow[rank][0][what] <= 0.52 * wide[rank][0][what]
         assert narrow[rank][1][what] == narrow[rank][0][what]  # what `distributed_state` counts
@@ -358,24 +360,27 @@ def _refused(case):
         else:
             ng.distribute(stage, activations="fp8" if case != "mixed" or rank else "16bit")
     except ConfigError as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "expected"),
     [
-        ("tied", "'embed.weight' of stage 0 and 'head.weight' of stage 1 hold the same numbers"),
-        ("mixed", "'16bit' of stage 0, 'fp8' of stage 1. Pass the same for every stage."),
-        ("module", "give distribute the PipelineStage"),
-        ("name", "activations is 'fp4'; choose one of 16bit, fp8."),
-        ("nothing", "no PipelineStage. Pass the model, a stage, or all of this rank."),
+        (
+            "tied",
+            coded("pipeline.tied-weights", "'embed.weight' of stage 0", "'head.weight' of stage 1"),
+        ),
+        ("mixed", coded("pipeline.activations-differ", "'16bit' of stage 0", "'fp8' of stage 1")),
+        ("module", coded("tensor-parallel.no-module", "PipelineStage")),
+        ("name", coded("distribute.choice", "'fp4'", "16bit, fp8")),
+        ("nothing", coded("distribute.model", "PipelineStage")),
     ],
 )
-def test_refusals_are_sentences_on_every_rank(ranks, case, words):
+def test_refusals_are_sentences_on_every_rank(ranks, case, expected):
     for found in ranks(2)(_refused, case):
-        assert words in found
-    assert ranks(2)(_refused, "untied") == ["", ""]
+        require(found, expected.code, *expected.values)
+    assert ranks(2)(_refused, "untied") == [None, None]
 
 
 def _copied():

@@ -104,7 +104,9 @@ def _styled(recipe: str, converts_first: bool) -> list[str]:
     model(torch.randn(4, K)).sum().backward()
     ng.advance(model)
     wrong += [
-        f"{name} has no gradient" for name, each in model.named_parameters() if each.grad is None
+        f"{name} is without a gradient"
+        for name, each in model.named_parameters()
+        if each.grad is None
     ]
     return wrong
 
@@ -210,7 +212,7 @@ def test_mixtures_are_refused_in_words(ranks):
         assert "weight is a DTensor and x is not" in plain_x
         assert "bias is not" in plain_bias
         assert "Partial" in partial and "ColwiseParallel" in partial
-        assert "windows or learned steps" in whole and "convert afterwards" in whole
+        assert "learned steps" in whole and "convert afterwards" in whole
 
 
 def _described() -> str:

@@ -14,6 +14,7 @@ from narrowgauge.lab.blame import Blame
 from narrowgauge.lab.blame_checkpoint import blame_checkpoint
 from narrowgauge.lab.blamed import blame_run, logged_baseline
 from narrowgauge.train.checkpoint_ref import CheckpointRef
+from tests.raising import cli_raises, coded
 from tests.selection import quick
 from tests.train import tiny
 
@@ -84,8 +85,7 @@ def test_suspects_are_confirmed_by_stretches(make, before_step):
     assert SUSPECT in names and all("down_proj" in name for name in names)
     for each in found[0].confirmations:
         assert each.numbers["steps"] == 20 and each.numbers["noise"] >= 0 and each.hurts is not None
-        if not each.hurts:
-            assert "inaccurate, but it does not hurt" in "\n".join(found[0].sentences())
+        assert any(each.words in line for line in found[0].sentences())
     assert found[0].sentences()[-1].startswith('recipes = ["model.layers.')
 
 
@@ -121,18 +121,18 @@ def test_the_command_looks_at_a_checkpoint_and_writes_nothing(make, capsys):
     assert answer["step"] == 4 and answer["suspects"] == [SUSPECT]
     assert answer["recipes"] == ["model.layers.1.mlp.down_proj=bf16:grad_input"]
     assert Blame.from_dict(answer).suspects[0].name == SUSPECT
-    assert cli.main(["blame", str(run), "--baseline", "4"]) == 0
-    assert "No product is suspect" in capsys.readouterr().out  # the healthy one has the same fault
+    assert cli.main(["blame", str(run), "--baseline", "4", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["suspects"], "the step of the baseline has the same fault"
     assert {
         each: each.read_bytes() for each in run.rglob("*") if each.is_file() and each.name != "lock"
     } == before
-    for flags, words in [
-        ([str(run), "--at", "5"], "no checkpoint of step 5"),
-        ([str(run.parent / "missing")], "is not there"),
-        ([str(run), "--steps", "-1"], "must be 0 or more"),
+    for flags, expected in [
+        ([str(run), "--at", "5"], coded("run.no-checkpoint", "step 5")),
+        ([str(run.parent / "missing")], coded("run.place", run.parent / "missing")),
+        ([str(run), "--steps", "-1"], coded("blame.counts", "--steps -1")),
     ]:
-        assert cli.main(["blame", *flags]) == ConfigError.exit_code
-        assert words in capsys.readouterr().err
+        cli_raises(["blame", *flags], ConfigError, expected)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from narrowgauge.lab import probe, training
 from narrowgauge.lab.debug import _steps_taken, debug
 from narrowgauge.recipe import Cast, Gemm
 from narrowgauge.train.run_folder import RunFolder
-from tests.raising import coded, raises
+from tests.raising import coded, raises, with_code
 from tests.train import tiny
 
 SIZES = {
@@ -58,7 +58,9 @@ def test_the_sick_product_is_found_and_the_run_is_left_alone(make, monkeypatch, 
     said = capsys.readouterr()
     assert "It repeats: the losses that the run has logged of 25 steps, to the bit." in said.out
     assert "The first change that mends it: output alone in 16 bits." in said.out
-    fix = f"narrowgauge train --from {run}@30 --switch 'bf16@30:output' --output NEW"
+    fix = " ".join(
+        ("narrowgauge train", f"--from {run}@30", "--switch 'bf16@30:output'", "--output NEW")
+    )
     assert fix in said.out and "0:00:" in said.err and "Validation at step 30: loss" in said.out
     assert contents(run) == before
     found = json.loads((run / "debug-35.json").read_text())
@@ -80,7 +82,7 @@ def test_the_sick_product_is_found_and_the_run_is_left_alone(make, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, capsys):
+def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, capsys, told):
     config = make(**(SIZES | {"steps": 22, "checkpoint_every": 4}), recipe="fp8-row", layers=1)
     assert training.run(config) == 0
     run = Path(config.output)
@@ -94,7 +96,7 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
 
     monkeypatch.setattr(probe, "run_probe", killed_in_the_third)
     assert main(["debug", str(run), "--at", "4", "--steps", "18"]) == 75
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert with_code(told, "debug.stopped")
     rungs = json.loads((run / "debug-4.json").read_text())["rungs"]
     assert [each["name"] for each in rungs] == ["again", "bf16"]
     assert main(["debug", str(run), "--at", "4", "--steps", "18"]) == 0
@@ -106,15 +108,15 @@ def test_a_healthy_run_is_told_so_and_a_kill_is_made_good(make, monkeypatch, cap
         "control",
     ]
     assert len(taken) >= 4 and json.loads((run / "debug-4.json").read_text())["rungs"][:2] == rungs
-    with RunFolder.claim(run, resume=True), pytest.raises(BusyError, match="is training there"):
+    with RunFolder.claim(run, resume=True), raises(BusyError, "run.busy", run):
         debug(run, 4)
-    for at, words in (
-        (3, "no checkpoint at or before step 3. .* has checkpoints of step 4, 8,"),
-        (20, "has 2 steps between its checkpoint of step 20 and its end"),
+    for at, expected in (
+        (3, coded("run.no-checkpoint", "step 3", "4, 8")),
+        (20, coded("debug.too-few-steps", "2 steps", "20")),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with raises(ConfigError, expected):
             debug(run, at)
-    with pytest.raises(ConfigError, match="both are at least 1"):
+    with raises(ConfigError, "debug.counts"):
         debug(run, 4, 0)
 
 

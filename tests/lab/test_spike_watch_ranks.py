@@ -81,9 +81,7 @@ def test_a_rank_that_is_killed_while_it_judges_is_named_and_the_run_goes_on(
     program = [spiking_run.__file__, "1", "4", str(PLANTED)]
     done = run([*launch, *program, "train", *tiny.flags(killed, text), *more])
     [line] = told(done.stderr)
-    assert "rank 1 of 2 ended without a word" in line and "Resume with --resume" in line, (
-        done.stderr
-    )
+    assert "rank 1 of 2 ended without a word" in line and "--resume" in line, done.stderr
     assert spikes(killed) == [] and max(tiny.losses(Path(killed.output))) == PLANTED
     assert ranks(2)(trained_with, replace(killed, resume=True), corrupt) == [0, 0]
     same_run(Path(killed.output), Path(config.output))

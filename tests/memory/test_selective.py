@@ -135,7 +135,7 @@ def test_what_is_kept_may_not_be_changed(name):
     loss = model(torch.randn(4, 16)).square().sum()
     with pytest.raises(
         RuntimeError,
-        match=r"which 'selective' keeps, was changed in place\. Write it without, or take 'full'",
+        match=r"'selective' .* in place",
     ):
         loss.backward()
 
@@ -147,9 +147,7 @@ def test_a_graph_goes_back_once():
     checkpoint(model, "selective", keep_last=False)
     loss = model(torch.randn(4, 8)).square().sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(
-        RuntimeError, match="a graph has one backward pass: take 'full' for retain_graph=True"
-    ):
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
         loss.backward()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from tests.raising import with_code
 
 OPTIMIZERS = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-4),
@@ -41,7 +42,7 @@ def told(
                 scaler.step(optimizer)
                 scaler.update()
             ng.advance(model)
-    return [str(each.message) for each in found if "no loss scale" in str(each.message)]
+    return [str(each) for each in with_code(found, "advance.float16")]
 
 
 def converted() -> nn.Module:

@@ -149,9 +149,8 @@ def test_a_pattern_names_modules_and_what_is_below_them():
     }  # fmt: skip
     ng.convert(model, "fp8-current")
     assert inputs_of_linears(model) == {torch.bfloat16}
-    assert "Weights and arithmetic in float32: " + summary(kept_modules(model)) in str(
-        ng.describe(model)
-    )
+    *_, last = str(ng.describe(model)).splitlines()
+    assert last.endswith(f"float32: {summary(kept_modules(model))}")
     assert "model.layers.*.input_layernorm (2)" in summary(kept)
 
 
@@ -161,6 +160,4 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_closest():
         to_16_bits(model, torch.bfloat16, ["layers.0.mlp.gate"])
     with raises(ConfigError, "pattern.no-match", "'norms'"):
         to_16_bits(model, torch.bfloat16, ["norm_s"])
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}, (
-        "nothing was changed"
-    )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}, "changed"

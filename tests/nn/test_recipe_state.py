@@ -11,6 +11,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge.nn.step_watch import PATIENCE
 from tests.compare import assert_same
+from tests.raising import require, with_code
 
 
 @pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "fp8-delayed"])
@@ -90,23 +91,20 @@ def test_a_training_loop_without_advance_is_told(name: str) -> None:
     model = ng.convert(torch.nn.Sequential(torch.nn.Linear(64, 48)), name)
     x = torch.randn(8, 64)
 
-    def steps(count: int) -> list[str]:
+    def steps(count: int) -> list[Warning | str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(count):
                 model(x).square().mean().backward()
                 with torch.no_grad():
                     model[0].weight.sub_(model[0].weight.grad, alpha=1e-3)
-        return [str(each.message) for each in caught]
+        return [each.message for each in caught]
 
     for _ in range(PATIENCE + 4):  # no optimizer step between them
         model(x).sum().backward()
     assert steps(PATIENCE) == []
     [words] = steps(10)
-    assert (
-        "narrowgauge.advance was not called" in words
-        and "Call narrowgauge.advance(model) after each" in words
-    )
+    require(words, "advance.not-called", f"in {PATIENCE} ")
     ng.advance(model)
     assert steps(PATIENCE) == []
     ng.advance(model)
@@ -261,11 +259,10 @@ def test_training_in_eval_mode_is_told(name: str) -> None:
                 model(torch.randn(8, 64)).sum().backward()
                 optimizer.step()
                 ng.advance(model)
-        said += [str(each.message) for each in caught if "eval mode" in str(each.message)]
+        said += with_code(caught, "advance.eval-mode")
     if name == "fp8-current":
         assert said == []
         return
     [words] = said
     kind = "learned steps" if name.startswith("int4") else "amax windows"
-    assert f"{name}: an optimizer step ended in eval mode, in which the {kind}" in words
-    assert "of 1 of its layers stay as they are. Call model.train() before training" in words
+    require(words, "advance.eval-mode", f"{name}: ", kind, " 1 of its layers")

@@ -426,7 +426,7 @@ def test_steps_that_nothing_should_move_are_not_told_of() -> None:
     )
     assert train_late(**late, weight=False) == [], "frozen layers"
     assert train_late(**late, x=False, w=False) == [], "frozen steps"
-    assert train_late(**late, updates=False) == [], "no optimizer step"
+    assert train_late(**late, updates=False) == [], "without steps"
     assert train_late(**late, updates=False, trains=False) == [], "evaluation"
 
 
@@ -710,9 +710,7 @@ def test_compiled_agrees_with_eager(sampled: bool, backend: str, steps: tuple[in
                 )  # a code may flip where a float32 sum differs
 
 
-@pytest.mark.parametrize(
-    "lhs, rhs", [(None, FINE), (FINE, None)], ids=["x in 16 bits", "w in 16 bits"]
-)
+@pytest.mark.parametrize("lhs, rhs", [(None, FINE), (FINE, None)], ids=["x wide", "w wide"])
 def test_an_operand_in_16_bits_is_rotated_as_the_other_one_is(
     lhs: Cast | None, rhs: Cast | None
 ) -> None:

@@ -143,7 +143,7 @@ def factory_kwargs(case: Case) -> None:
 
 
 def representation(case: Case) -> None:
-    assert case.recipe in repr(case.module()) or "with a learned step" in repr(case.module())
+    assert case.recipe in repr(case.module()) or "learned step" in repr(case.module())
 
 
 def pickled(case: Case) -> None:

@@ -29,6 +29,7 @@ from narrowgauge.ops.selfcheck import examine
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast
 from tests.compare import assert_same
+from tests.raising import coded, require
 
 TENSOR, ROW = Cast(format=INT4), Cast(format=INT4, tile=(1, WHOLE))
 A100 = Device("cuda", (8, 0), cuda=(13, 0))
@@ -51,25 +52,23 @@ def refusals(lhs, rhs, device):
 
 
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "device", "code", "text"),
+    ("lhs", "rhs", "device", "expected"),
     [
-        (TENSOR, Cast(format=INT8), A100, "operands", "needs two operands of INT4"),
-        (Cast(format=INT4X2, tile=(1, WHOLE)), TENSOR, A100, "operands", "needs two operands of INT4"),
-        (Cast(format=INT4, tile=(WHOLE, 1)), TENSOR, A100, "tile", "takes one scale per tensor or per row"),
-        (TENSOR, ROW, Device("cpu"), "device", "cpu has no INT4 units"),
-        (TENSOR, ROW, Device("cuda", (7, 5)), "capability", "compute capability 7.5, INT4 units are those of 8.0 to 8.9"),
-        (TENSOR, ROW, Device("cuda", (9, 0)), "capability", "compute capability 9.0, INT4 units are those of 8.0 to 8.9"),
+        (TENSOR, Cast(format=INT8), A100, coded("operands")),
+        (Cast(format=INT4X2, tile=(1, WHOLE)), TENSOR, A100, coded("operands")),
+        (Cast(format=INT4, tile=(WHOLE, 1)), TENSOR, A100, coded("tile")),
+        (TENSOR, ROW, Device("cpu"), coded("device", "cpu", "INT4")),
+        (TENSOR, ROW, Device("cuda", (7, 5)), coded("capability", "7.5", "8.0", "8.9")),
+        (TENSOR, ROW, Device("cuda", (9, 0)), coded("capability", "9.0", "8.0", "8.9")),
     ],
 )  # fmt: skip
-def test_refusals_say_what_it_is_made_for(lhs, rhs, device, code, text, with_nvrtc):
-    assert refusals(lhs, rhs, device)["native-int4"] == Refusal(code, text)
+def test_refusals_say_what_it_is_made_for(lhs, rhs, device, expected, with_nvrtc):
+    require(refusals(lhs, rhs, device)["native-int4"], expected.code, *expected.values)
 
 
 def test_without_nvrtc_it_says_so(monkeypatch):
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: "torch was built without CUDA")
-    assert refusals(TENSOR, ROW, A100)["native-int4"] == Refusal(
-        "toolchain", "torch was built without CUDA"
-    )
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "a reason of nvrtc")
+    assert refusals(TENSOR, ROW, A100)["native-int4"] == Refusal("toolchain", "a reason of nvrtc")
 
 
 def test_a_device_that_is_not_here_takes_int8(with_nvrtc):
@@ -78,7 +77,7 @@ def test_a_device_that_is_not_here_takes_int8(with_nvrtc):
     assert (
         choice.kernel.name == "native-int8"
         and refusal.code == "slower"
-        and "not here to measure" in refusal.text
+        and "native-int8" in refusal.text
     )
     assert KERNELS.choose(MmSpec(TENSOR, ROW, A100), "native-int4").kernel.name == "native-int4"
 

@@ -25,6 +25,7 @@ from narrowgauge.recipe import Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same
 from tests.ops import cublas
+from tests.raising import coded, require
 
 HOPPER = Device("cuda", (9, 0), cuda=(12, 9))
 BLACKWELL = Device("cuda", (10, 0), cuda=(12, 8))
@@ -44,9 +45,9 @@ BLOCKS, MX = (
 )
 
 GEMMS = {
-    "1x128 by 128x128": (BLOCKS, VECTOR, SQUARE),
-    "128x128 by 1x128": (BLOCKS, SQUARE, VECTOR),
-    "1x128 by 1x128": (BLOCKS, VECTOR, VECTOR),
+    "1x128, 128x128": (BLOCKS, VECTOR, SQUARE),
+    "128x128, 1x128": (BLOCKS, SQUARE, VECTOR),
+    "1x128, 1x128": (BLOCKS, VECTOR, VECTOR),
     "mxfp8": (MX, MXFP8, MXFP8),
     "mxfp8 e5m2": (MX, MXFP8_E5M2, MXFP8),
     "mxfp4": (MX, MXFP4, MXFP4),
@@ -98,7 +99,7 @@ def test_every_scale_meets_its_elements(kernel, lhs, rhs, shape, biased, on_cubl
 
 
 @pytest.mark.parametrize(
-    "kernel_and_casts", [GEMMS["1x128 by 128x128"], GEMMS["nvfp4"]], ids=["blocks", "nvfp4"]
+    "kernel_and_casts", [GEMMS["1x128, 128x128"], GEMMS["nvfp4"]], ids=["blocks", "nvfp4"]
 )
 def test_a_poisoned_tile_stays_visible(kernel_and_casts, on_cublas):
     kernel, lhs, rhs = kernel_and_casts
@@ -210,7 +211,7 @@ def test_e8m0_is_the_exponent():
 
 def reason(kernel, lhs, rhs, device, expanded=False):
     refusal = kernel[0](MmSpec(lhs, rhs, device, expanded))
-    return None if refusal is None else refusal.text
+    return refusal
 
 
 @pytest.mark.parametrize("gemm", ["output", "grad_input", "grad_weight"])
@@ -225,76 +226,76 @@ def test_recipes_that_these_kernels_serve(gemm):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "lhs", "rhs", "device", "words"),
+    ("kernel", "lhs", "rhs", "device", "expected"),
     [
-        (BLOCKS, VECTOR, SQUARE, Device("cpu"), "cpu has no FP8 units"),
+        (BLOCKS, VECTOR, SQUARE, Device("cpu"), coded("device", "cpu", "FP8")),
         (
             BLOCKS,
             VECTOR,
             SQUARE,
             Device("cuda", (8, 9), cuda=(12, 9)),
-            "compute capability 8.9, cuBLAS has blocks of 128 on 9.0 alone",
+            coded("capability", "8.9"),
         ),
         (
             BLOCKS,
             VECTOR,
             SQUARE,
             Device("cuda", (10, 0), cuda=(12, 9)),
-            "compute capability 10.0, cuBLAS has blocks of 128 on 9.0 alone",
+            coded("capability", "10.0"),
         ),
         (
             BLOCKS,
             VECTOR,
             SQUARE,
             Device("cuda", (9, 0), cuda=(12, 8)),
-            "torch was built for CUDA 12.8, blocks of 128 need 12.9",
+            coded("toolchain", "12.8", "12.9"),
         ),
-        (BLOCKS, SQUARE, SQUARE, HOPPER, "128x128 by 128x128 does not exist in cuBLAS"),
+        (BLOCKS, SQUARE, SQUARE, HOPPER, coded("tile")),
         (
             BLOCKS,
             Cast(format=E5M2, tile=(1, 128)),
             VECTOR,
             HOPPER,
-            "takes E4M3 alone in tiles of 128",
+            coded("format"),
         ),
         (
             BLOCKS,
             Cast(format=E4M3),
             VECTOR,
             HOPPER,
-            "needs two FP8 operands in tiles of 1x128 or 128x128",
+            coded("operands"),
         ),
-        (BLOCKS, None, VECTOR, HOPPER, "needs two FP8 operands in tiles of 1x128 or 128x128"),
-        (MX, MXFP8, MXFP8, HOPPER, "compute capability 9.0, MX needs 10.0"),
-        (MX, NVFP4, NVFP4, HOPPER, "compute capability 9.0, FP4 needs 10.0"),
+        (BLOCKS, None, VECTOR, HOPPER, coded("operands")),
+        (MX, MXFP8, MXFP8, HOPPER, coded("capability", "9.0", "10.0")),
+        (MX, NVFP4, NVFP4, HOPPER, coded("capability", "9.0", "10.0")),
         (
             MX,
             MXFP4,
             MXFP4,
             Device("cuda", (12, 0), cuda=(12, 9)),
-            "compute capability 12.0, torch has MXFP4 on 10.x alone",
+            coded("capability", "12.0"),
         ),
         (
             MX,
             MXFP8,
             MXFP8,
             Device("cuda", (10, 0), cuda=(12, 6)),
-            "torch was built for CUDA 12.6, MX needs 12.8",
+            coded("toolchain", "12.6", "12.8"),
         ),
-        (MX, MXFP8, MXFP8, Device("cpu"), "cpu has no MX units"),
-        (MX, MXFP8, NVFP4, BLACKWELL, "needs two operands of MXFP8, MXFP4 or NVFP4"),
-        (MX, MXFP8_E5M2, MXFP8_E5M2, BLACKWELL, "e5m2 x e5m2 does not exist in hardware"),
+        (MX, MXFP8, MXFP8, Device("cpu"), coded("device", "cpu", "MX")),
+        (MX, MXFP8, NVFP4, BLACKWELL, coded("operands")),
+        (MX, MXFP8_E5M2, MXFP8_E5M2, BLACKWELL, coded("format", "e5m2 x e5m2")),
         (
             MX,
             Cast(format=E4M3, tile=(1, 32)),
             MXFP8,
             BLACKWELL,
-            "needs two operands of MXFP8, MXFP4 or NVFP4",
+            coded("operands"),
         ),  # float32 scales
     ],
 )
-def test_every_refusal_has_its_reason(kernel, lhs, rhs, device, words):
-    assert reason(kernel, lhs, rhs, device) == words
+def test_every_refusal_has_its_reason(kernel, lhs, rhs, device, expected):
+    require(reason(kernel, lhs, rhs, device), expected.code, *expected.values)
     assert reason(kernel, lhs, rhs, device, expanded=True) is not None
 
 
@@ -304,10 +305,7 @@ def test_expanded_operands_are_refused():
         (MX, MXFP8, MXFP8, BLACKWELL),
     ):
         assert reason(kernel, lhs, rhs, device) is None
-        assert (
-            reason(kernel, lhs, rhs, device, True)
-            == "takes codes, but an operand is expanded to floats"
-        )
+        require(reason(kernel, lhs, rhs, device, True), "expanded")
 
 
 # --- on a device -------------------------------------------------------------------------------------------------------------

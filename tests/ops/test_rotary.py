@@ -10,6 +10,7 @@ from narrowgauge.ops import rotary
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import examine
 from tests.compare import assert_same
+from tests.raising import coded, require
 
 DTYPES = [
     (torch.float32,) * 4,
@@ -59,36 +60,37 @@ def test_turning_forth_and_back_by_true_angles_is_the_identity():
 
 
 @pytest.mark.parametrize(
-    ("device", "dtypes", "head", "is_empty", "words"),
+    ("device", "dtypes", "head", "is_empty", "expected"),
     [
-        (Device("cpu"), DTYPES[0], 64, False, "needs a CUDA device, the tensor is on cpu"),
-        (Device("cuda", (7, 5)), DTYPES[0], 64, False, "compute capability 7.5, needs 8.0"),
+        (Device("cpu"), DTYPES[0], 64, False, coded("device", "cpu")),
+        (Device("cuda", (7, 5)), DTYPES[0], 64, False, coded("capability", "7.5", "8.0")),
         (
             Device("cuda", (9, 0)),
             DTYPES[0],
             63,
             False,
-            "turns heads of even length up to 512, not 63",
+            coded("shape", 512, 63),
         ),
         (
             Device("cuda", (9, 0)),
             DTYPES[0],
             1024,
             False,
-            "turns heads of even length up to 512, not 1024",
+            coded("shape", 512, 1024),
         ),
         (
             Device("cuda", (9, 0)),
             (torch.float64,) * 4,
             64,
             False,
-            "reads float32, bfloat16 and float16, not torch.float64",
+            coded("dtype", torch.float64),
         ),
-        (Device("cuda", (9, 0)), DTYPES[0], 64, True, "there is nothing to compute"),
+        (Device("cuda", (9, 0)), DTYPES[0], 64, True, coded("shape")),
     ],
 )
-def test_refusals_say_why(triton_installed, device, dtypes, head, is_empty, words):
-    assert rotary.refuse(rotary.Spec(device, dtypes, head, is_empty)).text.startswith(words)
+def test_refusals_say_why(triton_installed, device, dtypes, head, is_empty, expected):
+    refusal = rotary.refuse(rotary.Spec(device, dtypes, head, is_empty))
+    require(refusal, expected.code, *expected.values)
 
 
 def test_a_gpu_takes_the_kernel(triton_installed):

@@ -122,7 +122,7 @@ def cut_to(bits):
 
 WRONG = {
     "scales of rows turned round": (CASTS["row"], changed(scale=lambda q: q.scale.flip(0))),
-    "one scale for all": (
+    "one scale everywhere": (
         CASTS["row"],
         changed(scale=lambda q: torch.full_like(q.scale, q.scale[0, 0].item())),
     ),
@@ -152,7 +152,7 @@ def test_wrong_numbers_are_found(casts, run):
     assert result.worst > 1.5, "too close to the limit to be told from a right kernel"
     assert (
         result.reason.startswith("its result is wrong on cpu: ")
-        and "times the error that is allowed" in result.reason
+        and f"{result.worst:.2g} times" in result.reason
     )
 
 
@@ -313,10 +313,7 @@ def test_what_words_cannot_name_is_refused_while_an_older_torch_traces(no_result
     monkeypatch.setattr("narrowgauge.ops.registry.TAKES_DATACLASSES", False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert kernel.refuse(MmSpec(TENSOR, TENSOR, here)) is None and len(selfcheck.RESULTS) == 1
-    assert (
-        "cannot be checked while torch"
-        in kernel.refuse(MmSpec(replace(TENSOR, scale=own), TENSOR, here)).text
-    )
+    assert kernel.refuse(MmSpec(replace(TENSOR, scale=own), TENSOR, here)).code == "compiling"
     assert len(selfcheck.RESULTS) == 1
 
 

@@ -216,7 +216,7 @@ def test_a_failing_compiler_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "refuse", binding.refuse.__wrapped__)
     assert "could not build the fused step: nothing works" in binding.refuse()
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
-    assert "no C++ compiler" in binding.refuse()
+    assert str(tmp_path / "absent") in binding.refuse()
 
 
 def test_a_deep_copy_goes_its_own_way():

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.optim import SGD, AdamW, Lion, groups, in_backward, moments, state_bytes
+from narrowgauge.optim import (
+    SGD,
+    AdamW,
+    Lion,
+    groups,
+    in_backward,
+    moments,
+    param_groups,
+    state_bytes,
+)
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.optimizers import OPTIMIZERS
@@ -300,7 +309,7 @@ def test_rules_say_which_states_stay_wide():
     assert rules == {
         "asked for": "8bit",
         "one axis": "fp32",
-        "rows too short for a tile": "fp32",
+        param_groups.SHORT: "fp32",
         "embedding": "fp32",
     }
     assert predicted.parameters == 6400 + 64 * 128 + 128 + 4 * 2048

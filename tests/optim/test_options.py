@@ -24,7 +24,7 @@ def parameters() -> list[torch.nn.Parameter]:
     ("rule", "group", "words"),
     [
         (AdamW, {"betas": (0.9, 1.5)}, "betas or momentum = .* below 1"),
-        (AdamW, {"betas": (0.9,)}, "must be two numbers"),
+        (AdamW, {"betas": (0.9,)}, "betas = "),
         (AdamW, {"lr": float("nan")}, "lr = nan: must be a number of at least 0"),
         (AdamW, {"lr": float("inf")}, "lr = inf: must be a number of at least 0, and finite"),
         (AdamW, {"lr": torch.tensor(float("inf"))}, "and finite"),
@@ -35,7 +35,7 @@ def parameters() -> list[torch.nn.Parameter]:
         (AdamW, {"eps": "small"}, "eps = 'small'"),
         (AdamW, {"state": "8bit"}, "a group has 'state', which is no option. Closest: 'states'"),
         (Lion, {"weight_decays": 0.1}, "Closest: 'weight_decay'"),
-        (SGD, {"nesterov": True, "momentum": 0.0}, "nesterov = True with momentum = 0"),
+        (SGD, {"nesterov": True, "momentum": 0.0}, "nesterov = True .*momentum = 0"),
         (SGD, {"embeddings": "8bit"}, "embeddings = '8bit'"),
         (AdamW, {"nesterov": True}, "a group has 'nesterov', which its rule does not know"),
         (AdamW, {"rule": 5}, "no rule 5. Closest: 'adamw', 'lion', 'sgd'"),

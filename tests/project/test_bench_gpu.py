@@ -235,7 +235,7 @@ def test_the_sweep_is_drawn_where_it_was_measured(tmp_path):
     """The last line of a case counts, those of another device do not, and a shape without a line stays empty."""
     rows = [
         row("auto", 512, 1024, 1024, 0.5, device="old"), row("auto", 512, 2048, 1024, 9.0), row("bf16", 512, 2048, 1024, 1.0),
-        row("auto", 512, 2048, 1024, 0.8), row("auto", 8192, 1024, 4096, 0.5), {"case": "auto", "error": "out of memory"},
+        row("auto", 512, 2048, 1024, 0.8), row("auto", 8192, 1024, 4096, 0.5), {"case": "auto", "error": "no memory"},
     ]  # fmt: skip
     lines = "".join(json.dumps(each) + "\n" for each in rows)
     (tmp_path / "gpu_sweep.jsonl").write_text(lines, encoding="utf-8")

@@ -74,13 +74,14 @@ def test_what_an_alarm_was_laid_at_is_told_with_the_line_to_use():
     found = guard.section(
         recorded(check(16, 0.05, "worse"), {**blame, "suspects": [], "confirmations": []})
     )
-    assert found["sentences"][-1].endswith("none is to blame.")
+    last = found["sentences"][-1]
+    assert last.startswith("Step 20:") and "a.down_proj" not in last
 
 
 @pytest.mark.parametrize(("then", "steps"), [("bf16", "17 to 40"), ("fp8-row", "17 to 20")])
 def test_a_wider_recipe_leaves_the_stretch_alone_in_bf16(then, steps):
     [*_, last] = guard.section(recorded(check(16, 0.05, "worse", then), rewind(16)))["sentences"]
-    assert last == f"In BF16 in place of the recipe: steps {steps}."
+    assert last.startswith("In BF16") and last.endswith(f": steps {steps}.")
 
 
 def test_what_the_first_steps_showed_is_drawn_and_said():
@@ -107,11 +108,11 @@ def test_what_the_first_steps_showed_is_drawn_and_said():
         "First alarm at step 20, seen on the gradient; the check there differed by +0.0010 nats."
         in found["sentences"]
     )
-    assert "x: of the first step" in found["figure"]
+    assert found["figure"].count("first step") == 1
     [_, _, unseen, *_] = guard.section(
         recorded({**check(8, 0.001, "unknown"), "same": 0.002, "slopes": None})
     )["sentences"]
-    assert unseen.endswith("gradients were not compared.")
+    assert "+0.0020 to +0.0020 nats" in unseen and "slopes" not in unseen
 
 
 def test_a_reference_that_diverged_is_said_and_not_drawn():

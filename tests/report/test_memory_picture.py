@@ -76,11 +76,11 @@ def test_it_names_parts_sizes_and_the_card(tmp_path):
     assert "codes" not in found  # there are none
 
 
-@pytest.mark.parametrize(("usable", "expected"), [(30.0, "more than twice as much"), (0.0, "")])
-def test_a_card_that_is_far_above_or_not_known(tmp_path, usable, expected):
+@pytest.mark.parametrize("usable", [30.0, 0.0])
+def test_a_card_that_is_far_above_or_not_known(tmp_path, usable):
     draw(answer(usable), tmp_path / "step.svg")
     found = (tmp_path / "step.svg").read_text()
-    assert expected in found and ("can be used" in found) == bool(usable)
+    assert ("twice" in found) == ("can be used" in found) == bool(usable)
 
 
 def test_files(tmp_path):

@@ -281,7 +281,7 @@ def test_hostile_names_stay_text(tmp_path):
 def test_without_a_reference_the_page_says_so(tmp_path):
     html = written(write_run(tmp_path / "run", Plan(steps=40, planned=40)))
     assert "No reference was trained alongside" in html and "--compare bf16" in html
-    assert "band of the mean" not in html
+    assert "mean difference" not in html, "the legend of the figure with both"
 
 
 def test_a_crashed_run_says_where_it_ended(tmp_path):
@@ -315,7 +315,7 @@ def test_a_run_stopped_by_a_gradient_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reason", "said"), [("interrupted", "stopped by Ctrl-C"), ("preempted", "(SIGTERM)")]
+    ("reason", "said"), [("interrupted", "Ctrl-C"), ("preempted", "(SIGTERM)")]
 )
 def test_a_run_that_was_asked_to_stop_says_by_what(tmp_path, reason, said):
     assert said in written(write_run(tmp_path / "run", Plan(steps=30, done=reason)))
@@ -403,9 +403,9 @@ def test_a_run_that_went_on_after_its_end_is_not_finished(tmp_path):
 
 
 def test_what_is_no_run_folder_is_refused_with_the_next_step(tmp_path):
-    with raises(ConfigError, "report.no-run", "has no run.json"):
+    with raises(ConfigError, "report.no-run", tmp_path):
         report.write(tmp_path)
-    with raises(ConfigError, "report.no-run", "is not a folder") as caught:
+    with raises(ConfigError, "report.no-folder", "missing") as caught:
         report.write(tmp_path / "missing")
     assert caught.value.exit_code == 2
     assert list(tmp_path.iterdir()) == []
@@ -558,7 +558,7 @@ def test_what_happened_is_told_in_order(tmp_path):
         {
             "event": "launches",
             "step": 30,
-            "words": "the GPU was idle",
+            "words": "idle for 5 ms",
             "advice": ["Compile the model."],
         },
         {"event": "resume", "step": 5, "skipped": []},
@@ -583,7 +583,7 @@ def test_what_happened_is_told_in_order(tmp_path):
         'Step 25: 1 product suspect: down_proj:output. In 16 bits with recipes = ["down_proj=bf16:output"].',
         "Step 25: Alarm of the guard. The loss is higher.",
         "Step 26: No product is suspect.",
-        "Step 30: the GPU was idle. Compile the model.",
+        "Step 30: idle for 5 ms. Compile the model.",
         "Step 240: 14 layers went from nvfp4 to bf16.",
     ]
     assert tables.happenings(recorded(tmp_path)) == []

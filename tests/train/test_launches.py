@@ -43,7 +43,7 @@ def test_a_run_through_graphs_learns_what_an_eager_one_does(text, tmp_path, monk
 
 
 def test_a_run_without_a_gpu_refuses_before_it_trains(text, tmp_path):
-    with raises(ConfigError, "cuda-graphs.unsupported", "cuda_graph = true"):
+    with raises(ConfigError, "cuda-graphs.unsupported", "cuda_graph"):
         loop.run(settings(text, tmp_path / "run", cuda_graph=True))
     assert not events(tmp_path / "run", "step")
 
@@ -97,14 +97,13 @@ def test_the_idle_time_of_a_step_is_logged_and_said(
         and event["idle"] == pytest.approx(0.75, abs=0.01)
     )
     assert len(losses(tmp_path / "run")) == 6, "the step that is measured counts"
-    assert [sentence.split(":")[0] for sentence in event["advice"]] == [
-        "Launch steps as CUDA graphs",
-        "Take fewer accumulation steps",
-        "Compile the model, which fuses small kernels",
-    ]
+    for sentence, value in zip(
+        event["advice"], ("--cuda-graph", "micro_batches =", "--compile"), strict=True
+    ):
+        assert value in sentence
     said = capsys.readouterr().err
-    assert f"step {step}: the GPU was idle for 7" in said and "--cuda-graph" in said
-    assert "the GPU was idle for" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert f"step {step}: {event['words']}" in said and "--cuda-graph" in said
+    assert event["words"] in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 def test_graphs_that_are_compiled_anew_are_counted(monkeypatch, capsys):

@@ -30,7 +30,7 @@ from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from tests.compare import assert_same
 from tests.processes import PYTHON, ROOT
-from tests.raising import coded, raises
+from tests.raising import coded, raises, require
 from tests.selection import quick
 from tests.train import tiny
 
@@ -158,10 +158,10 @@ def test_the_peak_of_the_reference_is_its_own(make, installed, monkeypatch, with
 
     if device.reset_peak(torch.device("cpu")):
         run, reference, page = peaks("reset")
-        assert reference < run - 2**26 and "was not measured" not in page and "no ratio" in page
+        assert reference < run - 2**26 and "of bf16 was" not in page and "no ratio" in page
     monkeypatch.setattr(device, "CLEAR_REFS", Path("/proc/there/is/none"))
     run, reference, page = peaks("whole")
-    assert run and not reference and "largest of all steps; that of bf16 was not measured" in page
+    assert run and not reference and "of bf16 was not measured" in page
 
 
 def test_the_reference_sees_the_same_batches(full):
@@ -426,10 +426,8 @@ def test_a_tokenizer_larger_than_the_model(model_folder, make, text, tmp_path):
 
 def test_cuda_where_there_is_none(make, text, capfd, tmp_path):
     if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with raises(
-        ConfigError, "device.missing", "device = 'cuda'", "no CUDA device", "--device"
-    ) as caught:
+        pytest.skip("a GPU is here")
+    with raises(ConfigError, "device.missing", "device = 'cuda'", "--device") as caught:
         loop.run(make(device="cuda"))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
@@ -613,7 +611,7 @@ def test_a_step_that_is_not_finite_ends_the_run(
     assert (
         message.startswith("step 3: loss ")
         and words in message
-        and "Lower the learning rate" in message
+        and caught.value.code == "loss.not-finite"
     )
     folder = Path(config.output)
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
@@ -771,7 +769,8 @@ def test_a_report_that_cannot_be_written_does_not_hide_a_numerics_error(
     monkeypatch.setattr(loop.page, "write", full_disk)
     with raises(NumericsError, "loss.not-finite", "step 3") as caught:
         loop.run(make())
-    assert "report was not written" in caught.value.__notes__[0]
+    [note] = caught.value.__notes__
+    require(note, "report.not-written", "No space left")
 
 
 @pytest.mark.parametrize(

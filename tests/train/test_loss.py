@@ -139,7 +139,7 @@ def test_other_heads_fall_back_and_say_why(model):
     nested = copy.deepcopy(model)
     nested.lm_head = torch.nn.Sequential(nested.lm_head)
     assert words(nested) == "whole logits: the output head is a Sequential, not an nn.Linear"
-    assert "not the product of the output head" in words(Scaled(model.config))
+    assert "hidden state" in words(Scaled(model.config))
 
 
 def test_finding_out_leaves_no_trace(model):
@@ -230,7 +230,7 @@ def test_the_ways_to_compute_logits_have_the_same_loss_and_gradients(model):
         assert objective.slices == (way == "slices") and (objective.head is None) == (
             way == "whole"
         )
-        assert ("slices of the vocabulary" in objective.description) == (way == "slices")
+        assert ("slices" in objective.description) == (way == "slices")
         with torch.no_grad():  # as an evaluation has it
             assert_same(objective(batch, CPU), loss.detach())
     for way in ("chunks", "slices"):
@@ -248,7 +248,7 @@ def test_the_ways_to_compute_logits_have_the_same_loss_and_gradients(model):
 def test_slices_are_refused_where_the_head_is_not_apart(model):
     head = copy.deepcopy(model)
     convert(head, {"lm_head": "fp8-current"})
-    with raises(ConfigError, "loss.slices", "loss = 'slices'"):
+    with raises(ConfigError, "loss.slices", "'slices'"):
         Objective.of(head, torch.bfloat16, TrainConfig(loss="slices"))
     with pytest.raises(
         InvalidSettings,

@@ -29,7 +29,7 @@ from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.trainer import Trainer
 from tests.mutations import mutated
-from tests.raising import raises
+from tests.raising import raises, require, with_code
 from tests.selection import quick
 from tests.train import tiny
 
@@ -200,9 +200,7 @@ def test_metrics(copied):
             events = read_metrics(path)
         except NarrowgaugeError as error:
             sentence(error, "metrics.jsonl")
-            assert f":{place + 1}:" in str(error) or "comes after step" in str(error), (
-                f"{words}: {error}"
-            )
+            assert f":{place + 1}:" in str(error) or "after step" in str(error), f"{words}: {error}"
             continue
         except Exception as error:
             raise AssertionError(words) from error
@@ -300,7 +298,7 @@ def test_a_moment_of_another_shape_is_refused(copied, prepared):
 
 
 def test_weights_that_are_not_finite_are_passed_over_for_an_older_checkpoint(
-    copied, prepared, capsys
+    copied, prepared, told
 ):
     path = Path(copied.output, "checkpoints", "step-00000003")
     from safetensors.torch import load, save
@@ -310,11 +308,8 @@ def test_weights_that_are_not_finite_are_passed_over_for_an_older_checkpoint(
     resign(path, "weights-0.safetensors", save(weights))
     config, task = prepared
     assert resumed(replace(config, output=copied.output), task).step == 2
-    said = capsys.readouterr().err
-    assert (
-        "WARNING: passed over the damaged checkpoint" in said
-        and "holds 2 values that are not finite" in said
-    )
+    [warning] = with_code(told, "checkpoint.passed-over")
+    require(warning, "checkpoint.passed-over", path.name, "2 values")
 
 
 def test_the_best_weights_of_another_model_are_not_exported(copied):
@@ -338,7 +333,7 @@ def test_the_best_weights_of_another_model_are_not_exported(copied):
             CheckpointError,
             "does not fit this run: .*--states fp32",
         ),
-        (ValueError("numpy_key is short"), CheckpointError, "holds a state that no run writes"),
+        (ValueError("numpy_key is short"), CheckpointError, "numpy_key is short"),
     ],
 )
 def test_what_a_checkpoint_is_not_to_blame_for_is_told_apart(error, kind, words):

@@ -6,7 +6,6 @@ Bounded, by the control of `test_tensor_parallel_run`; with messages in FP8 of r
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,8 +14,10 @@ import pytest
 from narrowgauge.distributed.tensor_parallel import messages_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
+from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.settings import replace, resolved
 from narrowgauge.train.trainer import Trainer
+from tests.raising import coded, raises, require
 from tests.train import tiny
 from tests.train.test_tensor_parallel_run import WIDE, assert_as_one_process, assert_near, perturbed  # noqa: F401
 from tests.train.test_torchrun import trained
@@ -130,10 +131,13 @@ def test_stopped_it_goes_on_to_the_bit_and_in_one_process(ranks, make):
 
 
 REFUSED = [
-    ({"parallel": "tp=2", "activations": "fp8"}, "no activations travel so with parallel = 'tp=2'"),
-    ({"parallel": "tp=2,sp", "fuse": True}, "fuse = true"),
-    ({"parallel": "sp"}, "there is no tp. Write it as 'tp=2,sp'"),
-    ({"parallel": "tp=2,sp=2"}, "'sp=2' has a number. Write 'sp'"),
+    (
+        {"parallel": "tp=2", "activations": "fp8"},
+        coded("parallel.activations", "parallel = 'tp=2'"),
+    ),
+    ({"parallel": "tp=2,sp", "fuse": True}, coded("parallel.fuse", "fuse = true")),
+    ({"parallel": "sp"}, coded("parallel.sp-without-tp", "'tp=2,sp'")),
+    ({"parallel": "tp=2,sp=2"}, coded("parallel.sp-number", "'sp=2'")),
 ]
 
 
@@ -144,11 +148,17 @@ def each(configs):
 @pytest.mark.slow
 def test_what_does_not_go_together_is_refused_by_all(ranks, make):
     configs = [make(f"run-{place}", **changes) for place, (changes, _) in enumerate(REFUSED[:2])]
-    for (_, words), told in zip(REFUSED, zip(*ranks(2)(each, configs), strict=True), strict=False):
-        assert words in "".join(told) and sorted(told)[1].startswith("EndedElsewhere")
+    for (_, expected), told in zip(
+        REFUSED, zip(*ranks(2)(each, configs), strict=True), strict=False
+    ):
+        error, other = sorted(told)
+        require(error, expected.code, *expected.values)
+        assert other.startswith("EndedElsewhere")
 
 
-@pytest.mark.parametrize(("changes", "words"), REFUSED[2:])
-def test_a_layout_that_says_nothing_is_refused(make, changes, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
+@pytest.mark.parametrize(("changes", "expected"), REFUSED[2:])
+def test_a_layout_that_says_nothing_is_refused(make, changes, expected):
+    with raises(ConfigError, "config.parallel", *expected.values):
         resolved(make(**changes))
+    [problem] = parallel_syntax.problems(changes["parallel"])
+    assert problem.code == expected.code

@@ -15,7 +15,7 @@ from narrowgauge.report import page
 from narrowgauge.train import loop
 from narrowgauge.train.config import switch_syntax
 from narrowgauge.train.config.settings import replace
-from tests.raising import coded, raises
+from tests.raising import coded, raises, require
 from tests.selection import quick
 from tests.train import tiny
 
@@ -59,27 +59,29 @@ def test_a_share_is_of_the_steps_rounded_down():
 
 
 @pytest.mark.parametrize(
-    ("written", "words"),
+    ("written", "expected"),
     [
-        ("80%", "is no switch: the form is"),
-        ("bf16", "is no switch: the form is"),
-        ("bf16@", "is no switch: the form is"),
-        ("@80%", "is no switch: the form is"),
-        ("bf16@80%,", "'' is no switch"),
-        ("bf16@80%:sideways", "names products 'sideways': choose from forward, backward"),
-        ("bf16@120%", "give a share above 0% and below 100%"),
-        ("bf16@0%", "give a share above 0% and below 100%"),
-        ("bf16@half", "starts at 'half': give a share of the run"),
-        ("bf16@-5", "starts at '-5': give a share of the run"),
-        ("bf16@0.8", "starts at '0.8': give a share of the run"),
-        ("bf16@6", r"starts after step 6, but the run has 6 steps, so it would never happen"),
-        ("bf16@10%", "starts before the first of 6 steps"),
-        ("bf16@50%, fp8-row@3", "switches the same layers and product twice at one step"),
+        ("80%", coded("switch.syntax", "'80%'")),
+        ("bf16", coded("switch.syntax", "'bf16'")),
+        ("bf16@", coded("switch.syntax", "'bf16@'")),
+        ("@80%", coded("switch.syntax", "'@80%'")),
+        ("bf16@80%,", coded("switch.syntax", "''")),
+        ("bf16@80%:sideways", coded("switch.products", "'sideways'", "forward, backward")),
+        ("bf16@120%", coded("switch.start-share", "120%")),
+        ("bf16@0%", coded("switch.start-share", "0%")),
+        ("bf16@half", coded("switch.start", "'half'")),
+        ("bf16@-5", coded("switch.start", "'-5'")),
+        ("bf16@0.8", coded("switch.start", "'0.8'")),
+        ("bf16@6", coded("switch.after-last", "step 6", "6 steps")),
+        ("bf16@10%", coded("switch.before-first", "6 steps")),
+        ("bf16@50%, fp8-row@3", coded("switch.twice", "'bf16@50%, fp8-row@3'")),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_read(make, written, words):
-    with pytest.raises(ConfigError, match=words):
+def test_what_cannot_be_meant_is_refused_before_anything_is_read(make, written, expected):
+    with raises(ConfigError, "config.switch", *expected.values):
         make("refused", recipe="mxfp4", switch=written)
+    [problem] = switch_syntax.problems(written, 6)
+    require(problem, expected.code, *expected.values)
 
 
 @pytest.mark.parametrize(

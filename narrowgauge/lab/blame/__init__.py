@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.lab.blame.confirm import by_gradient
 from narrowgauge.lab.blame.judge import SMALLEST, Baseline, found_in
 from narrowgauge.lab.blame.measure import Product
@@ -75,7 +75,10 @@ def blame(
     # Each rank has only its part of the gradient, so a comparison would need collectives per
     # suspect.
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        note = "Suspects are not confirmed on several ranks, of which each has its part of the gradient."
+        note = Reason(
+            "blame.unconfirmed",
+            "Suspects are not confirmed on several ranks, of which each has its part of the gradient.",
+        )
         return Blame(found.findings, (), (*found.notes, note), found.step)
     return Blame(
         found.findings, tuple(by_gradient(model, compute, suspects)), found.notes, found.step
@@ -111,7 +114,7 @@ def observed(
 
 
 def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -> list[str]:
-    notes = []
+    notes: list[str] = []
     # Sampling noise averages out over steps, and a comparison with all rows would count it as an
     # error.
     if sampling := [
@@ -125,12 +128,19 @@ def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -
             for name in each.active
         )
         notes.append(
-            f"{len(sampling)} layers sample rows of the gradient, which adds a variance of up to {most:.2g} of its square. That averages "
-            "out over steps and is not counted: products are judged by the rows that they read."
+            Reason(
+                "blame.sampling",
+                f"{len(sampling)} layers sample rows of the gradient, which adds a variance of up "
+                f"to {most:.2g} of its square. That averages "
+                "out over steps and is not counted: products are judged by the rows that they read.",
+            )
         )
     if unseen := [name for name, _ in layers if (name, "output") not in products]:
         notes.append(
-            f"{len(unseen)} converted layers were not called in the step, {unseen[0]} the first."
+            Reason(
+                "blame.not-called",
+                f"{len(unseen)} converted layers were not called in the step, {unseen[0]} the first.",
+            )
         )
     for product in OPERANDS:
         narrow = sum(
@@ -139,13 +149,19 @@ def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -
         )
         if 0 < narrow < SMALLEST:
             notes.append(
-                f"Of {product} {narrow} products are narrow, too few to judge one by the others: give a healthy step as baseline."
+                Reason(
+                    "blame.too-few",
+                    f"Of {product} {narrow} products are narrow, too few to judge one by the others: give a healthy step as baseline.",
+                )
             )
     if any(product == "output" for _, product in products) and not any(
         name != "output" for _, name in products
     ):
         notes.append(
-            "No gradient was seen: the step has no backward pass, or nothing of these layers trains."
+            Reason(
+                "blame.no-gradient",
+                "No gradient was seen: the step has no backward pass, or nothing of these layers trains.",
+            )
         )
     return notes
 

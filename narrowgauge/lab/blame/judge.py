@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from narrowgauge.errors import Reason
 from narrowgauge.lab.blame.measure import Operand, Product
 from narrowgauge.lab.blame.recast import SCALE_OFF
 from narrowgauge.lab.blame.watch import OPERANDS, Key
@@ -187,18 +188,19 @@ class Finding:
         return f"{self.layer}:{self.product}"
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> Reason:
         """Clause on the error; for a GEMM that is not suspect, on how it compares."""
         if not self.is_finite:
-            return "holds numbers that are not finite"
+            return Reason("not-finite", "holds numbers that are not finite")
         if self.is_kernel:
-            return (
+            return Reason(
+                "kernel",
                 f"its result is {self.kernel:.2g} off the product of its own codes, of which rounding explains {self.kernel_most:.2g}: "
-                "the kernel, not the format"
+                "the kernel, not the format",
             )
         worse = self.worse
         if worse.is_narrow and not worse.is_cast:
-            return _uncast(worse)
+            return Reason("uncast", _uncast(worse))
         usual = (
             f", {worse.times:.1f} times the {worse.expected:.2g} of its kind"
             if worse.expected
@@ -214,7 +216,8 @@ class Finding:
                 else f"1/{1 / max(worse.lag, 1e-30):.2g} of"
             )
             words += f"; its largest element is {side} what its window gives"
-        return words
+            return Reason("amax-history", words)
+        return Reason("format", words)
 
 
 def _uncast(reading: Reading) -> str:

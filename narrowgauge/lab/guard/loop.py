@@ -31,7 +31,6 @@ default process group, so all ranks get the same verdict.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +47,7 @@ from narrowgauge.diagnose.format_text import size
 from narrowgauge.diagnose.guard_settings import GuardSettings, chosen, refuse_counts
 from narrowgauge.diagnose.sensitivity import ENDS
 from narrowgauge.diagnose.verdict import WORSE
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason, warn
 from narrowgauge.lab.guard.audit import STEPS as AUDITED
 from narrowgauge.lab.guard.audit import Audit
 from narrowgauge.lab.guard.batches import Kept
@@ -300,9 +299,10 @@ class Guard:
         if self._tell is not None:
             self._tell(event)
         elif result.outcome == WORSE:
-            warnings.warn(
+            warn(
                 f"narrowgauge.Guard: steps {check.begun + 1} to {self._taken}: {result.sentence} "
                 f"{GROWN if grows_into_steps(self.model, result) else SEQUEL}",
+                code="guard.worse",
                 stacklevel=4,
             )
 
@@ -350,7 +350,10 @@ class Guard:
         except BaseException as error:
             end.restore()
             error.add_note(
-                "It was raised while a guard took the steps of its check in BF16; the run is at its narrow end again."
+                Reason(
+                    "guard.reference-failed",
+                    "It was raised while a guard took the steps of its check in BF16; the run is at its narrow end again.",
+                )
             )
             raise
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from narrowgauge.diagnose.format_text import plural, size
+from narrowgauge.errors import Reason
 from narrowgauge.lab.guard.refusals import is_narrow
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import shards
@@ -125,14 +126,16 @@ def unseen(model: nn.Module, optimizer: Any) -> str:
     return (
         ""
         if _weights(model)
-        else "weights grow into the learned steps of their recipe, or do not train."
+        else Reason(
+            "learned-steps", "weights grow into the learned steps of their recipe, or do not train."
+        )
     )
 
 
 def words(model: nn.Module, optimizer: Any) -> str:
     """Sentence on the gradients compared at the first step of a check, and on the memory for it."""
     if reason := unseen(model, optimizer):
-        return f"Gradients are not compared: {reason}"
+        return Reason(getattr(reason, "code", ""), f"Gradients are not compared: {reason}")
     weights = _weights(model).values()
     nbytes = sum(8 * min(shards.local(each).numel(), SAMPLE) for each in weights)
     return f"At its first step the gradients of {plural(len(weights), 'weight')} are compared, samples of {size(nbytes)}."
@@ -151,11 +154,14 @@ def _optimizers(optimizer: Any) -> list[Any]:
 def _hides(optimizer: Any) -> str:
     """Reason why an optimizer has no gradients before its step, or ''."""
     if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.stepping is not None:
-        return "parameters step in backward, and free them there."
+        return Reason("in-backward", "parameters step in backward, and free them there.")
     if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.holding is not None:
-        return "they are held in FP8 until the step."
+        return Reason("held", "they are held in FP8 until the step.")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return f"{type(optimizer).__name__} is none of torch's optimizers, and has no hook before its step."
+        return Reason(
+            "no-hook",
+            f"{type(optimizer).__name__} is none of torch's optimizers, and has no hook before its step.",
+        )
     return ""
 
 

@@ -159,8 +159,13 @@ ON_CUDA = Need(
 )
 ADA = _sm(lambda s: _reaches(s.device.capability, (8, 9)), "FP8 needs 8.9")
 FP8_UNITS = (NO_E5M2_PAIR, CODES, ONE_SCALE, ON_CUDA, ADA)
+NOT_FP8 = "needs two FP8 operands"
 NOT_IN_BLOCKS = "needs two FP8 operands in tiles of 1x128 or 128x128"
 NOT_BY_ROW = "needs two operands with one scale per tensor or row"
+NOT_MX = "needs two operands of MXFP8, MXFP4 or NVFP4"
+NOT_IN_TILES = "needs two FP8 operands in tiles"
+NOT_INTEGERS = "needs two integer operands"
+NOT_TWO_INT4 = "needs two operands of INT4"
 NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
 # Bug in torch 2.13, _check_scaled_mm_sizes_v2.
 COUNTS_BYTES = "torch 2.13 takes two packed codes for one in the shapes of compiled MXFP4"
@@ -171,7 +176,7 @@ CPU_IS_SLOW = (
 # as INT8. E5M2 with row scales is a CUTLASS kernel in torch.
 NEEDS: dict[str, tuple[Need, ...]] = {
     "native": (
-        Need("operands", lambda s: _in(s.formats, FP8), "needs two FP8 operands"),
+        Need("operands", lambda s: _in(s.formats, FP8), NOT_FP8),
         Need("operands", lambda s: _in(s.tiles, ROW_OR_TENSOR), NOT_BY_ROW),
         *FP8_UNITS,
         _sm(lambda s: _reaches(s.device.capability, (9, 0)) or not _has_e5m2_rows(s), "row scales of E5M2 need 9.0"),
@@ -185,7 +190,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("tile", lambda s: s.tiles != (SQUARE, SQUARE), "128x128 by 128x128 does not exist in cuBLAS"),
     ),
     "native-mx": (
-        Need("operands", lambda s: s.kind is not None, "needs two operands of MXFP8, MXFP4 or NVFP4"),
+        Need("operands", lambda s: s.kind is not None, NOT_MX),
         NO_E5M2_PAIR, CODES, ON_CUDA,
         _sm(lambda s: _reaches(s.device.capability, (10, 0)), "{} needs 10.0"),
         _sm(lambda s: s.kind != "mxfp4" or s.device.capability[0] == 10, "torch has MXFP4 on 10.x alone"),
@@ -193,14 +198,14 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("compiling", lambda s: s.kind != "mxfp4" or not torch.compiler.is_compiling(), COUNTS_BYTES),
     ),
     "native-int4": (
-        Need("operands", lambda s: s.formats == (INT4, INT4), "needs two operands of INT4"),
+        Need("operands", lambda s: s.formats == (INT4, INT4), NOT_TWO_INT4),
         Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
         Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no INT4 units"),
         _sm(lambda s: s.device.capability[0] == 8, "INT4 units are those of 8.0 to 8.9"),
     ),
     "native-int8": (
-        Need("operands", lambda s: all(isinstance(format, IntFormat) for format in s.formats), "needs two integer operands"),
+        Need("operands", lambda s: all(isinstance(format, IntFormat) for format in s.formats), NOT_INTEGERS),
         Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
         Need("capability", lambda s: s.device.type != "cpu" or s.device.int8_gemm, CPU_IS_SLOW),
@@ -213,7 +218,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         CODES, ONE_SCALE,
     ),
     "triton": (
-        Need("operands", lambda s: _in(s.formats, FP8) and all(map(_is_tiled, s.casts)), "needs two FP8 operands in tiles"),
+        Need("operands", lambda s: _in(s.formats, FP8) and all(map(_is_tiled, s.casts)), NOT_IN_TILES),
         Need("tile", lambda s: all(map(_suits_triton, s.tiles)), _words_of_tiles),
         *FP8_UNITS,
     ),

@@ -149,9 +149,9 @@ def _refuse_cast(cast: Cast, transposed: bool) -> Refusal | None:
     if not transposed:
         return None
     if cast.tile[1] == WHOLE:
-        return Refusal("tile", "knows the maxima of columns after a pass over all rows")
+        return Refusal("tile-transposed", "knows the maxima of columns after a pass over all rows")
     return Refusal(
-        "tile",
+        "tile-transposed",
         "pieces of columns as well as of rows do not stay in registers beside what computes them",
     )
 

@@ -39,7 +39,7 @@ def refuse(spec: Spec) -> Refusal | None:
             f"takes blocks whose sides are powers of two of at most {LARGEST_TILE}, not {cast.tile}"
         )
         return Refusal("tile", sides)
-    return Refusal("calibration", "takes the amax of a block from the block") if spec.amax else None
+    return Refusal("amax", "takes the amax of a block from the block") if spec.amax else None
 
 
 run, both, pair, precast, with_amax, empty = (

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import ConfigError, Reason, closest
 
 KEYS = {"dp": "dp", "ddp": "dp", "fsdp": "fsdp", "tp": "tp", "pp": "pp"}
 REST = 0  # size of a key without a number: all remaining ranks
@@ -76,7 +76,7 @@ def layout(text: str, world: int) -> Layout:
     """
     sizes, has_own_tokens, wrong = _read(text)
     if wrong:
-        raise ConfigError(f"parallel = {text!r}: {wrong[0]}", code="parallel.syntax")
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}", code=wrong[0].code)
     known = math.prod(size for size in sizes.values() if size != REST)
     # left != 0: the named sizes do not divide the number of ranks.
     rest, left = divmod(world, known)
@@ -117,20 +117,20 @@ def named(text: str) -> Layout:
     """Sizes for as many ranks as the text names; a key without a number counts as 1."""
     sizes, has_own_tokens, wrong = _read(text)
     if wrong:
-        raise ConfigError(f"parallel = {text!r}: {wrong[0]}", code="parallel.syntax")
+        raise ConfigError(f"parallel = {text!r}: {wrong[0]}", code=wrong[0].code)
     return _laid_out({key: size or 1 for key, size in sizes.items()}, has_own_tokens)
 
 
-def problems(text: str) -> list[str]:
+def problems(text: str) -> list[Reason]:
     """Sentences about errors in the text that do not depend on the number of ranks."""
     return _read(text)[2]
 
 
-def _read(text: str) -> tuple[dict[str, int], bool, list[str]]:
+def _read(text: str) -> tuple[dict[str, int], bool, list[Reason]]:
     """Returns ({key: size}, sp, errors as sentences)."""
     sizes: dict[str, int] = {}
     has_own_tokens = False
-    wrong = []
+    wrong: list[Reason] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, size = (word.strip() for word in part.partition("="))
         key = KEYS.get(name.lower())
@@ -138,25 +138,41 @@ def _read(text: str) -> tuple[dict[str, int], bool, list[str]]:
             has_own_tokens = True
             if equals:
                 wrong.append(
-                    f"{part!r} has a number. Write 'sp': tokens are shared among the ranks of tp."
+                    Reason(
+                        "parallel.sp-number",
+                        f"{part!r} has a number. Write 'sp': tokens are shared among the ranks of tp.",
+                    )
                 )
         elif key is None:
             near = closest(name.lower(), KEYS, limit=1)
             wrong.append(
-                f"{name!r} is none of 'dp', 'fsdp', 'tp', 'pp' and 'sp'. {f'Closest: {near}. ' if near else ''}Write it as 'fsdp=4'."
+                Reason(
+                    "parallel.key",
+                    f"{name!r} is none of 'dp', 'fsdp', 'tp', 'pp' and 'sp'. {f'Closest: {near}. ' if near else ''}Write it as 'fsdp=4'.",
+                )
             )
         elif key in sizes:
-            wrong.append(f"{name!r} is given twice. Keep one.")
+            wrong.append(Reason("parallel.twice", f"{name!r} is given twice. Keep one."))
         elif equals and not re.fullmatch(r"[1-9]\d{0,6}", size):
-            wrong.append(f"{part!r} is no number of ranks. Write it as '{name}=4'.")
+            wrong.append(
+                Reason(
+                    "parallel.number", f"{part!r} is no number of ranks. Write it as '{name}=4'."
+                )
+            )
         else:
             sizes[key] = int(size) if equals else REST
     if sum(size == REST for size in sizes.values()) > 1:
         wrong.append(
-            "two keys have no number, so what each takes is not known. Give one of them a number."
+            Reason(
+                "parallel.two-open",
+                "two keys have no number, so what each takes is not known. Give one of them a number.",
+            )
         )
     if has_own_tokens and "tp" not in sizes:
         wrong.append(
-            "'sp' shares tokens among the ranks of tp, and there is no tp. Write it as 'tp=2,sp'."
+            Reason(
+                "parallel.sp-without-tp",
+                "'sp' shares tokens among the ranks of tp, and there is no tp. Write it as 'tp=2,sp'.",
+            )
         )
     return sizes or {"dp": REST}, has_own_tokens, wrong

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.train.config.recipe_syntax import ALL, PRODUCTS
 
 ENTRY = re.compile(
@@ -79,19 +79,25 @@ def _entry(text: str) -> Switch:
     return Switch(text, layers or "*", recipe, after, PRODUCTS[products] if products else ALL)
 
 
-def problems(text: str, steps: int) -> Iterator[str]:
+def problems(text: str, steps: int) -> Iterator[Reason]:
     """Sentences about errors of the setting in a run of `steps`."""
     try:
         entries = parse(text)
     except ConfigError as error:
-        yield f"{error}."
+        yield Reason(error.code, f"{error}.")
         return
     for entry in entries:
         after = entry.after_step(steps)
         if after < 1:
-            yield f"{entry.text!r} starts before the first of {steps} steps. Give the recipe itself, or a later start."
+            yield Reason(
+                "switch.before-first",
+                f"{entry.text!r} starts before the first of {steps} steps. Give the recipe itself, or a later start.",
+            )
         if after >= steps:
-            yield f"{entry.text!r} starts after step {after}, but the run has {steps} steps, so it would never happen. Start earlier."
+            yield Reason(
+                "switch.after-last",
+                f"{entry.text!r} starts after step {after}, but the run has {steps} steps, so it would never happen. Start earlier.",
+            )
     places = [
         (entry.layers, entry.after_step(steps), product)
         for entry in entries
@@ -99,4 +105,7 @@ def problems(text: str, steps: int) -> Iterator[str]:
     ]
     # Two recipes for one matmul at one step: the order would decide silently.
     if len(set(places)) < len(places):
-        yield f"{text!r} switches the same layers and product twice at one step. Leave one out."
+        yield Reason(
+            "switch.twice",
+            f"{text!r} switches the same layers and product twice at one step. Leave one out.",
+        )

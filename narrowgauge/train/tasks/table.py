@@ -16,6 +16,7 @@ import numpy as np
 
 from narrowgauge import data
 from narrowgauge.data.batches import Indices
+from narrowgauge.errors import Reason
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, check_sizes, pretrained
@@ -66,7 +67,10 @@ class TableTask(TrainTask):
             )
         elif tokenizer.pad_token_id == tokenizer.eos_token_id:
             notes.append(
-                "Padding is the end-of-text token. Rows are masked by their lengths, so the one behind a text still counts."
+                Reason(
+                    "tokenizer.padding-is-end",
+                    "Padding is the end-of-text token. Rows are masked by their lengths, so the one behind a text still counts.",
+                )
             )
         return cls(config, tokenizer, notes, model_class, train, validation, longest, known)
 

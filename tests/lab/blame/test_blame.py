@@ -17,7 +17,7 @@ from narrowgauge.lab.blame import Blame, blame
 from narrowgauge.lab.blame.confirm import in_16_bits
 from narrowgauge.recipe import GEMMS, Cast
 from tests.lab.blame.planted import IDS, compute, converted, dropping, recast, train
-from tests.raising import raises
+from tests.raising import raises, require
 from tests.selection import quick
 
 
@@ -65,10 +65,7 @@ def test_a_window_that_lags_is_found_with_its_reason(factor, words):
         assert {each.name for each in found.suspects} == {
             f"layers.2.up_proj:{each}" for each in ("output", "grad_input")
         }
-        assert (
-            words in found.suspects[0].reason
-            and "what its window gives" in found.suspects[0].reason
-        )
+        require(found.suspects[0].reason, "amax-history", words)
 
 
 def test_a_gradient_that_passes_its_window_a_little_is_no_suspect():
@@ -90,7 +87,7 @@ def test_a_kernel_that_drops_columns_is_the_kernel(product):
         found = blame(model, compute(model), confirm=0)
     [suspect] = found.suspects
     assert suspect.name == f"layers.0.up_proj:{product}" and suspect.is_kernel
-    assert "the kernel, not the format" in suspect.reason
+    assert suspect.reason.code == "kernel"
     assert not blame(model, compute(model)).suspects
 
 
@@ -99,7 +96,7 @@ def test_numbers_that_are_not_finite_come_first():
     recast(model.layers[1].down_proj, "output", "lhs", Cast(format=E2M1))
     model.layers[2].up_proj.weight.data[3, 5] = float("inf")
     found = blame(model, compute(model), confirm=0)
-    assert not found.findings[0].is_finite and "not finite" in found.findings[0].reason
+    assert not found.findings[0].is_finite and found.findings[0].reason.code == "not-finite"
     assert json.dumps(found.as_dict()["suspects"])
 
 
@@ -121,7 +118,7 @@ def test_what_the_gradient_does_not_show_is_not_known():
     found = blame(model, compute(model))
     [confirmation] = found.confirmations
     assert confirmation.hurts is None and confirmation.numbers["share"] < 0.1
-    assert "not known whether it hurts" in "\n".join(found.sentences())
+    assert any(confirmation.words in line for line in found.sentences())
 
 
 @pytest.mark.parametrize("recipe", quick(["int4-hq-lss"], recipes.names()))
@@ -134,8 +131,8 @@ def test_every_product_of_every_recipe_can_be_had_in_16_bits(recipe):
     for each in own:
         with in_16_bits(model, [each]):
             assert getattr(layer.recipe, each.product) == recipes.BF16.output
-        line = Blame((each,)).setting or f'recipes = ["{each.layer}=bf16:{each.product}"]'
-        name, _, value = line.split('"')[1].partition("=")
+        [entry] = Blame((each,)).recipes or [f"{each.layer}=bf16:{each.product}"]
+        name, _, value = entry.partition("=")
         assert (
             getattr(
                 ng.convert(converted(recipe), {name: parse(value)}).layers[1].down_proj.recipe,
@@ -207,6 +204,4 @@ def test_what_cannot_be_observed_is_refused():
 def test_few_products_of_a_kind_and_a_missing_backward_pass_are_said():
     net = ng.convert(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)), "fp8-current")
     found = blame(net, lambda: net(torch.randn(16, 32)))
-    assert any("too few to judge" in note for note in found.notes) and any(
-        "No gradient was seen" in note for note in found.notes
-    )
+    assert [note.code for note in found.notes] == ["blame.too-few", "blame.no-gradient"]

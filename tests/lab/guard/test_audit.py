@@ -135,7 +135,7 @@ def test_stale_codes_are_found_under_every_kind_of_scale(recipe):
 
 def test_a_seed_at_every_step_is_found():
     event = Loop("nvfp4", before=lambda loop: torch.manual_seed(7)).run().event
-    assert kinds(event) == {STUCK} and "seeds torch's generator" in event["sentence"]
+    assert kinds(event) == {STUCK} and "torch's generator" in event["sentence"]
 
 
 def test_a_layer_that_cannot_be_seen_is_named_and_not_passed():
@@ -190,10 +190,7 @@ def test_a_loss_that_stands_still_is_said():
     evidence = Evidence()
     assert not evidence.add(0.0, loss=3.0).is_plateau
     standing = evidence.add(0.0001, loss=2.99)
-    assert (
-        standing.is_plateau
-        and standing.event()["plateau"]
-        and "has hardly moved since the first check" in standing.sentence
-    )
+    assert standing.is_plateau and standing.event()["plateau"]
+    assert "hardly" in standing.sentence and "3.0000, now 2.9900" in standing.sentence
     moving = evidence.add(0.0001, loss=2.5)
     assert not moving.is_plateau and "hardly" not in moving.sentence

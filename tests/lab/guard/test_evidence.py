@@ -8,11 +8,13 @@ import math
 import pytest
 
 from narrowgauge.diagnose import runs
+from narrowgauge.diagnose.format_text import loss_value
 from narrowgauge.diagnose.guard_settings import parse
 from narrowgauge.diagnose.verdict import EQUIVALENT, REFERENCE_DIVERGED, UNKNOWN, WORSE
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.guard.bets import CEILING, LIMIT, Money, Scale, chi2_quantile, factors
 from narrowgauge.lab.guard.evidence import Evidence
+from narrowgauge.lab.guard.result import FORESIGHT
 from tests.raising import raises
 
 LOSS = 2.0  # its margin is 0.005
@@ -113,10 +115,8 @@ def test_a_reference_that_diverges_is_said_to_be_so():
     evidence = Evidence()
     for loss, difference in ((math.nan, math.nan), (math.inf, -math.inf)):
         verdict = evidence.add(difference, loss=loss)
-        assert (verdict.outcome, verdict.detail) == (
-            UNKNOWN,
-            REFERENCE_DIVERGED,
-        ) and "BF16 reference itself" in verdict.sentence
+        assert (verdict.outcome, verdict.detail) == (UNKNOWN, REFERENCE_DIVERGED)
+        assert loss_value(loss) in verdict.sentence
     assert math.isnan(verdict.mean) and verdict.e_worse == 1
 
 
@@ -154,7 +154,10 @@ def test_what_is_not_known_says_how_many_checks_are_missing():
             assert verdict.more_checks == decided - checks
             assert "more check" in verdict.sentence and f"{gap:+.4f}"[1:] in verdict.sentence
     at_the_margin = judged([0.005] * 3)[-1]
-    assert at_the_margin.more_checks is None and "at the margin" in at_the_margin.sentence
+    assert (
+        at_the_margin.more_checks is None
+        and f"more than {FORESIGHT:,} checks" in at_the_margin.sentence
+    )
 
 
 def test_noise_of_controls_hides_a_gap():
@@ -255,11 +258,8 @@ def test_the_margin_in_nats_is_no_large_part_of_a_loss_that_has_none():
     asked = parse("margin=0.003")
     assert asked is not None and Evidence.of(asked).margin_at(0.003) == 0.003
     evidence = Evidence.of(asked)
-    sentences = [evidence.add(0.0, loss=0.01).sentence for _ in range(6)]
-    assert (
-        "30% of the loss" in sentences[-1]
-        and "What was lost before the checks is not seen." in sentences[-1]
-    )
+    *_, last = [evidence.add(0.0, loss=0.01) for _ in range(6)]
+    assert last.outcome == EQUIVALENT and "30% of the loss" in last.sentence
 
 
 def test_the_former_name_of_the_result_still_works():

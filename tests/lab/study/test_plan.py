@@ -12,7 +12,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.lab.study import room
 from narrowgauge.lab.study.plan import Study, StudyFolder
 from narrowgauge.train.config.settings import TrainConfig, replace
-from tests.raising import coded, raises
+from tests.raising import cli_raises, coded, raises
 
 
 @pytest.fixture
@@ -48,24 +48,24 @@ def test_what_cannot_be_a_study_is_refused(make_study, changes, said):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
-        (["--seeds=1"], "two seeds at least"),
-        (["--seeds=a"], "no whole numbers"),
-        (["--seeds=1,1"], "each once"),
-        (["--recipes=bf16,fp8-curent"], "Closest: 'fp8-current'"),
-        (["--recipes=bf16,fp8,fp8-current"], "are the same recipe"),
-        (["--recipes=bf16,auto"], "chooses by a measurement"),
-        (["--parallel=0"], "no number of runs"),
-        (["--parallel=all"], "no number of runs"),
-        (["--steps=0"], "steps = 0"),
-        (["--recipe=bf16"], "--recipe"),
-        (["--metric=bleu"], "bleu"),
+        (["--seeds=1"], coded("study.seed-count", "'1'")),
+        (["--seeds=a"], coded("study.seeds", "'a'")),
+        (["--seeds=1,1"], coded("study.seed-count", "1")),
+        (["--recipes=bf16,fp8-curent"], coded("recipes.unknown", "'fp8-curent'", "'fp8-current'")),
+        (["--recipes=bf16,fp8,fp8-current"], coded("study.same-recipe", "'fp8'", "'fp8-current'")),
+        (["--recipes=bf16,auto"], coded("study.auto", "'auto'")),
+        (["--parallel=0"], coded("study.parallel", "'0'")),
+        (["--parallel=all"], coded("study.parallel", "'all'")),
+        (["--steps=0"], coded("config.steps", "steps = 0")),
+        (["--recipe=bf16"], coded("cli.arguments", "--recipe")),
+        (["--metric=bleu"], coded("study.best", "bleu")),
     ],
 )
-def test_the_command_line_refuses_before_data_are_read(tmp_path, capsys, flags, said):
-    assert main(["study", "--data=no/such/file", f"--output={tmp_path / 'study'}", *flags]) == 2
-    assert said in capsys.readouterr().err
+def test_the_command_line_refuses_before_data_are_read(tmp_path, flags, expected):
+    study = ["study", "--data=no/such/file", f"--output={tmp_path / 'study'}"]
+    cli_raises([*study, *flags], ConfigError, expected)
 
 
 def test_data_that_are_not_there_are_an_error_before_the_first_step(tmp_path, capsys):

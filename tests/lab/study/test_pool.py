@@ -93,7 +93,7 @@ def test_out_of_memory_is_tried_again_alone(pool, tmp_path):
         and made.seen[-1][0] == "a"
     )
     _, ends = pool({"alone": "9 0"}, most=1)
-    assert ends == {"alone": "out of memory"}
+    assert ends["alone"].endswith("memory")
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (8, StorageError)])

@@ -160,7 +160,7 @@ def compare_gradients(
 
 
 KINDS = tuple(
-    f"{of}{kind} " for of in ("", "gradient of ") for kind in spec.KINDS
+    f"{of}{kind} " for of in ("", "backward ") for kind in spec.KINDS
 )  # what a case begins with
 QUICK = ("rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh")
 WIDE = ("plain (", "mx (", "first step (")
@@ -169,14 +169,14 @@ FEW = ("gelu", "gelu-tanh")  # whose casts are those of swiglu
 
 def is_quick(name: str) -> bool:
     """Most functions and all casts of one shape and dtype: wide rows of float16 for some, more rows of float32 for the others."""
-    function = name.removeprefix("gradient of ").split()[0]
+    function = name.removeprefix("backward ").split()[0]
     if " of codes " in name:
         return function in ("rms-norm", "swiglu") and name.endswith("(37, 131)")
     if function not in QUICK or (function in FEW and not name.endswith(" delayed (37, 131)")):
         return False
     if name.endswith(" within"):
         return True
-    forward_in_wide_rows = not name.startswith("gradient") and any(part in name for part in WIDE)
+    forward_in_wide_rows = not name.startswith("backward") and any(part in name for part in WIDE)
     return name.endswith("(5, 1030)" if forward_in_wide_rows else "(37, 131)")
 
 
@@ -223,7 +223,7 @@ def _gradients(kind: Kind) -> Iterator[Case]:
     for title, orders in choices.items():
         for shape, dtype in (((37, 131), torch.float32), ((150, 260), torch.float16)):
             yield (
-                f"gradient of {kind.name} {title} {shape}",
+                f"backward {kind.name} {title} {shape}",
                 lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(
                     kind, _fresh(orders), shape, dtype
                 ),
@@ -231,7 +231,7 @@ def _gradients(kind: Kind) -> Iterator[Case]:
     for shape, dtype in (((37, 131), torch.float32), ((70, 260), torch.float16)):
         orders = list(choices.values())[0 if kind.is_norm else 1]
         yield (
-            f"gradient of {kind.name} of codes {shape}",
+            f"backward {kind.name} of codes {shape}",
             lambda orders=orders, shape=shape, dtype=dtype: compare_gradients(
                 kind, _fresh(orders), shape, dtype, True
             ),

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.cuda_graphs import GraphedStep
+from narrowgauge.cuda_graphs import FORWARD_BACKWARD, GraphedStep
 from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.ops.selfcheck import examine
 from narrowgauge.optim import (
@@ -306,7 +306,7 @@ def compare_graphed() -> None:
             found.append([step.readings().clone()])
             step.update()
         assert step.graphs.captured == (
-            {"forward and backward": 1, "clipping": 1, "update": 1} if warmup == 1 else {}
+            {FORWARD_BACKWARD: 1, "clipping": 1, "update": 1} if warmup == 1 else {}
         )
         found.append([p.detach() for p in model.parameters()] + list(state_tensors(optimizer)))
     for eager, replayed in zip(found[5:], found[:5], strict=True):

@@ -71,9 +71,7 @@ def check_both(states, master, dtype, sm, cast) -> None:
     conversions = {name for name in instructions if "satfinite" in name}
     in_hardware = cast is DELAYED and constants_of(cast, TARGETS[sm]).hardware
     assert conversions == ({"cvt.rn.satfinite.e4m3x2.f32"} if in_hardware else set())
-    assert any(name.startswith("atom.") or name.startswith("red.") for name in instructions), (
-        "the largest magnitude"
-    )
+    assert any(name.startswith("atom.") or name.startswith("red.") for name in instructions), "amax"
     if cast is CURRENT:  # nothing is contracted; a cast divides by multiplications that are fused
         check(found["step"])
     # The codes of w.T leave in runs, not byte by byte; the expansions of fp8 are a byte for each tile.

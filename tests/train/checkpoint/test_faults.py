@@ -79,30 +79,31 @@ def test_truncation_and_appended_bytes_are_noticed(tmp_path):
 def test_missing_foreign_swapped_and_odd_files_are_noticed(tmp_path):
     first, second = saved(tmp_path / "checkpoints", 1, 2)
 
-    def refused(words: str) -> None:
-        with pytest.raises(CheckpointError, match=words):
+    def refused(name: str, *codes: str) -> None:
+        with pytest.raises(CheckpointError, match=name) as caught:
             store.load(first)
+        assert caught.value.code in codes, caught.value
 
     for file in files_of(first):
         kept = tmp_path / "kept"
         file.rename(kept)
-        refused(file.name)
+        refused(file.name, "checkpoint.files", "checkpoint.manifest", "file.unreadable")
         file.symlink_to(kept)
-        refused("cannot be read")
+        refused(file.name, "file.link")
         file.unlink()
         file.mkdir()
-        refused("not a regular file|cannot be read")
+        refused(file.name, "file.irregular", "file.unreadable")
         file.rmdir()
         os.mkfifo(file)
-        refused("not a regular file")
+        refused(file.name, "file.irregular")
         file.unlink()
         other = second / file.name
         if other.read_bytes() != kept.read_bytes():  # facts are the same in both
             shutil.copy(other, file)
-            refused("changed|step")
+            refused(first.name, "checkpoint.changed", "checkpoint.manifest")
         kept.replace(file)
     (first / "note.txt").write_text("mine")
-    refused("note.txt")
+    refused("note.txt", "checkpoint.files")
     (first / "note.txt").unlink()
     store.load(first)
 

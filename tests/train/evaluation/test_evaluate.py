@@ -18,7 +18,7 @@ from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.lm_tasks import LmTasks
 from narrowgauge.train.evaluation.saved import SavedRun, versions
 from tests.lab.killed_guard import SICK, hurt
-from tests.raising import raises
+from tests.raising import coded, raises
 from tests.train import tiny
 from tests.train.test_loop import installed  # noqa: F401
 
@@ -170,32 +170,31 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run) -> None:
 
 def test_where_the_newest_is_damaged_the_next_that_is_intact_is_named(run) -> None:
     """With the option that scores it; a damaged one is not, and where none is left that is said."""
-    for step, words in (
-        (12, "checkpoints/step-00000008 is intact: score it with --checkpoints 8"),
-        (8, "--checkpoints 4"),
-        (4, ""),
+    for step, instead in (
+        (12, ["step-00000008", "--checkpoints 8"]),
+        (8, ["step-00000004", "--checkpoints 4"]),
+        (4, []),
     ):
         weights = run / "checkpoints" / f"step-{step:08}" / "weights-0.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-        with pytest.raises(
-            CheckpointError, match=words or "No other checkpoint of the run is intact: restore one"
-        ):
+        with raises(CheckpointError, "evaluate.no-checkpoint", *instead) as caught:
             evaluate(run, Asked(device="cpu"))
+        assert bool(instead) == ("--checkpoints" in str(caught.value))
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "expected"),
     [
-        (Asked(dtype="float61"), "is not one of bfloat16"),
-        (Asked(limit=-1), "at least 0"),
-        (Asked(limit=3), "and none is named"),
-        (Asked(checkpoints="4,5"), "There are 4, 8, 12"),
-        (Asked(checkpoints="best"), "There are 4, 8, 12"),
-        (Asked(tasks=("nowhere.yaml",)), "No such file"),
+        (Asked(dtype="float61"), coded("evaluate.dtype", "float61", "bfloat16")),
+        (Asked(limit=-1), coded("evaluate.counts", "limit = -1")),
+        (Asked(limit=3), coded("evaluate.limit", "limit = 3")),
+        (Asked(checkpoints="4,5"), coded("evaluate.checkpoints", "4, 8, 12")),
+        (Asked(checkpoints="best"), coded("evaluate.checkpoints", "4, 8, 12")),
+        (Asked(tasks=("nowhere.yaml",)), coded("file.unreadable", "nowhere.yaml")),
     ],
 )
-def test_bad_questions_are_refused(trained, asked, words) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_bad_questions_are_refused(trained, asked, expected) -> None:
+    with raises(ConfigError, expected):
         evaluate(trained, asked)
 
 
@@ -209,7 +208,7 @@ def test_float16_of_weights_trained_in_bfloat16_is_warned_of(trained, capsys) ->
     assert saved.paths("newest")[0].name == "step-00000012"
     assert cli.main(["evaluate", str(trained), "--dtype", "float16", "--device", "cpu"]) == 0
     told = capsys.readouterr()
-    assert "WARNING: float16 ends at 65,504" in told.err and "Scored in float16." in told.out
+    assert "WARNING: " in told.err and "65,504" in told.err and "Scored in float16." in told.out
 
 
 def test_weights_alone_have_no_narrow_score_where_steps_were_learnt(make, tmp_path) -> None:
@@ -218,9 +217,7 @@ def test_weights_alone_have_no_narrow_score_where_steps_were_learnt(make, tmp_pa
     saved = SavedRun.open(tmp_path / "run", torch.device("cpu"))
     [best], [newest] = saved.paths("best"), saved.paths("newest")
     model, _, why = saved.model(best)
-    assert "holds weights alone" in why and [name for name, _ in versions(model, why)] == [
-        "16 bits"
-    ]
+    assert best.name in why and [name for name, _ in versions(model, why)] == ["16 bits"]
     model, _, why = saved.model(newest)
     assert not why and [name for name, _ in versions(model, why)] == ["narrow", "16 bits"]
 
@@ -251,8 +248,8 @@ def test_the_suspended_model_scores_as_transformers_bfloat16_model(run, task_fil
 @pytest.mark.slow
 def test_task_files_that_cannot_be_loaded_are_refused(run, task_files, make) -> None:
     (task_files / "words.jsonl").unlink()
-    with pytest.raises(DataError, match="lm-eval cannot load it"):
+    with raises(DataError, "lm-eval.unloadable", task_files / "words.yaml"):
         evaluate(run, Asked((str(task_files / "words.yaml"),), device="cpu"))
     (task_files / "none.yaml").write_text("group_of: nothing\n")
-    with pytest.raises(ConfigError, match="has no key 'task'"):
+    with raises(ConfigError, "lm-eval.no-task-key", task_files / "none.yaml"):
         evaluate(run, Asked((str(task_files / "none.yaml"),), device="cpu"))

@@ -51,7 +51,7 @@ WAYS = {
     "a file that an included one includes": "include: third.yaml\ntask: words\n",
     "a group": "group: g\ntask:\n  - task: words\n    process_docs: !function evil.run\n",
     "a group that includes": "group: g\ntask:\n  - include: other.yaml\n    task: words\n",
-    "a metric's script": PLAIN.replace("metric: acc", "metric: ./evil_metric"),
+    "a metric of a script": PLAIN.replace("metric: acc", "metric: ./evil_metric"),
     "a metric of the Hub": PLAIN.replace("metric: acc", "metric: somebody/metric"),
     "hf_evaluate": PLAIN.replace("metric: acc", "metric: acc, hf_evaluate: true"),
     "a loading script": PLAIN.replace("dataset_path: json", "dataset_path: ./evil.py"),

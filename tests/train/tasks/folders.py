@@ -281,7 +281,7 @@ def choices(path: Path, count: int = 60) -> Path:
         rows.append(
             {
                 "context": text,
-                "question": "the first is",
+                "question": "the first was",
                 "choices": shown,
                 "label": shown.index(right),
             }

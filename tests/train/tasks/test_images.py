@@ -289,7 +289,7 @@ def test_an_epoch_shows_every_picture_once(make):
             r"blue/.*\.png: label 'blue' in column 'label' is none of the 2 classes",
         ),
         ({"model": "", "image_size": 8}, r"patch_size = 16: pictures have 8 x 8 pixels"),
-        ({"columns": "a,b"}, r"header is for CSV and TSV files alone"),
+        ({"columns": "a,b"}, "pictures: header"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_step(make, changes, words):
