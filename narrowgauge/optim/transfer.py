@@ -131,6 +131,9 @@ def transfer(
                 f"transfer: the state of {old_format.rule.name!r} means nothing to {new_format.rule.name!r}. Keep the rule.",
                 code="optim.other-rule",
             )
+        # The correction of first moments compares the next step's rate with it.
+        if "previous_lr" in before[old] and "previous_lr" in after[new]:
+            after[new]["previous_lr"] = before[old]["previous_lr"]
         kept = source.state.get(old, {})
         found.states += bool(kept)
         if old_format == new_format and old.dtype == new.dtype:

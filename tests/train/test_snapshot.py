@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.lab import branch
+from narrowgauge.lab import branch, training
 from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.lab.probe import rolled_back
 from narrowgauge.nn.amax_history import AmaxHistory
@@ -191,6 +191,6 @@ def test_a_branch_takes_it_over(make, tmp_path, monkeypatch):
         lambda saved: rng.set_generators(saved | {"planted": number[0]}),
     )
     config = replace(branched(f"{parent.output}@2", str(tmp_path / "branch")), steps=3)
-    assert loop.run(config) == 0
+    assert training.run(config) == 0
     assert seen == [(1, 1, 1, 2)]
     assert Path(config.output, "final").is_dir()
