@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 
@@ -66,15 +68,18 @@ def test_narrower_ranges_are_followed_over_four_decades(states, setting):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("states", "lr", "ratio"), [("8bit", 0.02, 1.5), ("8bit", 0.03, 1.5), ("fp8-lm", 0.02, 1.0)]
+    ("states", "lr", "ratio"), [("8bit", 0.02, 2.0), ("8bit", 0.03, 2.0), ("fp8-lm", 0.02, 1.0)]
 )
 def test_a_regression_ends_at_its_target(states, lr, ratio):
-    """Squared distance beside torch's, median of three seeds; 200 before the correction followed a falling learning rate."""
+    """Squared distance beside torch's: about 200 if the correction ignores a falling learning rate.
+
+    The median of 15 seeds of `8bit` is 1.24 and 1.26, single ones reach 2.6 (docs/optimizers.md).
+    """
     found = [
         adam_loop.distance(states, 0.95, lr, seed) / adam_loop.distance("torch", 0.95, lr, seed)
-        for seed in range(3)
+        for seed in range(5)
     ]
-    assert sorted(found)[1] < ratio, found
+    assert statistics.median(found) < ratio, found
 
 
 @needs_compiler
