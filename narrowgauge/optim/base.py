@@ -280,10 +280,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 self.holding.step()
             self._step([each for each in self._indexed() if each[0].grad is not None])
             self._skipped.end()
-        self._record_learning_rates()
+        self.record_learning_rates()
         return loss
 
-    def _record_learning_rates(self) -> None:
+    def record_learning_rates(self) -> None:
         """Store the learning rates for `rules.fall` at the next call.
 
         Skipped calls count: on a GPU the host does not know which steps were skipped.

@@ -116,7 +116,7 @@ class ReplayedStep:
                 code="optim.not-captured",
             )
         param_steps = self._optimizer._next(self._chosen)
-        self._optimizer._record_learning_rates()
+        self._optimizer.record_learning_rates()
         for each, gradient in zip(param_steps, self._gradients, strict=True):
             each.gradient = gradient
         for device, batches in self._captured.items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.optim import Precision
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
@@ -94,6 +95,10 @@ def update(
             scaler.update()
     elif scaler:
         scaler.step(optimizer)
+        # A step that the scaler skipped is no call of the optimizer, but its learning rate counts, as
+        # it does where the device skips the step.
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            optimizer.record_learning_rates()
         scaler.update()
     else:
         optimizer.step()
