@@ -71,7 +71,7 @@ class Verdict:
 
     @property
     def is_insensitive(self) -> bool:
-        """True if these runs could not have shown a difference; more of them will not either."""
+        """True if these runs could not have shown a difference. More seeds would not help."""
         return self.detail == NOT_SENSITIVE
 
     def text(self, subject: str = "") -> str:

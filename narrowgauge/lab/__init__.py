@@ -1,4 +1,4 @@
-"""The lab: questions about a run, and what a run can do with the answers.
+"""Questions about a run: guard, blame, ladder, study, branch, spike watch.
 
     guard      does the recipe still follow BF16 from the run's own state?
     blame      which matmul computes inaccurately?

@@ -78,7 +78,7 @@ class StateField(Generic[T]):
 
 @dataclass(eq=False, kw_only=True)
 class ConvertedState:
-    """Fields that the end of a step reads in every converted layer, and what is done to all fields.
+    """Fields of every converted layer, and the methods that copy, save and restore all fields.
 
     is_suspended     True: the layer computes as the module of torch that it was
     peers            (distributed.state.Peers) ranks that hold the layer; None without `distribute`

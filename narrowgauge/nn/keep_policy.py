@@ -1,4 +1,4 @@
-"""What a Linear saves for backward: one table, and the functions that decide by it.
+"""Tensors that a Linear saves for backward: one table, and the functions that apply it.
 
 Of x, if the gradient of w is needed. The first line that applies:
 

@@ -38,7 +38,7 @@ class CastSources:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeProgress:
-    """How far the state of a recipe has come, as far as a call depends on it.
+    """Progress of a recipe's state that a call depends on.
 
     is_cold          learned steps are in their cold start
     sampled          GEMMs whose rows are sampled in this step

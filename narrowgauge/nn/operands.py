@@ -470,7 +470,7 @@ class Operand:
         return self
 
     def _restore_casts(self, amax: Tensor | None) -> None:
-        """(w) Find the casts that forward left, or those of a holder of the weight's codes."""
+        """(w) Take the casts that forward saved, or gathered codes of the weight."""
         sources = self.context.sources
         cache = sources.weight_cache
         is_gathered = cache is not None and cache.is_gathered

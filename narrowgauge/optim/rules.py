@@ -23,9 +23,9 @@ then add up to a bounded sum. A moment below all codes leaves Adam without momen
 still moves. The method is error feedback (1-bit SGD, arXiv 1901.09847) with the error kept in the
 weight instead of a buffer.
 
-The later steps return the correction only if they come at the same learning rate. Where a schedule
-lets it fall, the terms of K_t get the factor max(0, 1 - FALL j f), f = lr_{t-1} / lr_t - 1. At a
-constant or rising rate f = 0.
+Later steps return the correction only at the same learning rate. If the rate falls, term j of K_t
+has the factor max(0, 1 - FALL j f), with f = lr_{t-1} / lr_t - 1. A constant or rising rate has
+f = 0.
 
 Bound of m. With quantized states, m is clamped to the range that AdamW can reach. By
 Cauchy-Schwarz, over the gradients of steps 1 ... t,

@@ -2,9 +2,8 @@
 
     optimizer.found_inf   0-d float, as in torch's fused optimizers: a value other than 0 skips the
                           next step. Step counters, bias corrections and noise then continue as if
-                          the step had not been called. Its learning rate counts as the previous
-                          one of the next step (`rules.fall`), because the host may not know of
-                          the skip
+                          the step had not been called. The next step compares its learning rate
+                          with the skipped one's (`rules.fall`): the host may not know of the skip
     optimizer.halted      0-d float: from the first step with a value other than 0, no tensor
                           changes any more. Step counters are not corrected for these steps
 

@@ -104,8 +104,8 @@ def micro_batches_in_flight(schedule: str, ranks: int, micro_batches: int) -> fl
     ranks      ranks of one pipeline, P
 
     GPipe runs all forward passes first. The schedules below 1F1B place two stages on a rank, so
-    one micro-batch in one stage counts half. The counts are those of torch's own orders of work
-    (torch 2.13); weight gradients that a zero-bubble schedule delays keep their input alive.
+    one micro-batch in one stage counts half. The counts equal torch 2.13's own order of work. A
+    zero-bubble schedule delays weight gradients, and a delayed one keeps its input alive.
     """
     most = {
         "GPipe": micro_batches,

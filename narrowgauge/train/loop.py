@@ -67,7 +67,7 @@ def _without_lab(config: TrainConfig) -> Sequence[Plugin]:
 
 @dataclass(frozen=True, kw_only=True)
 class Extensions:
-    """Parts of a run that this package does not know; `lab.training` has all of them.
+    """Parts of a run that `lab.training` supplies, since this package must not import the lab.
 
     plugins             plugins(config) -> functions that make a Callback from a Trainer
     begin_branch        writes the first checkpoint of a branch and returns sentences
