@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge import data
-from narrowgauge.conversion import suspended
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.chat import Span, answers, check_messages
@@ -32,7 +31,6 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import trivial
-from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.text import sample
 
@@ -178,15 +176,6 @@ class CausalTask(TableTask):
     def align_labels(labels: Tensor) -> Tensor:
         """Target of each position: the next label, -100 at the end."""
         return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
-
-    def feed(self, model: Any) -> TableFeed:
-        feed = super().feed(model)
-        if self.config.packing:
-            # Per-tensor scales couple packed documents through rounding. Without the recipe the
-            # check sees leaks of the attention mask alone.
-            with suspended(model):
-                data.check_packing(model, feed.collate)
-        return feed
 
     def trivial(self) -> dict[str, Any]:
         """Label distribution.

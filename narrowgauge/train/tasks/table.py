@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from narrowgauge import data
+from narrowgauge.conversion import suspended
 from narrowgauge.data.batches import Indices
 from narrowgauge.errors import Reason
 from narrowgauge.train.config.settings import TrainConfig
@@ -221,6 +222,11 @@ class TableTask(TrainTask):
         train = self.train
         sampler = data.LengthBatchSampler(train.lengths, self._batching, strata=self._strata)
         collate = self.collator(widths=sampler.widths)
+        if self.config.packing:
+            # Per-tensor scales couple packed documents through rounding. Without the recipe the
+            # check sees leaks of the attention mask alone.
+            with suspended(model):
+                data.check_packing(model, collate)
         return TableFeed(
             sampler,
             self.config.micro_batches,

@@ -35,7 +35,6 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 from narrowgauge import data
-from narrowgauge.conversion import suspended
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.encoder import Encoder
@@ -46,7 +45,6 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks.classes import MOST_CLASSES, SHOWN_CLASSES, with_labels
-from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.reading import header
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
@@ -370,15 +368,6 @@ class TaggingTask(TableTask):
     def collator(self, **options: Any) -> data.Collator:
         # Tags belong to their own token: labels are not shifted by one as for language models.
         return super().collator(causal=False, shifted=False, **options)
-
-    def feed(self, model: Any) -> TableFeed:
-        feed = super().feed(model)
-        if self.config.packing:
-            # Per-tensor scales couple packed documents through rounding. Without the recipe the
-            # check sees leaks of the attention mask alone.
-            with suspended(model):
-                data.check_packing(model, feed.collate)
-        return feed
 
     def trivial(self) -> dict[str, Any]:
         return of_tags(example["labels"] for example in self.evaluation_set)
