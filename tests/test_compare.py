@@ -71,7 +71,7 @@ def test_a_failure_prints_count_coordinates_values_and_bits():
     with pytest.raises(AssertionError) as failure:
         assert_same({"w": actual}, {"w": expected})
     lines = str(failure.value).splitlines()
-    assert lines[0] == "value['w']: 6 of 20 elements of torch.bfloat16 [4, 5] differ"
+    assert lines[0] == "value['w']: 6 of 20 elements, torch.bfloat16 [4, 5] differ"
     assert lines[1] == "  [1, 2]: 1.5 (0x3fc0), expected 0.0 (0x0000)"
     assert lines[2] == "  [3, 0]: -1.0 (0xbf80), expected 0.0 (0x0000)"
     assert lines[-1] == "  and 1 more"
