@@ -16,7 +16,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge import storage
 from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_text, study_file
@@ -28,7 +28,9 @@ from narrowgauge.diagnose.verdict import UNKNOWN, Verdict
 from narrowgauge.errors import ConfigError
 from narrowgauge.report import verdict
 from narrowgauge.report.groups import Gathered, final, gather, seed_of
-from narrowgauge.report.run_data import Recorded
+
+if TYPE_CHECKING:
+    from narrowgauge.report.run_data import Recorded
 
 try:
     from narrowgauge.report import cards, several_curves, several_figures
