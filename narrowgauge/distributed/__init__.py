@@ -32,9 +32,6 @@ __all__ = ["distribute", "distributed_state"]
 
 Weights = Literal["16bit", "codes"]
 Activations = Literal["16bit", "fp8"]
-# Key in the `__dict__` of a distributed model.
-ATTRIBUTE = "_narrowgauge_distributed_state"
-
 
 Model = TypeVar("Model")
 
@@ -88,6 +85,8 @@ def distribute(
 
 def distributed_state(model: nn.Module) -> DistributedState:
     """Return the state that `distribute` attached to the model; ConfigError if there is none."""
+    from narrowgauge.distributed.state import ATTRIBUTE
+
     found: DistributedState | None = model.__dict__.get(ATTRIBUTE)
     if found is None:
         raise ConfigError(

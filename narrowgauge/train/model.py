@@ -19,8 +19,9 @@ import transformers
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.conversion import SMALLEST, convert, embeddings, products
+from narrowgauge.conversion import convert, embeddings, products
 from narrowgauge.conversion.description import describe
+from narrowgauge.conversion.kept_layers import SMALLEST
 from narrowgauge.conversion.switching import bits, widened
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.fuse import fuse
