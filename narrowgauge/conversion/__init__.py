@@ -38,7 +38,7 @@ from narrowgauge.conversion.fast_path import refuse_fast_path
 from narrowgauge.conversion.kept_layers import LEFT_BY, output_head, reason_to_keep, wide_by_policy
 from narrowgauge.conversion.products import Some, composed, parse
 from narrowgauge.conversion.warned import warn
-from narrowgauge.errors import ConfigError, Reason, closest
+from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end

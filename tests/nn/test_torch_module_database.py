@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.conversion import kept_layers
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear

@@ -11,6 +11,6 @@ A new task touches four files:
 tasks on a table share; `classes` is shared by the tasks that predict a class.
 """
 
-from narrowgauge.train.tasks.task import StepBatch, TrainTask, task_class
+from narrowgauge.train.tasks.task import Shape, StepBatch, TrainTask, task_class
 
-__all__ = ["StepBatch", "TrainTask", "task_class"]
+__all__ = ["Shape", "StepBatch", "TrainTask", "task_class"]

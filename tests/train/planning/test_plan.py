@@ -22,7 +22,6 @@ from narrowgauge.train.planning import cache, of_run
 from narrowgauge.train.planning.answer import Answers
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.measured import second_step
-from narrowgauge.train.planning.shapes import largest, task_of
 from narrowgauge.train.planning.steps import Source
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, lines
 from tests.raising import cli_raises, coded, raises
@@ -55,8 +54,7 @@ def settings(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 def source(config: TrainConfig) -> Source:
-    task, kind = task_of(config)
-    return Source(config, task, kind, largest(config, task, config.micro_batches))
+    return Source.of(config)
 
 
 def folder(path: Path, config: Any) -> str:
