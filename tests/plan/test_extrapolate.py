@@ -32,6 +32,7 @@ def counted(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "states", "checkpointing", "options"),
     quick(
