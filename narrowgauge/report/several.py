@@ -15,7 +15,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_text, study_file
 from narrowgauge.diagnose.format_text import PERCENT, count
@@ -26,7 +26,9 @@ from narrowgauge.diagnose.verdict import UNKNOWN, Verdict
 from narrowgauge.errors import ConfigError
 from narrowgauge.report import verdict
 from narrowgauge.report.groups import Gathered, final, gather, seed_of
-from narrowgauge.report.run_data import Recorded
+
+if TYPE_CHECKING:
+    from narrowgauge.report.run_data import Recorded
 
 try:
     from narrowgauge.report import cards, several_curves, several_figures, template
