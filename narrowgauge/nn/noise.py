@@ -8,12 +8,14 @@ in `Operand.waiting`, and used later.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from narrowgauge.ops.random import Key, draw, draws_keys
-from narrowgauge.qtensor import QTensor
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 
 def noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:

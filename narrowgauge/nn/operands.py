@@ -19,9 +19,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import PIECE, in_memory, is_compiling, type_of
 from narrowgauge.nn.keep_policy import SavedInput
-from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.plan import PRODUCTS, OperandPlan
-from narrowgauge.nn.recompute import Recompute, RecomputeSource, Saved
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize, tile_amax
@@ -31,6 +29,8 @@ from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
 if TYPE_CHECKING:
+    from narrowgauge.nn.linear_context import LinearContext
+    from narrowgauge.nn.recompute import Recompute, RecomputeSource, Saved
     from narrowgauge.ops.random import Key
 
 
