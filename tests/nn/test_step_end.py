@@ -107,6 +107,7 @@ def test_the_line_ends_a_step_that_began_after_the_optimizers():
     ) == float(history[0])
 
 
+@pytest.mark.slow
 def test_layers_are_made_in_one_thread_while_an_optimizer_steps_in_another():
     model = built("fp8-current")
     optimizer, stop, failed = torch.optim.SGD(model.parameters(), lr=0.0), threading.Event(), []
