@@ -8,9 +8,9 @@
     sampling.variance       [2] float32       of a row sampler: int4-hq-lss
     frozen.*                                  codes in place of the weight (frozen.py)
 
-Other recipes add no key. A state dict without such entries leaves the layer's state as it is, with a warning.
-Entries of another recipe are reported too. A weight that is frozen as codes loads
-codes, or casts a 16-bit weight. QLinear imports this module on the first load.
+Other recipes add no key. A state dict without such entries leaves the layer's state as it is, with
+a warning. Entries of another recipe are reported too. A weight that is frozen as codes loads codes,
+or casts a 16-bit weight. QLinear imports this module on the first load.
 """
 
 from __future__ import annotations
