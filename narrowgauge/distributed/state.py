@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.distributed.attached import ATTRIBUTE
 from narrowgauge.distributed.torch_private import has_compiled, in_backward, is_shape_inference
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.quantize.amax_state import SEEN
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from narrowgauge.distributed.gradient_state import Gradients
     from narrowgauge.distributed.topology import Topology
     from narrowgauge.nn.linear import QLinear
-
-# Key in the `__dict__` of a distributed model.
-ATTRIBUTE = "_narrowgauge_distributed_state"
 
 
 @dataclass(eq=False)

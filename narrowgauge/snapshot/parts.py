@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed.state import ATTRIBUTE
+from narrowgauge.distributed.attached import ATTRIBUTE
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.embedding import QEmbedding
