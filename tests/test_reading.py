@@ -738,7 +738,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("ops/nvrtc.py", "ctypes.CDLL"): "the driver's and the compiler's own libraries",
     ("conversion/measure.py", "read_bytes"): SOURCES,
     ("report/template.py", "read_text"): SOURCES,
-    ("lab/ladder_page.py", "read_text"): SOURCES,
     ("train/planning/policy.py", "read_text"): KERNEL,
     ("train/device.py", "read_text"): KERNEL,
     ("train/device.py", "ctypes.CDLL"): "the C library of this process",

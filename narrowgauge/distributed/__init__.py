@@ -17,13 +17,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from narrowgauge.distributed.attached import distributed_state
+from torch import nn
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.structure import DISTRIBUTED_STATE
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from narrowgauge.distributed.gradient_state import GradientFormat, Reduce
+    from narrowgauge.distributed.state import DistributedState
 
 __all__ = ["distribute", "distributed_state"]
 
@@ -78,3 +82,14 @@ def distribute(
     return arrange(
         model, weights=weights, gradients=gradients, activations=activations, reduce=reduce, nodes=nodes, replicas=replicas, seed=seed
     )  # fmt: skip
+
+
+def distributed_state(model: nn.Module) -> DistributedState:
+    """Return the state that `distribute` attached to the model; ConfigError if there is none."""
+    found: DistributedState | None = model.__dict__.get(DISTRIBUTED_STATE)
+    if found is None:
+        raise ConfigError(
+            f"distributed_state: this {type(model).__name__} was not distributed. Pass the module that distribute was given.",
+            code="distribute.not-distributed",
+        )
+    return found

@@ -39,7 +39,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from narrowgauge.data import IGNORED
-from narrowgauge.distributed.attached import distributed_state
+from narrowgauge.distributed import distributed_state
 from narrowgauge.distributed.pipeline import message_like
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import precision as precisions
