@@ -210,7 +210,7 @@ class Guard(Callback):
             then = WARN  # the run has the recipe of `then` already
         # A lower loss in BF16 may only mean that the weights depend on their learned quantization
         # steps.
-        if then and grows_into_steps(trainer.model, result):
+        if then and grows_into_steps(trainer.model, result.detail):
             then = WARN
         show.say(f"step {trainer.step}: guard: {result.sentence}{self._follows(result, then)}")
         if said["unseen"] and len(self.verdicts) == 1:
@@ -226,7 +226,7 @@ class Guard(Callback):
             return " Lower the learning rate, or look at the data of these steps."
         if then == STAY:
             return " The run goes on in BF16 until the next check."
-        if then and grows_into_steps(self.trainer.model, result):
+        if then and grows_into_steps(self.trainer.model, result.detail):
             return f" {GROWN}"
         if then == WARN and self.switched is not None and self._codes:
             return f" Its products are wider already: branch it without embedding_codes = {self._codes!r}."
