@@ -110,14 +110,14 @@ class CheckInProgress:
     """A check whose steps the run takes.
 
     begun   step of the run before the check
-    fork    copy of the state there
+    copy    copy of the state there; while the check is judged, of the run's state after it
     first   gradients of the check's first step
     audit   audit of its last steps
     losses  losses of the run so far
     """
 
     begun: int
-    fork: Snapshot
+    copy: Snapshot
     first: FirstGradients
     audit: Audit
     losses: list[Any] = field(default_factory=list)
@@ -251,23 +251,23 @@ class GuardEngine:
         steps = self.steps
         narrow = steps.read(check.losses)
         self.evidence.first = steps.read(self.first)
-        control, end = None, None
+        control = None
         if wants_control(self.evidence):
             # Two replays start from the same state, so the end of the run needs its own copy.
-            end = steps.snapshot()
-            steps.restore(check.fork)
+            start, check.copy = check.copy, steps.snapshot()
+            steps.restore(start)
             # First, so that the end of the reference is in place afterwards.
-            control, _ = self._replayed(end, as_control=True)
+            control, _ = self._replayed(check, as_control=True)
             if control.was_stopped:
-                steps.restore(end)
+                steps.restore(check.copy)
                 return None
-            steps.restore(check.fork)
+            steps.restore(start)
+            del start  # frees a copy: `tell` may take one
         else:
-            steps.exchange(check.fork)
-            end = check.fork
-        wide, gradients = self._replayed(end)
+            steps.exchange(check.copy)
+        wide, gradients = self._replayed(check)
         if wide.was_stopped:
-            steps.restore(end)
+            steps.restore(check.copy)
             return None
         result, numbers = judged(
             self.evidence,
@@ -283,20 +283,22 @@ class GuardEngine:
             numbers["lost"] = wide.lost
         then = self._choice(result)
         event = {**numbers, "then": then, "spent_s": time.monotonic() - began_at_s}
-        self._act(check, end, result, event)
+        self._act(check, result, event)
         return event
 
-    def _replayed(self, end: Snapshot, *, as_control: bool = False) -> tuple[Replay, Samples]:
+    def _replayed(
+        self, check: CheckInProgress, *, as_control: bool = False
+    ) -> tuple[Replay, Samples]:
         """Replays the steps of a check; returns also gradient samples of the first one.
 
-        end  snapshot that is restored if a step fails
+        If a step fails, the state is the run's own end again.
         """
         steps = self.steps
         try:
             with FirstGradients(steps.model, steps.optimizer) as first:
                 return steps.replay(self.settings.steps, as_control=as_control), first.samples
         except BaseException as error:
-            steps.restore(end)
+            steps.restore(check.copy)
             error.add_note(
                 Reason(
                     "guard.reference-failed",
@@ -319,19 +321,17 @@ class GuardEngine:
             return WARN
         return self.settings.then
 
-    def _act(
-        self, check: CheckInProgress, end: Snapshot, result: GuardResult, event: dict[str, Any]
-    ) -> None:
+    def _act(self, check: CheckInProgress, result: GuardResult, event: dict[str, Any]) -> None:
         """Chooses the state from which the run continues. The end of the reference is in place."""
         steps, then = self.steps, event["then"]
         if then in ("", WARN):
-            steps.restore(end)
+            steps.restore(check.copy)
             steps.tell(result, event)
             return
         # `tell` looks for the cause in the run's own state, whose amax histories are in use.
-        steps.exchange(end)
+        steps.exchange(check.copy)
         steps.tell(result, event)
-        steps.exchange(end)
+        steps.exchange(check.copy)
         steps.adopt(check.begun)
         if then == STAY:
             self.stay_wide(True)
