@@ -17,8 +17,6 @@ recipe switch starts after the switch.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,19 +35,20 @@ from narrowgauge.lab.guard.check import CONTROL_EVERY, wants_control
 from narrowgauge.lab.guard.engine import GuardEngine, Replay
 from narrowgauge.lab.guard.grown import GROWN, grows_into_steps
 from narrowgauge.lab.guard.refusals import has_narrow
-from narrowgauge.lab.guard.result import GuardResult
 from narrowgauge.lab.guard.same_weights import words
 from narrowgauge.lab.probe import ProbeResult, place_of_copy, take_steps
-from narrowgauge.snapshot import Snapshot, snapshot_bytes
+from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.console import Console, clock
 from narrowgauge.train.guard_state import KEY, Unguarded, known_of
 from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from collections.abc import Callable, Mapping, Sequence
+    from narrowgauge.lab.guard.result import GuardResult
+    from narrowgauge.snapshot import Snapshot
     from narrowgauge.train.trainer import Trainer
-
-Tell = Callable[[GuardResult, Mapping[str, Any]], None]
 
 
 class RunSteps:
@@ -61,7 +60,9 @@ class RunSteps:
     stretch_steps  reference steps that were thrown away; stretch_s: their duration
     """
 
-    def __init__(self, trainer: Trainer, told: Tell) -> None:
+    def __init__(
+        self, trainer: Trainer, told: Callable[[GuardResult, Mapping[str, Any]], None]
+    ) -> None:
         """told: gets each result before the engine acts."""
         self.trainer, self.tell = trainer, told
         self.where: str | Path = "host"

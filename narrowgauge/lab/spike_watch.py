@@ -23,9 +23,7 @@ model and of the batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.format_text import plural
@@ -46,9 +44,11 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.lab.probe import place_of_copy, rolled_back, take_steps
 from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train.callback import Callback
-from narrowgauge.train.console import Console
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from collections.abc import Mapping, Sequence
+    from narrowgauge.train.console import Console
     from narrowgauge.train.trainer import Trainer
 
 KEY = "spikes"  # key in the facts of a checkpoint

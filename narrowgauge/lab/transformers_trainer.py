@@ -22,10 +22,8 @@ Not supported: DeepSpeed, whose engine steps by itself, and several GPUs in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,6 +34,10 @@ from narrowgauge.conversion import advance
 from narrowgauge.diagnose.verdict import WORSE
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.guard.loop import Guard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from collections.abc import Callable
 
 KEY = "narrowgauge_guard"  # key in `TrainerState.stateful_callbacks`
 NUMBERS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.ops.quantize import quantize, tile_amax
-from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 # Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).
 PRODUCTS = {

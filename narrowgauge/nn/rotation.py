@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from narrowgauge.recipe import Hadamard
-
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Stream
+    from narrowgauge.recipe import Hadamard
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import compare, format_text
-from narrowgauge.diagnose.compare import Comparison
 from narrowgauge.diagnose.format_text import count
-from narrowgauge.report.run_data import Recorded
+
+if TYPE_CHECKING:
+    from narrowgauge.diagnose.compare import Comparison
+    from narrowgauge.report.run_data import Recorded
 
 SCORES = (  # higher is better; range -1 to 1, except BLEU and chrF, 0 to 100
     "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman", "bleu", "chrf",

@@ -19,9 +19,10 @@ A plugin reads a run's attributes and changes the run through methods of `Traine
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.train.console import Console
+if TYPE_CHECKING:
+    from narrowgauge.train.console import Console
 
 
 class Callback:

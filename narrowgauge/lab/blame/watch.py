@@ -7,9 +7,8 @@ grad_weight looked exact. With `at_once` layers per pass, more passes need less 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,11 @@ from torch import Tensor, nn
 from narrowgauge.lab.blame.measure import Product
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.plan import PRODUCTS
-from narrowgauge.qtensor import QTensor
 from narrowgauge.structure import plain_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from narrowgauge.qtensor import QTensor
 
 # GEMM -> the roles of its lhs and its rhs.
 OPERANDS = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}

@@ -20,12 +20,10 @@ cuts is therefore due again at once: it begins anew with the next step of the ru
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TYPE_CHECKING
 
-from torch import nn
 
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.guard_settings import STAY, WARN, GuardSettings
@@ -38,9 +36,13 @@ from narrowgauge.lab.guard.check import judged, wants_control
 from narrowgauge.lab.guard.evidence import Evidence
 from narrowgauge.lab.guard.grown import grows_into_steps
 from narrowgauge.lab.guard.refusals import has_narrow
-from narrowgauge.lab.guard.result import GuardResult
 from narrowgauge.lab.guard.same_weights import FirstGradients, Samples, slopes
-from narrowgauge.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from narrowgauge.snapshot import Snapshot
+    from narrowgauge.lab.guard.result import GuardResult
+    from torch import nn
+    from collections.abc import Mapping, Sequence
 
 FOREVER = 2**62  # steps of a run whose end is not known
 

@@ -29,8 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,17 +43,20 @@ from narrowgauge.diagnose.verdict import WORSE
 from narrowgauge.errors import ConfigError, warn
 from narrowgauge.lab.guard.batches import Kept
 from narrowgauge.lab.guard.engine import GuardEngine, Replay
-from narrowgauge.lab.guard.evidence import Evidence
 from narrowgauge.lab.guard.grown import GROWN, grows_into_steps
 from narrowgauge.lab.guard.nudge import nudge
 from narrowgauge.lab.guard.refusals import refuse, refuse_no_loss, refuse_state
-from narrowgauge.lab.guard.result import GuardResult
 from narrowgauge.lab.guard.same_weights import words
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.snapshot import Snapshot, Training, snapshot_bytes
 from narrowgauge.snapshot.block_storage import require_free_space
 from narrowgauge.structure import require_module
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.guard.evidence import Evidence
+    from pathlib import Path
+    from narrowgauge.lab.guard.result import GuardResult
 
 Step = Callable[[Any], Any]
 SEQUEL = "Which product it is: narrowgauge.lab.blame.blame(model, batch)."

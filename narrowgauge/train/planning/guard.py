@@ -7,11 +7,14 @@ recipe saves codes. The copies of the state lie on the host or on disk.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from narrowgauge.diagnose.guard_settings import COPIES
-from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.text import gib
 from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
+
+if TYPE_CHECKING:
+    from narrowgauge.plan.forecast import Forecast
 
 
 def in_bf16(config: TrainConfig) -> TrainConfig:
