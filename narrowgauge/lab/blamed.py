@@ -17,10 +17,13 @@ everywhere, 16 bits with another order of summation as a control, and the recipe
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
+from torch import nn
 
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.runs import read_metrics
@@ -30,11 +33,6 @@ from narrowgauge.lab.blame.confirm import by_gradient, in_16_bits
 from narrowgauge.lab.blame.judge import Baseline, Expected, Finding
 from narrowgauge.lab.probe import ProbeResult, rolled_back, run_probe
 from narrowgauge.train.loss import Objective
-
-if TYPE_CHECKING:
-    from torch import nn
-    from pathlib import Path
-    from collections.abc import Callable, Sequence
 
 STEPS = 50  # length of a probe
 # Fewer steps confirm nothing

@@ -20,6 +20,7 @@ While the branch is being created, both models are in host memory.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -48,7 +49,6 @@ from narrowgauge.train.tasks import TrainTask, task_class
 from narrowgauge.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from narrowgauge.train.config.settings import TrainConfig
 
 FRESH_OPTIMIZER = "The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken."

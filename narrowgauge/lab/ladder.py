@@ -17,17 +17,15 @@ the steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 from narrowgauge.diagnose.format_text import count, decimals, loss_value, plural, signed
 from narrowgauge.diagnose.forms import listed, number, record, refuse, table, text
 from narrowgauge.diagnose.same_curve import CurveComparison, judge
 from narrowgauge.diagnose.verdict import EQUIVALENT, UNKNOWN
 from narrowgauge.errors import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 AGAIN, WIDE, CONTROL, RECIPE, PRODUCT = "again", "bf16", "control", "recipe:", "product:"
 ELSEWHERE = (

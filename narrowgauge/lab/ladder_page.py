@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from narrowgauge.diagnose.compare import smooth
@@ -30,10 +32,6 @@ from narrowgauge.report.figures import (
     step_limits,
     svg,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from pathlib import Path
 
 WORDS = {EQUIVALENT: "same within control", WORSE: "differs", BETTER: "differs"}
 QUESTIONS = {

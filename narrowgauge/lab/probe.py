@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,6 @@ from narrowgauge.snapshot.block_storage import require_free_space
 from narrowgauge.train.deferred import MOST, fetched
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from narrowgauge.train.loss import Batch
     from narrowgauge.train.parallel.ranks import Ranks
     from narrowgauge.train.trainer import Trainer

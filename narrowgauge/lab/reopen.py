@@ -7,6 +7,7 @@ process, without torch.compile.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.tasks import TrainTask
 

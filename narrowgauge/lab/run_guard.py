@@ -17,6 +17,8 @@ recipe switch starts after the switch.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,8 +46,6 @@ from narrowgauge.train.guard_state import KEY, Unguarded, known_of
 from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from collections.abc import Callable, Mapping, Sequence
     from narrowgauge.lab.guard.result import GuardResult
     from narrowgauge.snapshot import Snapshot
     from narrowgauge.train.trainer import Trainer

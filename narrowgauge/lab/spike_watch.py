@@ -23,7 +23,9 @@ model and of the batches.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.format_text import plural
@@ -46,8 +48,6 @@ from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train.callback import Callback
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from collections.abc import Mapping, Sequence
     from narrowgauge.train.console import Console
     from narrowgauge.train.trainer import Trainer
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from narrowgauge.lab import branch, run_guard
@@ -13,7 +14,6 @@ from narrowgauge.train import loop
 from narrowgauge.train.loop import Extensions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from narrowgauge.train.callback import Callback
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.trainer import Trainer

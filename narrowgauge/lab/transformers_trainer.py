@@ -22,8 +22,10 @@ Not supported: DeepSpeed, whose engine steps by itself, and several GPUs in one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +36,6 @@ from narrowgauge.conversion import advance
 from narrowgauge.diagnose.verdict import WORSE
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.guard.loop import Guard
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from collections.abc import Callable
 
 KEY = "narrowgauge_guard"  # key in `TrainerState.stateful_callbacks`
 NUMBERS = (

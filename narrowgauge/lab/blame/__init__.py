@@ -15,6 +15,7 @@ histories, random generators and gradients are restored bit for bit (`undisturbe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from narrowgauge.lab.blame.watch import OPERANDS, Key, converted, of_all_ranks, 
 from narrowgauge.structure import require_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from narrowgauge.lab.blame.measure import Product
     from narrowgauge.nn.linear import QLinear
 

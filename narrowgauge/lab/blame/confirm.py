@@ -13,6 +13,7 @@ and two more, and one copy of all gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from narrowgauge.recipe import Recipe
 from narrowgauge.recipes import BF16
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
     from narrowgauge.lab.blame.judge import Finding
 
 SHARE = 0.1

@@ -20,6 +20,7 @@ stored, so that micro-batches add up.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -33,10 +34,6 @@ from narrowgauge.ops.quantize import dequantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import CurrentScaling, DelayedScaling
 from narrowgauge.scaling import times_scale
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 STRETCH = 2**22  # elements of lhs and of the result that are in high precision at once
 # Half a unit in the last place of bfloat16 is 2^-8 of the value, not 2^-9. A bound of 2^-9 held in

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 from narrowgauge.lab.blame.judge import (
     Baseline,
@@ -15,9 +16,6 @@ from narrowgauge.lab.blame.judge import (
     judged_by,
 )
 from narrowgauge.recipe import GEMMS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 ROWS = 10  # rows of the table
 

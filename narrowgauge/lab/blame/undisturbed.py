@@ -9,16 +9,13 @@ Gradients, buffers, low-precision state, counters, generators and kept casts are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
 
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.snapshot import Scope, Snapshot, Training
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import nn
-    from collections.abc import Iterator
 
 
 @contextmanager

@@ -7,6 +7,7 @@ grad_weight looked exact. With `at_once` layers per pass, more passes need less 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.structure import plain_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from narrowgauge.qtensor import QTensor
 
 # GEMM -> the roles of its lhs and its rhs.

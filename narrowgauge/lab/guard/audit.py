@@ -29,6 +29,7 @@ for each of their GEMMs.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,6 @@ from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from narrowgauge.nn.linear import QLinear
 
 STEPS = 2  # audited steps at the end of a check

@@ -30,13 +30,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 
 from narrowgauge.diagnose.verdict import EQUIVALENT, UNKNOWN, WORSE
 from narrowgauge.lab.guard.result import HIGHER, LOWER, SAME_WEIGHTS, STRETCH
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 BETS = (0.5, 1.0, 2.0)  # in scales: the gap beyond the margin for which each bet is optimal
 LIMIT = 30.0  # on the factor of one check; E = 20 then needs at least two checks

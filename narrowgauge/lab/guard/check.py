@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.sensitivity import progress_between
@@ -20,7 +21,6 @@ from narrowgauge.lab.guard import same_weights
 from narrowgauge.lab.guard.audit import Audited
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from narrowgauge.lab.guard.evidence import Evidence
     from narrowgauge.lab.guard.result import GuardResult
 

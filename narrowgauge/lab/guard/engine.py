@@ -20,10 +20,12 @@ cuts is therefore due again at once: it begins anew with the next step of the ru
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
 
 from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.guard_settings import STAY, WARN, GuardSettings
@@ -39,10 +41,8 @@ from narrowgauge.lab.guard.refusals import has_narrow
 from narrowgauge.lab.guard.same_weights import FirstGradients, Samples, slopes
 
 if TYPE_CHECKING:
-    from narrowgauge.snapshot import Snapshot
     from narrowgauge.lab.guard.result import GuardResult
-    from torch import nn
-    from collections.abc import Mapping, Sequence
+    from narrowgauge.snapshot import Snapshot
 
 FOREVER = 2**62  # steps of a run whose end is not known
 

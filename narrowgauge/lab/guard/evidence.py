@@ -40,6 +40,7 @@ import copy
 import math
 import statistics
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,6 @@ from narrowgauge.lab.guard.result import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from narrowgauge.lab.guard.unlike import Unlike
 
 SMALLEST = 1e-12  # margin for a loss of zero

@@ -5,13 +5,10 @@ A loss that is LOWER than BF16's then shows that adaptation and no fault, so the
 
 from __future__ import annotations
 
+from torch import nn
 
 from narrowgauge.lab.guard.result import LOWER
 from narrowgauge.nn.learned_step import LearnedSteps
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import nn
 
 GROWN = (
     "Weights grow into the learned steps of this recipe, and BF16 from such a state begins worse: the guard leaves the run as it is. "

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,6 @@ from narrowgauge.structure import require_module
 
 if TYPE_CHECKING:
     from narrowgauge.lab.guard.evidence import Evidence
-    from pathlib import Path
     from narrowgauge.lab.guard.result import GuardResult
 
 Step = Callable[[Any], Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,6 @@ from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.linear import QLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from narrowgauge.recipe import Recipe
 
 STATE = forms.record(

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any, TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,6 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.structure import plain_name
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # Elements of a weight. Noise as large as the gradient, without signal, has slope 0 +- 0.016.
 SAMPLE = 4096

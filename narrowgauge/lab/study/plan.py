@@ -24,7 +24,8 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, fields, replace
-from typing import Any, TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 from narrowgauge import storage
 from narrowgauge.diagnose import study_file
@@ -34,9 +35,6 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import InvalidSettings, TrainConfig, key_of, resolved, shown
 from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MOST_RUNS = 10_000
 OF_RUNS = {"recipe": "--recipes", "seed": "--seeds"}  # settings that the study sets for each run

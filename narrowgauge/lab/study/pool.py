@@ -19,8 +19,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from narrowgauge.errors import (
@@ -39,8 +41,6 @@ from narrowgauge.lab.study import room
 from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from collections.abc import Callable, Sequence
     from narrowgauge.lab.study.plan import Job
     from narrowgauge.train.signals import StopRequest
 

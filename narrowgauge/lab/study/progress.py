@@ -12,7 +12,9 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from narrowgauge.diagnose.forms import refuse
@@ -22,8 +24,6 @@ from narrowgauge.storage import reading
 from narrowgauge.train.console import clock, tell
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from collections.abc import Mapping, Sequence
     from narrowgauge.lab.study.plan import Job
 
 TAIL_BYTES = 2**16

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CGROUP = Path("/sys/fs/cgroup")
 SPARE = 1.15  # factor on a run's peak so far, for its evaluations and checkpoints

@@ -11,9 +11,11 @@ result = run(study)
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 from narrowgauge import recipes, storage
 from narrowgauge.diagnose import seeds_text
@@ -34,10 +36,6 @@ from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.parallel.ranks import under_torchrun
 from narrowgauge.train.run_folder import LOCK, hold
 from narrowgauge.train.signals import StopRequest
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True)
