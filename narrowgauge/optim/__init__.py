@@ -10,7 +10,7 @@ from narrowgauge.optim.precision import PRECISIONS, Precision
 from narrowgauge.optim.size import state_bytes
 from narrowgauge.optim.state_dict import full_state_dict
 from narrowgauge.optim.step_in_backward import in_backward
-from narrowgauge.optim.zero import ZeroBalance, zero, zero_balance
+from narrowgauge.optim.zero_sharding import ZeroBalance, zero, zero_balance
 
 __all__ = [
     "PRECISIONS",
