@@ -45,6 +45,9 @@ rules of BUILT_IN and refuse others.
 Scalars are computed in double precision and rounded once to float32. The order of operations is
 torch's, except that sqrt(v) is multiplied by the reciprocal of its correction: half a unit in the
 last place of the denominator.
+
+The settings of a run read the names and options of RULES without torch, so that --help is quick.
+So torch is imported inside the updates.
 """
 
 from __future__ import annotations
@@ -53,13 +56,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from narrowgauge.errors import OptionError, closest
-from narrowgauge.optim.moments import square_root
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Terms of K_t that are summed exactly; the rest is a geometric series.
 LAG_TERMS = 128
@@ -99,7 +101,9 @@ class Constants:
     nesterov: bool = False
 
 
-Updated = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Updated: TypeAlias = (
+    "tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +123,10 @@ class Rule:
                  computes it
     granularity  "element": update accepts any slice of a tensor; "matrix": it needs the whole
                  tensor, [rows, columns]
+    lr           default learning rate
+    weight_decay default weight decay
     options      options of a group beside lr and weight_decay, with their defaults
+    run_options  options with another default in a training run
     """
 
     name: str
@@ -127,9 +134,22 @@ class Rule:
     constants: Callable[[Mapping[str, Any], int], Any]
     update: Callable[[Tensor, Tensor, Tensor, Tensor, Any, bool], Updated] = field(compare=False)
     granularity: Literal["element", "matrix"] = "element"
+    lr: float = field(default=1e-3, compare=False)
+    weight_decay: float = field(default=0.0, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    run_options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     draws_first: bool = False
     kernel: int | None = None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Numbers of a group with their defaults, in the order of positional arguments.
+
+        Flags come last, as in torch.optim.SGD.
+        """
+        flags = {name: value for name, value in self.options.items() if isinstance(value, bool)}
+        others = {name: value for name, value in self.options.items() if name not in flags}
+        return {"lr": self.lr, **others, "weight_decay": self.weight_decay, **flags}
 
 
 def only_decays(g: Tensor, m: Tensor, share: float = 1.0) -> Tensor:
@@ -227,6 +247,10 @@ def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
+    import torch
+
+    from narrowgauge.optim.moments import square_root
+
     decays = only_decays(g, m)
     m = m + (g - m) * c.one_minus_beta1
     # This order of products is torch's addcmul; another order changes the last bit.
@@ -253,6 +277,8 @@ def _lion_constants(group: Mapping[str, Any], step: int) -> Constants:
 
 
 def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
+    import torch
+
     direction = m + (g - m) * c.one_minus_beta1
     # NaN stays, unlike torch.sign
     sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
@@ -274,6 +300,8 @@ def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
+    import torch
+
     # SGD's m is a sum of gradients, so a settled m is 1 / (1 - mu) gradients. Without the factor,
     # 4-bit tiles grow without end (weights walked 36 times too far).
     decays = only_decays(g, m, c.one_minus_beta1)
@@ -291,11 +319,11 @@ def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool)
 
 ADAMW = Rule(
     name="adamw", moments=("exp_avg", "exp_avg_sq"), constants=_adamw_constants, update=_adamw,
-    options={"betas": (0.9, 0.999), "eps": 1e-8}, kernel=0,
+    weight_decay=0.01, options={"betas": (0.9, 0.999), "eps": 1e-8}, run_options={"betas": (0.9, 0.95)}, kernel=0,
 )  # fmt: skip
 LION = Rule(
-    name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion, options={"betas": (0.9, 0.99)},
-    draws_first=True, kernel=1,
+    name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion,
+    lr=1e-4, options={"betas": (0.9, 0.99)}, run_options={"betas": (0.9, 0.95)}, draws_first=True, kernel=1,
 )  # fmt: skip
 SGD = Rule(
     name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
