@@ -63,9 +63,7 @@ def _refuse_rule(spec: Spec, backend: str) -> Refusal | None:
 
 
 def _refuse_triton(spec: Spec) -> Refusal | None:
-    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(
-        spec, "triton"
-    )
+    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec, "triton")
 
 
 def _refuse_native(spec: Spec) -> Refusal | None:

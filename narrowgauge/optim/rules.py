@@ -200,9 +200,7 @@ def fall(group: Mapping[str, Any]) -> float:
 
 
 @lru_cache(maxsize=64)
-def lags(
-    beta1: float, beta2: float, step: int | None, fall: float = 0.0
-) -> tuple[float, float]:
+def lags(beta1: float, beta2: float, step: int | None, fall: float = 0.0) -> tuple[float, float]:
     """(K_t, K_t where v decays) of AdamW: LAG_TERMS terms and a geometric series for the rest.
 
     step  None for a rule without bias corrections
