@@ -14,7 +14,7 @@
     wrapper         reason why memory is hidden. `ops.registry` skips raw-pointer kernels then and
                     falls back to torch operators
     address         data_ptr() with a check: a kernel that was not skipped raises an error in place
-                    of a crash
+                    of a crash; `kernel_arguments` converts all arguments of a C function
     identity        identifies a tensor by its memory without reading it
     in_memory       materializes a gradient before a kernel reads it
     validity        cache key: changes when the tensor is written, moved or replaced
@@ -77,9 +77,8 @@ def tell_launch(kernel: str, tensors: Iterable[Tensor]) -> None:
         launched(kernel, tensors)
 
 
-def dry_run_on() -> Any:
-    """The device of the active dry run, or None."""
-    return _DRY_RUN.get()
+# dry_run_on() is the device of the active dry run, or None. Bound here, because every kernel asks.
+dry_run_on: Callable[[], Any] = _DRY_RUN.get
 
 
 PIECE = 2**22  # elements. On a GPU, definitions process larger tensors in pieces (ops/chunking.py)
@@ -161,6 +160,22 @@ def address(x: Tensor | None) -> int:
             "Pass plain tensors, or take the backend of plain torch.",
             code=code,
         )
+    return found
+
+
+def kernel_arguments(values: Iterable[Any]) -> list[Any]:
+    """Arguments of a C function: the address of each tensor, other values as they are.
+
+    Raises BackendError as `address` does.
+    """
+    found = []
+    for each in values:
+        if isinstance(each, Tensor):
+            place = each.data_ptr() if type(each).__torch_dispatch__ is _PLAIN else 0
+            # `address` raises for the tensors whose address is not that of their values.
+            found.append(address(each) if place == 0 or each.is_neg() else place)
+        else:
+            found.append(each)
     return found
 
 

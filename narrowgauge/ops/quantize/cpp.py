@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
-from narrowgauge.ops.cpp import Library
+from narrowgauge.ops import cpp
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal
@@ -41,7 +41,7 @@ _KINDS = {**DTYPES, torch.int8: 2}
 # Must match `Rule` in cast.cpp; 0: the scales are passed in.
 _RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3}
 _P, _L, _I, _F = c_void_p, c_int64, c_int32, c_float
-LIBRARY = Library(
+LIBRARY = cpp.Library(
     ("cast.cpp",), "the kernel that casts", {"cast": (_P, _P, _P, _P, _L, _L, _L, _L, _L)}
 )
 
@@ -135,13 +135,11 @@ def makes_scales(x: Tensor, cast: Cast) -> bool:
         or isinstance(cast.calibrate, ClippedRms | LearnedStep)
     ):
         return False
-    from narrowgauge.ops.cpp import build
-
-    if x.numel() < 2 * build.ELEMENTS_PER_THREAD:  # a single thread
+    if x.numel() < 2 * cpp.ELEMENTS_PER_THREAD:  # a single thread
         return True
     return scale_shape((x.shape[0], x.shape[1]), cast.tile)[
         x.stride(0) < x.stride(1)
-    ] >= build.parts(x.numel())
+    ] >= cpp.parts(x.numel())
 
 
 def _cast_nearest(
