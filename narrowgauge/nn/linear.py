@@ -550,9 +550,7 @@ class QLinear(nn.Linear):
             return None, None, variance
         from narrowgauge.nn.straight_through import steps_in_use
 
-        found = steps_in_use(
-            self.steps, _rows(x), weight, context.plan.recipe, writes=self.training
-        )
+        found = steps_in_use(self.steps, _rows(x), weight, context.plan, writes=self.training)
         if local is not None:
             found = local.step(found[0], "x"), local.step(found[1], "w")
         return *found, variance

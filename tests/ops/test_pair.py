@@ -15,7 +15,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge import recipes
-from narrowgauge.nn import operands, straight_through
+from narrowgauge.nn import operands
 from narrowgauge.nn import plan as settings
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.quantize import pair, quantize
@@ -208,7 +208,8 @@ def test_rotating_and_encoding_in_one_pass(codes, monkeypatch, recipe):
     found = []
     for one_pass in (True, False):
         monkeypatch.setattr(
-            straight_through, "rotation_is_fused", lambda *call, one_pass=one_pass: one_pass
+            "narrowgauge.ops.hadamard.encoding.rotation_is_fused",
+            lambda *call, one_pass=one_pass: one_pass,
         )
         found.append(trained(recipe, steps=1, caches=False)["outputs"])
     for fused, apart in zip(*found, strict=True):

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from narrowgauge.addresses import dry_run_on, kernel_arguments
 from narrowgauge.errors import BackendError

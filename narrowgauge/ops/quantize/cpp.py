@@ -137,9 +137,9 @@ def makes_scales(x: Tensor, cast: Cast) -> bool:
         return False
     if x.numel() < 2 * cpp.ELEMENTS_PER_THREAD:  # a single thread
         return True
-    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[
-        x.stride(0) < x.stride(1)
-    ] >= cpp.parts(x.numel())
+    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= cpp.parts(
+        x.numel()
+    )
 
 
 def _cast_nearest(
