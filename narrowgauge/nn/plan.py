@@ -17,7 +17,7 @@ from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
-from narrowgauge.ops.quantize import quantize, tile_amax
+from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
@@ -79,6 +79,16 @@ class OperandPlan:
         if run is None:
             run = self.kernels[key] = plan_quantize(x, cast, amax, noise, expand)
         found: QTensor = run(x, cast, amax, noise, expand)
+        return found
+
+    def amax(self, x: Tensor) -> Tensor:
+        """Largest magnitude of x, [1, 1] float32, with a kernel that is chosen once."""
+        if is_compiling():
+            return tile_amax(x, (WHOLE, WHOLE))
+        key = ("amax of x", x.dtype, x.shape[1] & 1, 0 in x.shape)
+        if (run := self.kernels.get(key)) is None:
+            run = self.kernels[key] = plan_amax(x)
+        found: Tensor = run(x)
         return found
 
     def with_amax(self, x: Tensor) -> tuple[QTensor | None, Tensor]:

@@ -24,7 +24,6 @@ plus 2 / residual_every bytes for a learned step. q_w is recomputed from the wei
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -252,7 +251,7 @@ class CodedOperand(Operand):
 class CodedInput(CodedOperand):
     """x [T, K]."""
 
-    @cached_property
+    @property
     def _asks(self) -> tuple[bool, bool]:
         """(mask is needed, codes are needed). A learned step has a gradient if the mask is."""
         plan = self.context.plan
@@ -358,7 +357,10 @@ class CodedGradient(Operand):
     sample     the sample; None: all rows
     variance   squared error that sampling adds, or would add, to the GEMM; None: it never samples
     squares    sum of the squared scores
+    norms      norms of the rows of gy, which the scores of both GEMMs contain
     """
+
+    norms: Tensor | None = None
 
     read_rows: Tensor
     sample: leverage_score.Sample | None
@@ -394,7 +396,9 @@ class CodedGradient(Operand):
         if sampler is None or len(gy) == 0:
             return
         budget = leverage_score.budget(len(gy), sampler.keep)
-        scores = leverage_score.leverage_scores(gy, other, self._norms)
+        if self.norms is None:
+            self.norms = leverage_score.row_norms(gy)
+        scores = leverage_score.leverage_scores(gy, other, self.norms)
         p = leverage_score.probabilities(scores, budget)
         # Computed without sampling too: the next step decides by this prediction.
         self.variance, self.squares = (
@@ -406,11 +410,6 @@ class CodedGradient(Operand):
             self.sample = leverage_score.systematic(p, budget, noise)
             # In float32, so that the weighted rows are rounded once, by their cast.
             self.read_rows = leverage_score.importance_weighted(gy.to(torch.float32), self.sample)
-
-    @cached_property
-    def _norms(self) -> Tensor:
-        """Norms of the rows of gy, which the scores of both GEMMs contain."""
-        return leverage_score.row_norms(self.tensor)
 
     def finished(self, product: str, d: Tensor) -> Tensor:
         """Scatter the sampled rows of grad_input among zeros; record the sampling variance."""
