@@ -14,7 +14,7 @@
     wrapper         reason why memory is hidden. `ops.registry` skips raw-pointer kernels then and
                     falls back to torch operators
     address         data_ptr() with a check: a kernel that was not skipped raises an error in place
-                    of a crash; `kernel_arguments` converts all arguments of a C function
+                    of a crash
     identity        identifies a tensor by its memory without reading it
     in_memory       materializes a gradient before a kernel reads it
     validity        cache key: changes when the tensor is written, moved or replaced
@@ -43,7 +43,7 @@ Made = TypeVar("Made")
 is_compiling = torch.compiler.is_compiling  # bound here, because they are read at every call
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 _is_traced = torch._C._is_tracing
-_PLAIN = Tensor.__torch_dispatch__
+PLAIN = Tensor.__torch_dispatch__  # of a class whose data_ptr() points at its values
 # Torch's own modes: fake, proxy and functional.
 _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
@@ -110,7 +110,7 @@ def wrapper(*tensors: Tensor | None) -> str:
     if is_compiling():
         return ""
     for x in tensors:
-        if x is not None and type(x).__torch_dispatch__ is not _PLAIN:
+        if x is not None and type(x).__torch_dispatch__ is not PLAIN:
             return type(x).__name__
         if x is not None and x.is_neg():
             return "view that negates its numbers"
@@ -136,7 +136,7 @@ def refuse_wrappers(*tensors: object) -> None:
         return
     for x in tensors:
         if isinstance(x, Tensor) and (
-            type(x).__torch_dispatch__ is not _PLAIN or x.is_neg() or x._is_zerotensor()
+            type(x).__torch_dispatch__ is not PLAIN or x.is_neg() or x._is_zerotensor()
         ):
             address(x)
 
@@ -148,7 +148,7 @@ def address(x: Tensor | None) -> int:
     """
     if x is None:
         return 0
-    found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
+    found = x.data_ptr() if type(x).__torch_dispatch__ is PLAIN else 0
     if (found == 0 or x.is_neg()) and x.numel() and dry_run_on() is None:
         why, code = (
             ("whose memory holds the negatives of its numbers", "kernel.negated-view")
@@ -160,22 +160,6 @@ def address(x: Tensor | None) -> int:
             "Pass plain tensors, or take the backend of plain torch.",
             code=code,
         )
-    return found
-
-
-def kernel_arguments(values: Iterable[Any]) -> list[Any]:
-    """Arguments of a C function: the address of each tensor, other values as they are.
-
-    Raises BackendError as `address` does.
-    """
-    found = []
-    for each in values:
-        if isinstance(each, Tensor):
-            place = each.data_ptr() if type(each).__torch_dispatch__ is _PLAIN else 0
-            # `address` raises for the tensors whose address is not that of their values.
-            found.append(address(each) if place == 0 or each.is_neg() else place)
-        else:
-            found.append(each)
     return found
 
 
@@ -214,7 +198,7 @@ def identity(x: Tensor) -> int:
 
     The id of the Python object for a wrapper; the storage's address in a dry run.
     """
-    if type(x).__torch_dispatch__ is _PLAIN:
+    if type(x).__torch_dispatch__ is PLAIN:
         return x.data_ptr()
     # In a dry run each view of a fake tensor is another Python object, so id() would not match a
     # gradient with its cached casts: 13 GiB of casts then looked alive (docs/log.md).

@@ -400,7 +400,7 @@ class Operand:
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # A CPU saves dequantized values: encoding and decoding takes
             # longer there than the GEMM.
-            keeps_values = rows.is_expanded and type_of(rows.device) == "cpu"
+            keeps_values = rows.is_expanded and type_of(rows.data.device) == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
             rotation = Rotation.draw(

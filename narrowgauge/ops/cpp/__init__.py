@@ -11,8 +11,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from narrowgauge.addresses import dry_run_on, kernel_arguments
+from narrowgauge.addresses import PLAIN, address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Refusal
 
@@ -80,7 +81,14 @@ class Library:
         if dry_run_on() is not None:
             return
         function = getattr(self.loaded, f"narrowgauge_{name}")
-        values = kernel_arguments(given)
+        values = []
+        for each in given:
+            if isinstance(each, Tensor):
+                place = each.data_ptr() if type(each).__torch_dispatch__ is PLAIN else 0
+                # `address` raises if the values of the tensor are not at its address.
+                values.append(address(each) if place == 0 or each.is_neg() else place)
+            else:
+                values.append(each)
         if elements < 2 * ELEMENTS_PER_THREAD:  # a single thread
             function(0, rows, *values)
             return

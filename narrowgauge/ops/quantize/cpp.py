@@ -30,7 +30,6 @@ from narrowgauge.scaling import (
     WHOLE,
     scale_shape,
     smallest_scale,
-    tile_sizes,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +105,9 @@ def run(
             sums = noise is None and isinstance(cast.calibrate, ClippedRms | LearnedStep)
             amax = definition.calibrated_amax(x.to(torch.float32) if sums else x, cast)
         else:
-            amax = amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
+            amax = amax.to(torch.float32)
+            if not cast.is_per_tensor:
+                amax = amax.expand(scale_shape(shape, cast.tile))
         scale, shared = definition.scales(amax, cast)
         if noise is None:
             # With headroom the definition multiplies by 1 / (scale * shared), so both factors are
@@ -167,8 +168,8 @@ def _cast_nearest(
 def _cast(
     x: Tensor, scale: Tensor | None, tile: tuple[int, ...], constants: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
-    a, b = tile_sizes((rows, columns), (tile[0], tile[1]))
+    rows, columns = x.shape  # neither is 0, see `refuse`
+    a, b = rows if tile[0] == WHOLE else tile[0], columns if tile[1] == WHOLE else tile[1]
     x = x if x.stride(1) == 1 or columns == 1 else x.contiguous()
     out = torch.empty((rows, columns), dtype=dtype, device="cpu")
     if scale is None:
