@@ -83,8 +83,9 @@ def test_importing_the_linear_brings_few_statements():
         [sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True
     )
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
-    # Docstrings and comments may grow.
-    assert int(done.stdout) <= 2950
+    # 2,950 before the plan chose the kernels of rotations and of the amax. Docstrings and comments may
+    # grow.
+    assert int(done.stdout) <= 3000
 
 
 class Gathered:
