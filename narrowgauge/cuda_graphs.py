@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,13 @@ from torch import Tensor, nn
 from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError, Reason
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.weight_casts import cast_weight, keeps_casts
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clipping import clip_gradients
-from narrowgauge.optim.cuda_graph import ReplayedStep
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.operands import Casts
+    from narrowgauge.optim.cuda_graph import ReplayedStep
 
 # Eager runs before a capture: libraries allocate and choose their kernels in the first runs.
 WARMUP = 3

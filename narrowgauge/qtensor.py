@@ -9,14 +9,17 @@ Always two-dimensional, contracted axis last.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import scale_shape
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 _VALUES = (torch.float32, torch.bfloat16)
 

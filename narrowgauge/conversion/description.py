@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +25,10 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.recipe import Gemm, Recipe
 from narrowgauge.structure import other_weights, require_module
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Gemm, Recipe
 
 
 class Note(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,8 +19,10 @@ from narrowgauge.addresses import dry_run
 from narrowgauge.conversion.measure import LinearWorkload, inputs, step
 from narrowgauge.ops import rng
 from narrowgauge.ops.timing import rates
-from narrowgauge.ops.timing.cards import Card
 from narrowgauge.ops.timing.work import Work, of_kernel, of_operator
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.timing.cards import Card
 
 HOST = torch.device("cpu")  # device of the fake tensors; `dry_run` pretends the card's
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from narrowgauge import errors
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.structure import read_weights
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.linear import QLinear
 
 
 def is_read_by_owner(model: nn.Module, name: str) -> bool:

@@ -16,14 +16,16 @@ import hashlib
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.data.cache import TokenStream
 from narrowgauge.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from narrowgauge.data.cache import TokenStream
 
 IGNORED = -100  # label without loss, as in torch.nn.functional.cross_entropy
 Batch = dict[str, Tensor]

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from narrowgauge.data.cache import Values
-from narrowgauge.data.tables import Record
 from narrowgauge.data.text import shown
 from narrowgauge.data.tokenizer import fingerprint, plain_backend, spaced
 from narrowgauge.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from narrowgauge.data.cache import Values
+    from narrowgauge.data.tables import Record
 
 BATCH_ROWS = 4096  # texts per call; each returns an object of a few kB
 SLOW_ROWS = 2000  # texts; one or two seconds with a slow tokenizer

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from narrowgauge.data.batches import Indices
-from narrowgauge.data.cache import Entry, Values
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.data.cache import Entry, Values
 
 GROUP = "group"  # array with one integer per example
 GROUPS = np.dtype("<u8")

@@ -29,7 +29,6 @@ from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
 from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.sources import files_of, records
-from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.data.text import USERS, shown
 from narrowgauge.errors import ConfigError, DataError
@@ -38,6 +37,8 @@ from narrowgauge.storage import reading
 if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
+
+    from narrowgauge.data.tables import Record
 
 FORMAT = 1  # version of the arrays' layout; part of the key
 LENGTH = np.dtype("<u4")

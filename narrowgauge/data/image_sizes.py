@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.data.cache import Values
 from narrowgauge.errors import ConfigError
 from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from narrowgauge.data.cache import Values
 
 FILE = "preprocessor_config.json"
 SETTINGS = reading.Kind(

@@ -25,14 +25,16 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.data.batches import Indices
 from narrowgauge.errors import DataError
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
 
 GRID = 512  # candidate widths at most; more are thinned evenly by rank
 

@@ -11,15 +11,17 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.plan import Batching, Item, Plan, examples_of, plan
 from narrowgauge.data.rows import round_up
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
 
 Segment = tuple[Batching, int]  # (settings, steps of this epoch done with them)
 

@@ -16,12 +16,13 @@ little swing remains.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.data.batches import Indices
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
 
 MOST = 4  # strata; a batch of 16 then has four examples of each, if they are equally large
 

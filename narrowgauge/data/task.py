@@ -10,15 +10,17 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import Values
-from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.example_arrays import ExampleArrays
-from narrowgauge.data.tables import Record
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.data.example_arrays import ExampleArrays
+    from narrowgauge.data.tables import Record
 
 Encoded = dict[str, Values]
 Item = dict[str, Any]

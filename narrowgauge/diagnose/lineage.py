@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import compare as pairs
 from narrowgauge.diagnose import left_out
@@ -26,8 +26,10 @@ from narrowgauge.diagnose.guard_settings import MARGIN
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.diagnose.same_curve import CurveComparison, judge
 from narrowgauge.diagnose.sensitivity import Assay, assess_curve, trivial_of
-from narrowgauge.diagnose.verdict import Verdict
 from narrowgauge.errors import ConfigError, Reason
+
+if TYPE_CHECKING:
+    from narrowgauge.diagnose.verdict import Verdict
 
 CONTROL = "micro_batches"  # changes the order of summation and nothing else
 

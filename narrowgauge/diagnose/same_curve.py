@@ -21,11 +21,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.format_text import decimals, loss_value, plural, signed
 from narrowgauge.diagnose.guard_settings import LEAST_MARGIN, MARGIN
-from narrowgauge.diagnose.sensitivity import Assay
 from narrowgauge.diagnose.verdict import (
     BETTER,
     CURVE,
@@ -40,6 +39,9 @@ from narrowgauge.diagnose.verdict import (
     Verdict,
     stored_word,
 )
+
+if TYPE_CHECKING:
+    from narrowgauge.diagnose.sensitivity import Assay
 
 BLOCKS = 4
 # Times the largest control: two continuations that differ in rounding alone are about as far from a

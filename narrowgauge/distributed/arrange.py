@@ -6,7 +6,7 @@ Every check compares ranks, so that a wrong argument on one rank raises on all r
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.distributed import Activations, Model, Weights, pipeline, tensor_parallel
 from narrowgauge.distributed import gradients as gradient_messages
 from narrowgauge.distributed import weights as weight_gathers
-from narrowgauge.distributed.gradient_state import GradientFormat, Reduce
 from narrowgauge.distributed.same_settings import require_same
 from narrowgauge.distributed.state import DistributedState, Peers
 from narrowgauge.distributed.topology import Topology
@@ -25,6 +24,9 @@ from narrowgauge.distributed.torch_private import enclosing_ddp
 from narrowgauge.errors import ConfigError, PeerError, Reason, warn
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.gradient_state import GradientFormat, Reduce
 
 # Seconds in which the slowest rank must begin its first forward pass.
 FIRST_FORWARD_S = 300.0

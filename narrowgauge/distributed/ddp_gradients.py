@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import messages
-from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.messages import TILE, Link
 from narrowgauge.distributed.shared_scale import Layout
 from narrowgauge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.gradient_state import Gradients
 
 Future = torch.futures.Future[Tensor]
 # Key in the `__dict__` of a DistributedDataParallel.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from narrowgauge.distributed import messages
-from narrowgauge.distributed.gradient_state import Gradients
-from narrowgauge.distributed.messages import Link
 from narrowgauge.distributed.shared_scale import Layout
 from narrowgauge.distributed.torch_private import DefaultReduceScatter, ReduceScatter
 from narrowgauge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.gradient_state import Gradients
+    from narrowgauge.distributed.messages import Link
 
 Parameters = Sequence[tuple[str, Tensor]]
 # Key in the `__dict__` of an FSDP2 module: the setters that `distribute` has called on it.

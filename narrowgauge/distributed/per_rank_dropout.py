@@ -15,14 +15,16 @@ restores the common generator and so repeats the draws.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from narrowgauge.distributed.state import DistributedState
 from narrowgauge.ops.random import hashed
 from narrowgauge.ops.rng import own_generators, seed_own, set_own
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.state import DistributedState
 
 
 class PerRankDropout:

@@ -17,7 +17,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,11 @@ from narrowgauge.distributed.stage_messages import (
     is_sent_as_codes,
     message_like,
 )
-from narrowgauge.distributed.state import DistributedState
 from narrowgauge.distributed.torch_private import STAGES, is_shape_inference, parameter_group
 from narrowgauge.errors import ConfigError, warn
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.state import DistributedState
 
 __all__ = ["StageHooks", "install", "is_stage", "message_like"]
 

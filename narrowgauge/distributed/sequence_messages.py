@@ -17,7 +17,7 @@ Shard splits them: messages are padded.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from narrowgauge.distributed.messages import Link
 from narrowgauge.formats import E8M0
 from narrowgauge.fuse.precast import refuse_reader
 from narrowgauge.nn.cast_sources import CacheStats
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.sharded import local_part, owner_of
 from narrowgauge.ops.quantize import dequantize, quantize, tile_amax
@@ -37,6 +36,9 @@ from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import DelayedScaling, LearnedStep
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.linear import QLinear
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -50,9 +50,11 @@ from narrowgauge.addresses import own
 from narrowgauge.distributed import index as indexes
 from narrowgauge.distributed import replicas, state_tree
 from narrowgauge.distributed.index import STORABLE, Chunk, Index, StoredTensor
-from narrowgauge.distributed.replicas import RankFacts
 from narrowgauge.errors import CheckpointError, StorageError
 from narrowgauge.manifest import INDEX, NAME, SHARD_BYTES, Manifest
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.replicas import RankFacts
 
 NEXT_STEP = "choose another folder"
 SAMPLE = "Write the checkpoint with narrowgauge.distributed.storage.save."

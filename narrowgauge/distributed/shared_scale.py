@@ -25,14 +25,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed.messages import Link
 from narrowgauge.errors import CheckpointError, closest
 from narrowgauge.formats import E4M3
 from narrowgauge.scaling import FP32
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.messages import Link
 
 OVERFLOW_SHARE = 1e-5
 DOUBLING_STEPS = 1000

@@ -20,22 +20,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge.distributed import ATTRIBUTE
-from narrowgauge.distributed.gradient_state import Gradients
-from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import has_compiled, in_backward, is_shape_inference
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.amax_state import SEEN
 from narrowgauge.ops.random import Stream, hashed
 from narrowgauge.ops.rng import own_generators, seed_of, seed_own, set_own
 from narrowgauge.structure import plain_name
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.gradient_state import Gradients
+    from narrowgauge.distributed.topology import Topology
+    from narrowgauge.nn.linear import QLinear
 
 
 @dataclass(eq=False)

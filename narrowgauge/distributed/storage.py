@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,13 @@ from narrowgauge.distributed.all_ranks import (
     rank_and_world,
     run_on_all_ranks,
 )
-from narrowgauge.distributed.index import Index
 from narrowgauge.distributed.replicas import CheckedSavePlanner
 from narrowgauge.distributed.shards import ShardReader, ShardWriter
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.manifest import NAME, STEP, Manifest
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.index import Index
 
 # Number of mismatched entries that an error message lists.
 SHOWN = 3

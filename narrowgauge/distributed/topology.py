@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,10 @@ from narrowgauge.distributed.torch_private import (
     parameters_of_ddp,
 )
 from narrowgauge.errors import ConfigError
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.linear import QLinear
 
 
 @dataclass(frozen=True)

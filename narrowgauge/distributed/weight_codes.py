@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.distributed.weight_scales import RootMeanSquare, Rows, Statistic, TileAmaxes
-from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.straight_through import Coded, is_by_norm, scale_of_spread
 from narrowgauge.ops.hadamard import decode, encode, rotated_length
@@ -26,8 +25,12 @@ from narrowgauge.ops.hadamard.encoding import rotate_and_encode, rotation_is_fus
 from narrowgauge.ops.quantize import definition, quantize
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, Recipe
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.operands import Casts, Operand
+    from narrowgauge.nn.plan import OperandPlan
+    from narrowgauge.recipe import Cast, Recipe
 
 
 def coder_of(

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.ops.quantize import row_squares, spread, tile_amax
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import SMALLEST_NORMAL, WHOLE, scale_shape
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 # Exponent byte that means NaN; 0 means that all elements of the tile are zero.
 _NOT_FINITE = 255

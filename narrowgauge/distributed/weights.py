@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,18 +43,20 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.addresses import is_compiling, validity
 from narrowgauge.distributed import codes_in_graphs
-from narrowgauge.distributed.state import DistributedState
-from narrowgauge.distributed.topology import Topology
 from narrowgauge.distributed.torch_private import in_backward, local_tensor, parameter_group
 from narrowgauge.distributed.weight_codes import coder_of
 from narrowgauge.distributed.weight_scales import Rows, exchange, gather
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.weight_cache import CHECK_EVERY
 from narrowgauge.ops.fingerprint import Fingerprint, Readback, fingerprint
 from narrowgauge.recipe import ClippedRms, LearnedStep, Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.state import DistributedState
+    from narrowgauge.distributed.topology import Topology
+    from narrowgauge.nn.plan import OperandPlan
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 

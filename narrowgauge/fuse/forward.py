@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from narrowgauge.nn.float32_modules import Float32Forward
-from narrowgauge.ops.registry import Kernel, Registry, Spec
+if TYPE_CHECKING:
+    from narrowgauge.nn.float32_modules import Float32Forward
+    from narrowgauge.ops.registry import Kernel, Registry, Spec
 
 Save = Literal["exact", "fp8", "int8"]
 OWN_CODE = "own code"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,12 @@ from narrowgauge.nn.recompute import Recompute, Saved
 from narrowgauge.ops.norm_act import FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.spec import Given, Kept, Statistics
 from narrowgauge.ops.quantize import quantize
-from narrowgauge.ops.registry import Kernel, Registry
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, DelayedScaling
 from narrowgauge.scaling import from_exponents, to_exponents
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.registry import Kernel, Registry
 
 
 def quantize_input(x: Tensor, cast: Cast) -> Kept:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from narrowgauge.lab.blame import CONFIRMED, Blame
-from narrowgauge.lab.blame.judge import Baseline
 from narrowgauge.lab.blamed import STEPS, blame_run, logged_baseline
 from narrowgauge.lab.reopen import reopened
 from narrowgauge.train.checkpoint_ref import CheckpointRef, settings_of
 from narrowgauge.train.loop import prepare
 from narrowgauge.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.blame.judge import Baseline
 
 
 def blame_checkpoint(

@@ -26,7 +26,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -44,10 +44,12 @@ from narrowgauge.storage import reading
 from narrowgauge.structure import is_weight
 from narrowgauge.train import checkpoint_ref
 from narrowgauge.train.checkpoint_ref import CheckpointRef
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.tasks import TrainTask, task_class
 from narrowgauge.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
 
 FRESH_OPTIMIZER = "The optimizer starts anew: what the branch goes on from are weights alone, or no step was taken."
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,7 +43,9 @@ from narrowgauge.train.loop import prepare
 from narrowgauge.train.parallel.ranks import under_torchrun
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import StopRequest
-from narrowgauge.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from narrowgauge.train.trainer import Trainer
 
 Change = Callable[[nn.Module], AbstractContextManager[Any]]
 STEPS = 100

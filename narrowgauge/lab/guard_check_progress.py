@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.diagnose.guard_settings import GuardSettings
 from narrowgauge.lab.guard.audit import Audited
 from narrowgauge.lab.guard.check import judged
-from narrowgauge.lab.guard.evidence import Evidence
-from narrowgauge.lab.guard.result import GuardResult
 from narrowgauge.lab.guard.same_weights import FirstGradients, Samples, slopes
 from narrowgauge.train.checkpoint_ref import NUMBERS, STEPS
 
 if TYPE_CHECKING:
+    from narrowgauge.diagnose.guard_settings import GuardSettings
+    from narrowgauge.lab.guard.evidence import Evidence
+    from narrowgauge.lab.guard.result import GuardResult
     from narrowgauge.train.trainer import Trainer
 
 

@@ -6,7 +6,6 @@ readable offline, and the same for the same input.
 
 from __future__ import annotations
 
-import importlib.resources
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from narrowgauge import storage
 from narrowgauge.diagnose.compare import smooth
 from narrowgauge.diagnose.format_text import count, decimals, duration, loss_value, signed
 from narrowgauge.diagnose.same_curve import CONTROLS
 from narrowgauge.diagnose.verdict import BETTER, EQUIVALENT, WITHIN_MARGIN, WORSE, Verdict
 from narrowgauge.lab.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
-from narrowgauge.report import several_figures
+from narrowgauge.report import several_figures, template
 from narrowgauge.report import verdict as verdicts
 from narrowgauge.report.figures import (
     THEME,
@@ -34,7 +32,6 @@ from narrowgauge.report.figures import (
     step_limits,
     svg,
 )
-from narrowgauge.report.page import environment
 
 WORDS = {EQUIVALENT: "same within control", WORSE: "differs", BETTER: "differs"}
 QUESTIONS = {
@@ -50,14 +47,7 @@ def write(ladder: Ladder, fix: str, run: str, path: Path) -> Path:
     run  name of the run
     fix  command that continues training with the fix, or ''
     """
-    source = (
-        importlib.resources.files("narrowgauge.lab")
-        .joinpath("ladder.html.jinja")
-        .read_text(encoding="utf-8")
-    )
-    text = environment().from_string(source).render(page(ladder, fix, run))
-    storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
-    return path
+    return template.write(path, "lab/ladder.html.jinja", page(ladder, fix, run))
 
 
 def page(ladder: Ladder, fix: str, run: str) -> dict[str, Any]:

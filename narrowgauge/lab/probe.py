@@ -45,10 +45,10 @@ from narrowgauge.lab.guard.nudge import nudge
 from narrowgauge.snapshot import NAME
 from narrowgauge.snapshot.block_storage import require_free_space
 from narrowgauge.train.deferred import MOST, fetched
-from narrowgauge.train.loss import Batch
-from narrowgauge.train.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
+    from narrowgauge.train.loss import Batch
+    from narrowgauge.train.parallel.ranks import Ranks
     from narrowgauge.train.trainer import Trainer
 
 # Context manager that changes the model during a probe, such as `suspended`

@@ -11,18 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge import manifest
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab import run_guard
 from narrowgauge.train.checkpoint_ref import BEST, CheckpointRef, existing, steps_of
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.device import threads
 from narrowgauge.train.parallel.followers import FollowersLog
 from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.tasks import TrainTask
 
 # Settings for one process that reads every step. They leave the arithmetic of a step alone but not
 # its memory.

@@ -46,7 +46,6 @@ from narrowgauge.lab.guard.check import CONTROL_EVERY, wants_control
 from narrowgauge.lab.guard.evidence import Evidence
 from narrowgauge.lab.guard.grown import GROWN, grows_into_steps
 from narrowgauge.lab.guard.refusals import has_narrow
-from narrowgauge.lab.guard.result import GuardResult
 from narrowgauge.lab.guard.same_weights import FirstGradients, words
 from narrowgauge.lab.guard_check_progress import CheckProgress, FirstStep, terms
 from narrowgauge.lab.probe import ProbeResult, place_of_copy, rolled_back, take_steps
@@ -57,6 +56,7 @@ from narrowgauge.train.guard_state import KEY, Unguarded, known_of
 from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
 
 if TYPE_CHECKING:
+    from narrowgauge.lab.guard.result import GuardResult
     from narrowgauge.train.trainer import Trainer
 
 

@@ -46,9 +46,9 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.lab.probe import place_of_copy, rolled_back, take_steps
 from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train.callback import Callback
-from narrowgauge.train.console import Console
 
 if TYPE_CHECKING:
+    from narrowgauge.train.console import Console
     from narrowgauge.train.trainer import Trainer
 
 KEY = "spikes"  # key in the facts of a checkpoint

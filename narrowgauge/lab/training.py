@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from narrowgauge.lab import branch, run_guard
 from narrowgauge.lab.spike_watch import SpikeWatch
 from narrowgauge.train import loop
-from narrowgauge.train.callback import Callback
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loop import Extensions
-from narrowgauge.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from narrowgauge.train.callback import Callback
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.trainer import Trainer
 
 
 def plugins(config: TrainConfig) -> Sequence[Callable[[Trainer], Callback]]:

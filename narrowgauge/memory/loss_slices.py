@@ -15,13 +15,15 @@ head instead of three.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.memory.loss_options import LossOptions
 from narrowgauge.nn.autograd_rules import alias_while_compiling, no_double_backward
+
+if TYPE_CHECKING:
+    from narrowgauge.memory.loss_options import LossOptions
 
 
 def sliced(

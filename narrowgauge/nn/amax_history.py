@@ -13,13 +13,15 @@ and sets the amax that scales the next step.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.recipe import DelayedScaling
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import DelayedScaling
 
 
 class LayerState(nn.Module):

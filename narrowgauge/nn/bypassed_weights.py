@@ -24,14 +24,16 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.errors import warn
-from narrowgauge.recipe import Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Recipe
 
 PATIENCE, WATCHED = 3, 3  # optimizer steps without a call, then steps with a watch
 PRODUCTS = frozenset(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,14 @@ from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.coded_weight import CodedWeight
 from narrowgauge.nn.linear_context import CastSources
 from narrowgauge.nn.operands import Casts, Operand, find
-from narrowgauge.nn.plan import OperandPlan
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import LearnedStep, Recipe
 from narrowgauge.scaling import from_exponents, to_exponents
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.plan import OperandPlan
 
 QLinear = Any  # importing nn.linear here would be a cycle
 

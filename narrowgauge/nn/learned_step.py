@@ -14,7 +14,7 @@ layer's weight and no optimizer held its learned steps.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.errors import warn
 from narrowgauge.nn.amax_history import LayerState
-from narrowgauge.recipe import LearnedStep
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import LearnedStep
 
 # Best of 1, 4, 16, 64, 256 and 1024 in a language model, single runs (docs/log.md). With 1, Adam
 # moves a step by 0.2 % per update, too slow for scales that grow severalfold within 200 steps.

@@ -29,7 +29,7 @@ visible. The caller passes the random numbers, so it can repeat a draw.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,9 @@ from torch import Tensor
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.ops.chunking import map_rows
-from narrowgauge.recipe import LeverageScore
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import LeverageScore
 
 # Variance that is unknown or above float32. Finite, because averages of two models (EMA) compute
 # differences, and infinity minus infinity is NaN.

@@ -31,7 +31,6 @@ from narrowgauge.nn.linear_context import (
 from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.linear_state import LinearState
 from narrowgauge.nn.observer import Observation, Observer, needs_x
-from narrowgauge.nn.operands import Casts
 from narrowgauge.nn.plan import PRODUCTS, LinearPlan
 from narrowgauge.ops.registry import device_facts, imported
 from narrowgauge.recipe import Recipe
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from narrowgauge.nn.amax_history import AmaxHistory
     from narrowgauge.nn.learned_step import LearnedSteps
     from narrowgauge.nn.leverage_score import RowSampling
+    from narrowgauge.nn.operands import Casts
     from narrowgauge.nn.sharded import Locals
     from narrowgauge.nn.weight_cache import WeightCache
 

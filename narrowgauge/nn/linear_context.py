@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from narrowgauge.nn.keep_policy import KeepPolicy
-from narrowgauge.nn.observer import Observation
-from narrowgauge.nn.plan import LinearPlan
-
 if TYPE_CHECKING:
+    from narrowgauge.nn.keep_policy import KeepPolicy
+    from narrowgauge.nn.observer import Observation
+    from narrowgauge.nn.plan import LinearPlan
     from narrowgauge.ops.random import Stream
 
 

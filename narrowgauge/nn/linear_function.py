@@ -16,7 +16,7 @@ Left out: second derivatives, which raise an error. `suspended` computes them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,12 +28,14 @@ from narrowgauge.nn.autograd_rules import (
     column_sums,
     no_double_backward,
 )
-from narrowgauge.nn.linear_context import LinearContext
 from narrowgauge.nn.operands import KINDS, Casts, find
 from narrowgauge.nn.plan import LinearPlan
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.nn.saved_outputs import KEEPER
-from narrowgauge.recipe import Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.linear_context import LinearContext
+    from narrowgauge.recipe import Recipe
 
 
 class LinearFunction(torch.autograd.Function):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from narrowgauge.qtensor import QTensor
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 # Called with (gemm, role, original tensor, operand as it enters the GEMM)
 # for each operand of each GEMM. Eager mode only.

@@ -18,12 +18,12 @@ from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
-from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
     from narrowgauge.ops.hadamard import Functions
+    from narrowgauge.qtensor import QTensor
 
 # Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).
 PRODUCTS = {

@@ -7,16 +7,18 @@ rounding too: noise is a function of the element's index.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.plan import OperandPlan
-from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, CurrentScaling
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.plan import OperandPlan
+    from narrowgauge.nn.rotation import Rotation
 
 
 def casts_apart(cast: Cast, x: Tensor) -> bool:

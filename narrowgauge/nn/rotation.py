@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from narrowgauge.recipe import Hadamard
-
 if TYPE_CHECKING:
     from narrowgauge.ops.hadamard import Functions
     from narrowgauge.ops.random import Stream
+    from narrowgauge.recipe import Hadamard
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ DTensorSpec, which are private to torch (checked on 2.13). Compiled code uses th
 from __future__ import annotations
 
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.recipe import Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Recipe
 
 Placements = tuple[Placement, ...]
 

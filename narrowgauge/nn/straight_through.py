@@ -24,7 +24,7 @@ plus 2 / residual_every bytes for a learned step. q_w is recomputed from the wei
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,13 +33,10 @@ from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
 from narrowgauge.nn.compiled_draws import tied
 from narrowgauge.nn.keep_policy import forward_codes
-from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.operands import Operand
-from narrowgauge.nn.plan import LinearPlan
-from narrowgauge.nn.recompute import Recompute, Saved
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.chunking import row_chunks
-from narrowgauge.ops.hadamard import Functions, rotated_length, unpack_bits
+from narrowgauge.ops.hadamard import rotated_length, unpack_bits
 from narrowgauge.ops.hadamard.encoding import rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax, row_squares, spread
@@ -47,6 +44,12 @@ from narrowgauge.ops.random import uniform
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.learned_step import LearnedSteps
+    from narrowgauge.nn.plan import LinearPlan
+    from narrowgauge.nn.recompute import Recompute, Saved
+    from narrowgauge.ops.hadamard import Functions
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,16 @@ constants. Imported on the first use.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from narrowgauge.errors import ShapeError, TransformError
-from narrowgauge.recipe import Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Recipe
 
 _SUSPENDED = "`with narrowgauge.suspended(model):`"
 _KEYS = torch._C._TorchDispatchModeKey

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, find
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.weight_cache import WeightCache
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.linear import QLinear
 
 
 def keeps_casts(layer: QLinear) -> bool:

@@ -18,14 +18,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import BackendError, OutOfMemoryError, SlowerWarning, warn
-from narrowgauge.ops.registry import Kernel
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.registry import Kernel
 
 Spec = TypeVar("Spec")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,10 +35,12 @@ from narrowgauge.ops.selfcheck import Check
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
-from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.selfcheck import Kind, compare
-from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.step import ParamStep, step_in_torch
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.rules import Rule
+    from narrowgauge.optim.skipped_steps import SkippedSteps
 
 
 @dataclass(frozen=True)

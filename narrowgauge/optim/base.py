@@ -21,7 +21,7 @@ never hidden: float32 states become non-finite in that element, quantized states
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from torch._compile import _disable_dynamo
 
 from narrowgauge.addresses import holds_numbers, identity, in_memory
 from narrowgauge.errors import ConfigError, OptionError
-from narrowgauge.ops.registry import Kernel
 from narrowgauge.optim import (
     backends,
     moments,
@@ -41,13 +40,16 @@ from narrowgauge.optim import (
     states,
 )
 from narrowgauge.optim.cuda_graph import ReplayedStep
-from narrowgauge.optim.masters import Master
-from narrowgauge.optim.moments import States
 from narrowgauge.optim.precast_weights import WeightCasts
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.state_dict import forms_of, placed, refuse_state, upgraded
 from narrowgauge.optim.step import DTYPES, ParamStep, new_state
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.registry import Kernel
+    from narrowgauge.optim.masters import Master
+    from narrowgauge.optim.moments import States
 
 Backend = Literal["auto", "triton", "native", "torch"]
 

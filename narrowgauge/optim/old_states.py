@@ -9,15 +9,17 @@ conversion.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.optim import moments, shards, states
-from narrowgauge.optim.moments import Encoded, Moment
-from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.step import as_tiles, shape_of
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.moments import Encoded, Moment
+    from narrowgauge.optim.rules import Rule
 
 
 def is_old(group: Mapping[str, Any]) -> bool:

@@ -5,11 +5,13 @@ rules.py contains the equations, moments.py the formats.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from narrowgauge.optim import rules
 from narrowgauge.optim.base import Backend, LowPrecisionOptimizer
-from narrowgauge.optim.masters import Master
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.masters import Master
 
 # Pairs "first/second" are valid too, see states.py.
 StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"] | str

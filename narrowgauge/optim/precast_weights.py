@@ -18,15 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from narrowgauge.addresses import identity, wrapper
 from narrowgauge.errors import Reason
-from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight, refuse_here
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.amax_history import AmaxHistory
 
 
 @dataclass(eq=False)

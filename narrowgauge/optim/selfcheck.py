@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,10 +35,12 @@ from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.selfcheck import Comparison
 from narrowgauge.optim import masters, noise
 from narrowgauge.optim.moments import Moment, States
-from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.shards import Part
 from narrowgauge.optim.step import ParamStep, new_state, step_in_torch
 from narrowgauge.recipe import Cast, DelayedScaling
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.rules import Rule
 
 STEPS, SEED = 3, 20260614
 GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.9}

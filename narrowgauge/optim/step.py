@@ -13,18 +13,20 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import identity
-from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.optim import masters, moments, noise, shards
 from narrowgauge.optim.moments import Encoded, Moment, States
-from narrowgauge.optim.rules import Rule
-from narrowgauge.optim.shards import Part
-from narrowgauge.optim.skipped_steps import SkippedSteps
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.quantize.precast_weight import PrecastWeight
+    from narrowgauge.optim.rules import Rule
+    from narrowgauge.optim.shards import Part
+    from narrowgauge.optim.skipped_steps import SkippedSteps
 
 # Of weights and gradients, with their numbers in the kernels.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

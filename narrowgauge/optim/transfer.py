@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.optim import masters, param_groups, rules, states
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.moments import NEAREST, States
-from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.step import ParamStep, as_tiles, decode_rows, new_state, write_rows
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.rules import Rule
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.errors import CheckpointError
-from narrowgauge.optim.base import LowPrecisionOptimizer
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.base import LowPrecisionOptimizer
 
 # torch.distributed.optim calls torch.jit.script at import, which torch 2.13 deprecates with a
 # warning.

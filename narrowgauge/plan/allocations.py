@@ -9,13 +9,15 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.plan.count import Step
+if TYPE_CHECKING:
+    from narrowgauge.plan.count import Step
 
 SECOND = "narrowgauge_second_step"
 

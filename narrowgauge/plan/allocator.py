@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from narrowgauge.plan.trace import Trace
+if TYPE_CHECKING:
+    from narrowgauge.plan.trace import Trace
 
 ROUNDING = 512
 SMALL = 2**20  # largest request in the pool of small segments

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -32,9 +32,11 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, forward_of
 from narrowgauge.memory.segments import SegmentMember
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.ops.registry import Device
 from narrowgauge.plan.trace import Recorder, Trace, recording
 from narrowgauge.structure import other_weights
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.registry import Device
 
 PARTS = ("weights", "codes", "gradients", "states", "saved", "head", "batch", "transient")
 

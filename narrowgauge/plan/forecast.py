@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.ops.registry import Device
 from narrowgauge.plan.count import PARTS, Step, count
 from narrowgauge.plan.extrapolate import FEW, MORE, extrapolated
 from narrowgauge.plan.moments import Moment, moments
 from narrowgauge.plan.tally import Tally, deeper, tally
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.registry import Device
 
 # build(number of layers in each stack, or 0 for all) returns a function that builds the step.
 Builder = Callable[[int], Callable[[], Step]]

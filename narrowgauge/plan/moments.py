@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from narrowgauge.plan.allocator import CachingAllocator, run
-from narrowgauge.plan.count import Count
-from narrowgauge.plan.trace import Allocation
+
+if TYPE_CHECKING:
+    from narrowgauge.plan.count import Count
+    from narrowgauge.plan.trace import Allocation
 
 Kind = tuple[str, str]  # part, kind
 BELOW_BLOCK = re.compile(r"^.*?\.\d+(?:\.|$)")

@@ -12,13 +12,15 @@ and waits of the host. `plan.messages` predicts messages between ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.timing.cards import Card
 from narrowgauge.ops.timing.rates import ERROR, RATES, Rates
 from narrowgauge.ops.timing.rates import seconds as operation_seconds
 from narrowgauge.plan.tally import KINDS, PHASES, Tally
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.timing.cards import Card
 
 # Host seconds per operation. nn.Linear with three GEMMs takes 52 us forward and backward. Our
 # Linear with fp8-current takes 728 us for nine launches (processor time, with a CUDA runtime that

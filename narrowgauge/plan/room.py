@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.ops.timing.cards import CARDS, CONTEXT, Card, card, of_memory
-from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.text import gib
+
+if TYPE_CHECKING:
+    from narrowgauge.plan.forecast import Forecast
 
 KEPT_FREE = 0.02  # share of the usable memory for fragmentation and workspaces of kernels
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"

@@ -19,9 +19,11 @@ dp    a copy on each rank. DistributedDataParallel keeps gradients as views of i
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from narrowgauge.plan.forecast import Forecast
-from narrowgauge.plan.moments import Kind, Moment
+if TYPE_CHECKING:
+    from narrowgauge.plan.forecast import Forecast
+    from narrowgauge.plan.moments import Kind, Moment
 
 # Two CPU ranks are off by 0.6 and 0.7 % (benchmarks/planned_ranks.py). GPUs are not measured, and
 # NCCL's buffers are left out.

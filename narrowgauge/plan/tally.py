@@ -7,10 +7,11 @@ grows linearly with the layers.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.ops.timing.work import Work
-from narrowgauge.plan.count import Count
+if TYPE_CHECKING:
+    from narrowgauge.ops.timing.work import Work
+    from narrowgauge.plan.count import Count
 
 PHASES = ("forward", "backward", "step")
 KINDS = ("products", "attention", "casts", "elementwise", "loss", "optimizer")

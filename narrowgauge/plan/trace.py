@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,11 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.addresses import dry_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.measure import reporting
-from narrowgauge.ops.registry import Device
 from narrowgauge.ops.timing.work import Work, of_kernel, of_operator
 from narrowgauge.plan.autocast import narrowed, widened
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.registry import Device
 
 
 @dataclass

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.format_text import count, percent, plural, signed, true_minus
 from narrowgauge.diagnose.verdict import EQUIVALENT, GUARD, UNKNOWN, WORSE, Verdict, outcome_of
 from narrowgauge.report import verdict
@@ -21,7 +20,10 @@ from narrowgauge.report.figures import (
     step_limits,
     svg,
 )
-from narrowgauge.report.run_data import Recorded
+
+if TYPE_CHECKING:
+    from narrowgauge.diagnose.compare import Event
+    from narrowgauge.report.run_data import Recorded
 
 WIDTH = 2.0  # in units of the noise scale, on either side: 95 % of normal noise
 OUTLINE: dict[str, Any] = {

@@ -7,24 +7,20 @@ input. An unfinished or crashed run gets a page too; missing parts are omitted o
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import math
 import shlex
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import storage
-from narrowgauge.diagnose import compare, format_text, lineage
+from narrowgauge.diagnose import compare, lineage
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.diagnose.guard_settings import MARGIN
 from narrowgauge.errors import ConfigError
 from narrowgauge.report.run_data import Recorded, last_done, read
 
 try:
-    import jinja2
-
-    from narrowgauge.report import cards, figures, guard, spread_table, tables, verdict
+    from narrowgauge.report import cards, figures, guard, spread_table, tables, template, verdict
 except ImportError as error:
     raise ConfigError(
         f"report: needs {error.name}. Install it: pip install jinja2 matplotlib",
@@ -38,34 +34,7 @@ def write(run_folder: Path) -> Path:
     Raises ConfigError if this is not a run folder, StorageError if the page cannot be written.
     """
     recorded = read(Path(run_folder))
-    source = (
-        importlib.resources.files("narrowgauge.report")
-        .joinpath("page.html.jinja")
-        .read_text(encoding="utf-8")
-    )
-    text = environment().from_string(source).render(page(recorded))
-    path = recorded.folder / "report.html"
-    # errors="replace": a sample may hold a lone surrogate.
-    storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
-    return path
-
-
-def environment() -> jinja2.Environment:
-    """Jinja environment of all pages: strict, escaped, with the styles as variables."""
-    # Autoescape, because samples and names are user text; StrictUndefined, so that a misspelt
-    # variable raises an error and is not rendered as ''.
-    found = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    for spelled in (count, format_text.rounded, format_text.plural, format_text.duration):
-        found.filters[spelled.__name__] = spelled
-    folder = importlib.resources.files("narrowgauge.report")
-    source = folder.joinpath("verdict.html.jinja").read_text(encoding="utf-8")
-    # A macro is an attribute of the module that jinja makes of its template.
-    found.globals["verdict_notice"] = vars(found.from_string(source).module)["notice"]
-    for name, file in (("style", "page.css"), ("series_style", "series.css")):
-        found.globals[name] = folder.joinpath(file).read_text(encoding="utf-8")
-    return found
+    return template.write(recorded.folder / "report.html", "report/page.html.jinja", page(recorded))
 
 
 def page(recorded: Recorded) -> dict[str, Any]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import format_text, left_out, lineage
-from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import ConfigError
 from narrowgauge.storage import reading
+
+if TYPE_CHECKING:
+    from narrowgauge.diagnose.compare import Event
 
 CONFIG = reading.Kind(
     most_bytes=reading.MIB, step="Restore a copy of it, or remove it: the page does without."

@@ -11,14 +11,12 @@ from the step at which it left its parent.
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge import storage
 from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_text, study_file
 from narrowgauge.diagnose.format_text import PERCENT, count
 from narrowgauge.diagnose.paired_tests import half_width, spread_of
@@ -28,11 +26,12 @@ from narrowgauge.diagnose.verdict import UNKNOWN, Verdict
 from narrowgauge.errors import ConfigError
 from narrowgauge.report import verdict
 from narrowgauge.report.groups import Gathered, final, gather, seed_of
-from narrowgauge.report.run_data import Recorded
+
+if TYPE_CHECKING:
+    from narrowgauge.report.run_data import Recorded
 
 try:
-    from narrowgauge.report import cards, several_curves, several_figures
-    from narrowgauge.report.page import environment
+    from narrowgauge.report import cards, several_curves, several_figures, template
 except ImportError as error:
     raise ConfigError(
         f"report: needs {error.name}. Install it: pip install jinja2 matplotlib scipy",
@@ -100,14 +99,7 @@ def write_folders(
 
 def write(found: Gathered, path: Path, facts: Mapping[str, Any] | None = None) -> Path:
     """Write the page to `path` and return it. Raises StorageError if it cannot be written."""
-    source = (
-        importlib.resources.files("narrowgauge.report")
-        .joinpath("several.html.jinja")
-        .read_text(encoding="utf-8")
-    )
-    text = environment().from_string(source).render(page(found, facts or {}))
-    storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
-    return path
+    return template.write(path, "report/several.html.jinja", page(found, facts or {}))
 
 
 def page(found: Gathered, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import format_text
-from narrowgauge.report.run_data import Recorded
+
+if TYPE_CHECKING:
+    from narrowgauge.report.run_data import Recorded
 
 MOST_LAYERS = 64
 WIDEST = 12  # octaves of an axis; values beyond it are counted in its end boxes

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import format_text
-from narrowgauge.diagnose.compare import Event
 from narrowgauge.diagnose.verdict import GUARD, WORSE, outcome_of
 from narrowgauge.report import figures
-from narrowgauge.report.run_data import Recorded
+
+if TYPE_CHECKING:
+    from narrowgauge.diagnose.compare import Event
+    from narrowgauge.report.run_data import Recorded
 
 SHOWN_TENSORS = 9
 ROLES = {"x": "input activations", "w": "weights", "gy": "output gradients"}

@@ -30,7 +30,7 @@ def kind(verdict: Verdict) -> str:
 
 
 def notice(verdict: Verdict, subject: str = "", *, is_checked: bool = True) -> dict[str, str]:
-    """Variables of the notice in verdict.html.jinja.
+    """Variables of the notice in parts.html.jinja.
 
     subject     what is judged, such as the name of a recipe; '' if the page says so
     is_checked  False: no positive control backs a claim of no difference, so it is not green

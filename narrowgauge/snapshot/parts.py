@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
-from narrowgauge.nn.converted_state import ConvertedState
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.optim.base import LowPrecisionOptimizer
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.converted_state import ConvertedState
 
 Restore = Callable[[], Any]
 

@@ -6,7 +6,7 @@ model -> data feed -> memory options and loss -> recipe switches -> ranks -> opt
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,20 +15,22 @@ from narrowgauge.diagnose.runs import read_run
 from narrowgauge.optim import precision as precisions
 from narrowgauge.structure import is_weight
 from narrowgauge.train import step
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.counters import Counters
 from narrowgauge.train.loss import inputs_of
 from narrowgauge.train.model import RecipeSchedule, build, recipe_switches
 from narrowgauge.train.optimizer import build_optimizer
-from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.parallel.stage_state import WholeNumbers
 from narrowgauge.train.passes import Passes
 from narrowgauge.train.run_checkpoints import RunCheckpoints
-from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.tasks.feed import SkippingFeed
 from narrowgauge.train.validation import Validation
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.parallel.ranks import Ranks
+    from narrowgauge.train.run_folder import RunFolder
+    from narrowgauge.train.tasks import TrainTask
 
 
 @dataclass(frozen=True)

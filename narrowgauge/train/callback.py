@@ -19,9 +19,10 @@ and `restore`, `rewind`, `replace_steps`, `switch_recipes`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.train.console import Console
+if TYPE_CHECKING:
+    from narrowgauge.train.console import Console
 
 
 class Callback:

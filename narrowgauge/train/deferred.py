@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from torch import Tensor
 
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.snapshot import Scope, Snapshot, Training
-from narrowgauge.train.tasks.task import StepBatch
+
+if TYPE_CHECKING:
+    from narrowgauge.train.tasks.task import StepBatch
 
 # Limits the micro-batches held in host memory, and the unsettled step counts of the optimizer
 # (`optim.skipped_steps`)

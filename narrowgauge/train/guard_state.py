@@ -15,10 +15,10 @@ from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
 
 if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.trainer import Trainer
 
 KEY = "guard"  # key in the facts of a checkpoint

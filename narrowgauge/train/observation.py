@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from narrowgauge.conversion import nonfinite_amax
 from narrowgauge.train import launches
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.console import Console
 from narrowgauge.train.device import peak_bytes
-from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.passes import Passes
 from narrowgauge.train.tensor_stats import NonfiniteAmax, watched
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.console import Console
+    from narrowgauge.train.metrics import MetricsLog
+    from narrowgauge.train.passes import Passes
 
 Taken = TypeVar("Taken")
 

@@ -14,28 +14,30 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.cuda_graphs import GraphedStep, refuse_run
-from narrowgauge.errors import NumericsError
-from narrowgauge.optim import Precision
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.train import launches, step, stepping
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.deferred import SkipFlags
 from narrowgauge.train.loss import Batch, Objective, learning_rate
 from narrowgauge.train.optimizer import cast_in_step
 from narrowgauge.train.parallel import digest
-from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks, where_nonfinite
-from narrowgauge.train.signals import AgreedStop, StopRequest
-from narrowgauge.train.tasks.task import StepBatch
+
+if TYPE_CHECKING:
+    from narrowgauge.errors import NumericsError
+    from narrowgauge.optim import Precision
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.deferred import SkipFlags
+    from narrowgauge.train.parallel.ranks import Ranks
+    from narrowgauge.train.parallel.spread import Parallel
+    from narrowgauge.train.signals import AgreedStop, StopRequest
+    from narrowgauge.train.tasks.task import StepBatch
 
 
 class Passes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,19 +18,21 @@ from narrowgauge import manifest
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import CheckpointError, Reason
 from narrowgauge.train import same_run
-from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state, store
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import tell
-from narrowgauge.train.counters import Counters
-from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.model import RecipeSchedule
 from narrowgauge.train.parallel import checkpoints
-from narrowgauge.train.parallel.stage_state import WholeNumbers
-from narrowgauge.train.passes import Passes
-from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.tasks import TrainTask
-from narrowgauge.train.tasks.feed import SkippingFeed
+
+if TYPE_CHECKING:
+    from narrowgauge.train.callback import Callback
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.counters import Counters
+    from narrowgauge.train.metrics import MetricsLog
+    from narrowgauge.train.model import RecipeSchedule
+    from narrowgauge.train.parallel.stage_state import WholeNumbers
+    from narrowgauge.train.passes import Passes
+    from narrowgauge.train.run_folder import RunFolder
+    from narrowgauge.train.tasks import TrainTask
+    from narrowgauge.train.tasks.feed import SkippingFeed
 
 
 class RunCheckpoints:

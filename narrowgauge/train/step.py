@@ -7,21 +7,23 @@ same code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.optim import Precision
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clipping import clip_gradients
-from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.train.attention import use_attention_of_whole_rows
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.deferred import SkipFlags
 from narrowgauge.train.loss import Batch, Objective, inputs_of
 from narrowgauge.train.optimizer import apply_memory_options
-from narrowgauge.train.tasks import TrainTask
+
+if TYPE_CHECKING:
+    from narrowgauge.optim import Precision
+    from narrowgauge.optim.held_gradients import HeldGradients
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.deferred import SkipFlags
+    from narrowgauge.train.tasks import TrainTask
 
 # call(compute, *args) returns compute(*args), run inside a forward pass of the (wrapped) model
 Call = Callable[..., Any]

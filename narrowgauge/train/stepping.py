@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.optim import hold_gradients, in_backward
 from narrowgauge.optim.held_gradients import HeldGradients
-from narrowgauge.optim.step_in_backward import InBackward
-from narrowgauge.train.config.parallel_syntax import Layout
 from narrowgauge.train.config.settings import TrainConfig, shown
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.step_in_backward import InBackward
+    from narrowgauge.train.config.parallel_syntax import Layout
 
 WORDS = {
     "": "without clipping",

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.train import scoring
 from narrowgauge.train.checkpoint import state
-from narrowgauge.train.checkpoint.store import Best
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.console import Console
-from narrowgauge.train.counters import Counters
-from narrowgauge.train.loss import Batch
-from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.parallel.evaluation import readings
-from narrowgauge.train.passes import Passes
-from narrowgauge.train.tasks import TrainTask
-from narrowgauge.train.tasks.task import Compute
+
+if TYPE_CHECKING:
+    from narrowgauge.train.checkpoint.store import Best
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.console import Console
+    from narrowgauge.train.counters import Counters
+    from narrowgauge.train.loss import Batch
+    from narrowgauge.train.metrics import MetricsLog
+    from narrowgauge.train.passes import Passes
+    from narrowgauge.train.tasks import TrainTask
+    from narrowgauge.train.tasks.task import Compute
 
 
 class Validation:

@@ -278,6 +278,7 @@ STOPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "number"), quick([STOPS[3]], STOPS))
 @pytest.mark.parametrize(
     "settings", quick([{}], [{}, {"checkpoint_every": 3, "recipe": "fp8-delayed"}]), ids=str

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,12 +25,14 @@ from torch import nn
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.lab.blame.confirm import by_gradient
 from narrowgauge.lab.blame.judge import SMALLEST, Baseline, found_in
-from narrowgauge.lab.blame.measure import Product
 from narrowgauge.lab.blame.report import Blame, Confirmation
 from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.lab.blame.watch import OPERANDS, Key, converted, of_all_ranks, watching
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import require_module
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.blame.measure import Product
+    from narrowgauge.nn.linear import QLinear
 
 __all__ = ["Blame", "Confirmation", "blame", "observed"]
 

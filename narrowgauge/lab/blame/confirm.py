@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.products import mixed
 from narrowgauge.errors import ConfigError
-from narrowgauge.lab.blame.judge import Finding
 from narrowgauge.lab.blame.report import Confirmation
 from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.lab.blame.watch import converted
 from narrowgauge.recipe import Recipe
 from narrowgauge.recipes import BF16
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.blame.judge import Finding
 
 SHARE = 0.1
 

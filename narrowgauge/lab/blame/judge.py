@@ -28,12 +28,14 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from narrowgauge.errors import Reason
-from narrowgauge.lab.blame.measure import Operand, Product
 from narrowgauge.lab.blame.recast import SCALE_OFF
 from narrowgauge.lab.blame.watch import OPERANDS, Key
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.blame.measure import Operand, Product
 
 LIMIT = 1.5
 LIMIT_OF_INTEGERS = 4.0

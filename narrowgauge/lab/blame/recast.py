@@ -24,13 +24,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.recast import own_scale, recast
-from narrowgauge.qtensor import QTensor
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 BIAS = 1e-3  # limit on the difference of the slopes
 DEVIATIONS = 5.0  # limit in standard deviations of the slope, if the random numbers are unknown

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from narrowgauge.lab.blame.measure import Product
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.plan import PRODUCTS
-from narrowgauge.qtensor import QTensor
 from narrowgauge.structure import plain_name
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 # GEMM -> the roles of its lhs and its rhs.
 OPERANDS = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}

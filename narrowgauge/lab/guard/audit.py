@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,11 @@ from narrowgauge.lab.blame.measure import exact_float32, kernel_distance
 from narrowgauge.lab.blame.recast import BIAS, Recast
 from narrowgauge.lab.blame.watch import OPERANDS, converted
 from narrowgauge.lab.guard.unlike import KERNEL, STALE, STUCK, UNCAST
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.linear import QLinear
 
 STEPS = 2  # audited steps at the end of a check
 LAYERS = 16  # layers per check whose GEMMs are recomputed

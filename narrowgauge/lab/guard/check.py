@@ -14,13 +14,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.sensitivity import progress_between
 from narrowgauge.lab.guard import same_weights
 from narrowgauge.lab.guard.audit import Audited
-from narrowgauge.lab.guard.evidence import Evidence
-from narrowgauge.lab.guard.result import GuardResult
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.guard.evidence import Evidence
+    from narrowgauge.lab.guard.result import GuardResult
 
 CONTROL_EVERY = 4  # every fourth check runs a control
 PAIRS = 3  # pairs of steps after the first step

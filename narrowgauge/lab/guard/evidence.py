@@ -42,7 +42,7 @@ import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.guard_settings import LEAST_MARGIN, MARGIN, WIDEST, GuardSettings
 from narrowgauge.diagnose.sensitivity import narrowed
@@ -65,7 +65,9 @@ from narrowgauge.lab.guard.result import (
     STRETCH,
     GuardResult,
 )
-from narrowgauge.lab.guard.unlike import Unlike
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.guard.unlike import Unlike
 
 SMALLEST = 1e-12  # margin for a loss of zero
 RECENT = 8  # number of checks

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,15 @@ from narrowgauge.lab.guard.evidence import Evidence
 from narrowgauge.lab.guard.grown import GROWN, grows_into_steps
 from narrowgauge.lab.guard.nudge import nudge
 from narrowgauge.lab.guard.refusals import refuse, refuse_no_loss, refuse_state
-from narrowgauge.lab.guard.result import GuardResult
 from narrowgauge.lab.guard.same_weights import FirstGradients, Samples, slopes, words
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.snapshot import Snapshot, Training, snapshot_bytes
 from narrowgauge.snapshot.block_storage import require_free_space
 from narrowgauge.structure import require_module
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.guard.result import GuardResult
 
 Step = Callable[[Any], Any]
 SEQUEL = "Which product it is: narrowgauge.lab.blame.blame(model, batch)."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,9 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.recipe import Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Recipe
 
 STATE = forms.record(
     {

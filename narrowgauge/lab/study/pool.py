@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from narrowgauge.errors import (
     EXIT_INTERRUPTED,
@@ -37,9 +38,11 @@ from narrowgauge.errors import (
     StorageError,
 )
 from narrowgauge.lab.study import room
-from narrowgauge.lab.study.plan import Job
 from narrowgauge.storage import reading
-from narrowgauge.train.signals import StopRequest
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.study.plan import Job
+    from narrowgauge.train.signals import StopRequest
 
 CONSOLE = "console.txt"  # standard output and error of a run
 SAID = reading.Kind(

@@ -15,14 +15,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from narrowgauge.diagnose.forms import refuse
 from narrowgauge.diagnose.runs import EVENTS, METRICS, decode
 from narrowgauge.errors import ConfigError
-from narrowgauge.lab.study.plan import Job
 from narrowgauge.storage import reading
 from narrowgauge.train.console import clock, tell
+
+if TYPE_CHECKING:
+    from narrowgauge.lab.study.plan import Job
 
 TAIL_BYTES = 2**16
 EVERY_S = 30.0  # between lines, without a terminal

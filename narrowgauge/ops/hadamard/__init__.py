@@ -42,19 +42,21 @@ summation.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ShapeError
-from narrowgauge.formats import Format
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.hadamard import cpp, definition
 from narrowgauge.ops.hadamard.definition import Codes, hadamard_matrix, unpack_bits
-from narrowgauge.ops.random import Stream
 from narrowgauge.ops.registry import Device, Kernel, Registry, device_of, facts_of
-from narrowgauge.recipe import Hadamard
+
+if TYPE_CHECKING:
+    from narrowgauge.formats import Format
+    from narrowgauge.ops.random import Stream
+    from narrowgauge.recipe import Hadamard
 
 __all__ = [
     "KERNELS", "Codes", "Functions", "decode", "draw_signs", "encode", "hadamard_matrix", "plan",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from narrowgauge.addresses import number
-from narrowgauge.formats import Format
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.hadamard import definition
+
+if TYPE_CHECKING:
+    from narrowgauge.formats import Format
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import cached
-from narrowgauge.formats import Format
 from narrowgauge.ops.chunking import row_chunks
+
+if TYPE_CHECKING:
+    from narrowgauge.formats import Format
 
 # The signs of TransformerEngine's NVFP4 recipe (arXiv 2509.25149), so that blocks of 16 agree with
 # it.

@@ -8,14 +8,18 @@ not.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import INT4, INT4X2
 from narrowgauge.ops.mm.definition import times_scales, with_epilogue
-from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Refusal
-from narrowgauge.qtensor import QTensor
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.mm.spec import MmSpec
+    from narrowgauge.qtensor import QTensor
 
 LONGEST_SUM = (2**31 - 1) // (14 * 98)  # products whose sum fits into 32 bits
 # Products whose sum is exact in float32, the output dtype of the parts of a longer sum.

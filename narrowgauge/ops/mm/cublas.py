@@ -37,7 +37,7 @@ that all tiles of a tensor share is float32: the NVFP4 kernel takes it as an arg
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +48,10 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.ops.mm.definition import times_scales, with_epilogue
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
-from narrowgauge.qtensor import QTensor
 from narrowgauge.scaling import to_exponents
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16

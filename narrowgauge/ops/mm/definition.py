@@ -39,6 +39,7 @@ longer axis is split, and the exact parts are added in float64.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -47,8 +48,10 @@ from narrowgauge.addresses import type_of
 from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
 from narrowgauge.ops.registry import Device, device_facts
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, times_scale
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 
 def compute_dtype(casts: tuple[Cast | None, ...], device: Device) -> torch.dtype:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,10 +26,12 @@ from narrowgauge.addresses import address, dry_run_on, tell_launch
 from narrowgauge.formats import INT4
 from narrowgauge.ops import nvrtc
 from narrowgauge.ops.mm import cublas, definition
-from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Refusal, constant_while_compiling
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.mm.spec import MmSpec
 
 SOURCE = nvrtc.Source("narrowgauge.ops.mm", "int4_units.cu")
 ROWS, THREADS = 128, 128  # per program; must match int4_units.cu

@@ -24,6 +24,7 @@ first call would need it anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,8 +36,10 @@ from narrowgauge.ops.quantize import definition as quantization
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Check, Comparison, spread_normal
-from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 Run = Callable[..., Tensor]
 

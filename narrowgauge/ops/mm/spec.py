@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, Format, IntFormat
 from narrowgauge.ops.registry import Code, Device, Refusal
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 FP8 = (E4M3, E5M2)
 ROW_OR_TENSOR = ((1, WHOLE), (WHOLE, WHOLE))

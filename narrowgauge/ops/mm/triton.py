@@ -15,6 +15,7 @@ operator, `narrowgauge::block_mm`, so there is no graph break.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,9 +23,11 @@ from torch import Tensor
 from narrowgauge.addresses import dry_run_on, refuse_wrappers, tell_launch
 from narrowgauge.ops import triton
 from narrowgauge.ops.mm import definition
-from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Refusal
-from narrowgauge.qtensor import QTensor
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.mm.spec import MmSpec
+    from narrowgauge.qtensor import QTensor
 
 LONGEST_STEP = 128  # products that the tensor cores sum before a scale multiplies the sum
 Bias = Tensor | None

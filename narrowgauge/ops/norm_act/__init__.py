@@ -57,7 +57,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.ops.norm_act import definition
 from narrowgauge.ops.norm_act.definition import value
@@ -66,8 +66,10 @@ from narrowgauge.ops.quantize import triton as quantizing
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Kernel, Refusal, Registry, imported
 from narrowgauge.ops.triton import refuse_tensors
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 __all__ = [
     "BACKWARD",

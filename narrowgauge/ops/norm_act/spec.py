@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from narrowgauge.formats import E4M3, INT8
 from narrowgauge.ops.registry import Device, device_of
-from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import POW2
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 Norm = Literal["rms-norm", "gemma-norm", "layer-norm"]
 Activation = Literal["gelu", "gelu-tanh", "silu", "relu", "relu2"]

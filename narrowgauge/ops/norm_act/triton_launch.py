@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,10 @@ from narrowgauge.ops.quantize.triton_launch import Output, triton_transpose
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 triton_kernel = Kernels("narrowgauge.ops.norm_act.triton_kernel")
 triton_turned = Kernels("narrowgauge.ops.norm_act.triton_turned")

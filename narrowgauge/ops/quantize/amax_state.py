@@ -13,12 +13,13 @@ visible. `nn.amax_history` updates the state between steps.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from narrowgauge.recipe import DelayedScaling
+if TYPE_CHECKING:
+    from narrowgauge.recipe import DelayedScaling
 
 IN_USE, SEEN, NONFINITE = 0, 1, 2
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
 from narrowgauge.ops import cpp
 from narrowgauge.ops.quantize import definition
-from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
@@ -33,6 +32,7 @@ from narrowgauge.scaling import (
 )
 
 if TYPE_CHECKING:
+    from narrowgauge.ops.quantize.spec import Spec
     from narrowgauge.ops.random import Key
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of x

@@ -12,7 +12,7 @@ scale is NaN, which makes every value NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,10 @@ from narrowgauge.ops.registry import (
     device_facts,
 )
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 Noise = Tensor | Key | None
 Two = tuple[Noise, Noise]  # noise of x and of x.T

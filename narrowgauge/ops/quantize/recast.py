@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize.definition import calibrated_amax, encoded, filled, scales
-from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, DelayedScaling, LearnedStep
 from narrowgauge.scaling import times_scale
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
+    from narrowgauge.qtensor import QTensor
 
 
 def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tensor:

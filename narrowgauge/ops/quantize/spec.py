@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.registry import Device, device_of
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import scale_shape
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
+    from narrowgauge.recipe import Cast
 
 
 def empty_scales(shape: tuple[int, int], cast: Cast, device: torch.device) -> Tensor:

@@ -5,11 +5,15 @@ The launching module, and with it Triton, is imported at the first use.
 
 from __future__ import annotations
 
-from narrowgauge.ops.quantize.spec import Spec
+from typing import TYPE_CHECKING
+
 from narrowgauge.ops.registry import Refusal, imported
 from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.recipe import CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.quantize.spec import Spec
 
 LARGEST_TILE = 128
 LAUNCHES = "narrowgauge.ops.quantize.triton_launch"

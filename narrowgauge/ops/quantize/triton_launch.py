@@ -27,7 +27,7 @@ Sizes of the pieces, none measured on a GPU:
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from narrowgauge.ops.quantize.spec import empty_scales
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants
-from narrowgauge.ops.triton.cast_constants import CastConstants
 from narrowgauge.ops.triton.launch import (
     AmaxState,
     Kernels,
@@ -47,8 +46,11 @@ from narrowgauge.ops.triton.launch import (
     zeroed_workspace,
 )
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.triton.cast_constants import CastConstants
+    from narrowgauge.recipe import Cast
 
 triton_block = Kernels("narrowgauge.ops.quantize.triton_block")
 triton_transpose = Kernels("narrowgauge.ops.quantize.triton_transpose")

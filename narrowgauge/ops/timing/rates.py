@@ -23,10 +23,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.timing.cards import Card
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.timing.cards import Card
 
 TILE = 128  # rows and columns of a GEMM's tile that one processor computes at a time
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from narrowgauge.formats import E4M3, E5M2, INT4X2, INT8, FloatFormat, IntFormat
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.ops.triton import LEAST_CAPABILITY, has_conversions
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import (
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
@@ -19,6 +19,9 @@ from narrowgauge.scaling import (
     ceil_carry,
     smallest_scale,
 )
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 TWO_LEVEL = (E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
 # Formats that GPUs convert to and from by an instruction, with the same largest value and NaN. Other

@@ -15,23 +15,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import address, dry_run_on, identity
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import Kernels, launch
 from narrowgauge.optim import masters, moments, noise, rules
-from narrowgauge.optim.moments import Moment
 from narrowgauge.optim.selfcheck import Kind
-from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.step import DTYPES, ParamStep
 from narrowgauge.recipe import DelayedScaling
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.quantize.precast_weight import PrecastWeight
+    from narrowgauge.optim.moments import Moment
+    from narrowgauge.optim.skipped_steps import SkippedSteps
 
 kernel = Kernels("narrowgauge.optim.triton.kernel")
 

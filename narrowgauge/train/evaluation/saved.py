@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,9 @@ from narrowgauge.train.loop import prepare
 from narrowgauge.train.model import build, recipe_switches
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.scoring import narrow_forward
-from narrowgauge.train.tasks import TrainTask
+
+if TYPE_CHECKING:
+    from narrowgauge.train.tasks import TrainTask
 
 BEST, NEWEST, ALL = "best", "newest", "all"
 

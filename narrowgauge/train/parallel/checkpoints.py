@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,8 +20,10 @@ from narrowgauge import manifest
 from narrowgauge.distributed.gathering import gather_state_dict
 from narrowgauge.train.checkpoint import sharded, state, store
 from narrowgauge.train.checkpoint.store import Best, Checkpoint, Tensors
-from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.parallel.stage_state import WholeNumbers
+
+if TYPE_CHECKING:
+    from narrowgauge.train.parallel.ranks import Ranks
+    from narrowgauge.train.parallel.stage_state import WholeNumbers
 
 
 def save(

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.train.loss import Batch
-from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.tasks.task import Compute, Read, Score
+if TYPE_CHECKING:
+    from narrowgauge.train.loss import Batch
+    from narrowgauge.train.parallel.ranks import Ranks
+    from narrowgauge.train.tasks.task import Compute, Read, Score
 
 
 def readings(

@@ -7,13 +7,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.parallel.ranks import Ranks
 
 
 class FollowersFolder(RunFolder):

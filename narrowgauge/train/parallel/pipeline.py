@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,11 @@ from narrowgauge.distributed import distributed_state
 from narrowgauge.distributed.pipeline import message_like
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import precision as precisions
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Batch, Objective, inputs_of
 from narrowgauge.train.parallel.stages import Cut, remove, view
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
 
 T = TypeVar("T")
 Key = TypeVar("Key", str, tuple[str, str])

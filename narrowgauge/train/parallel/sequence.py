@@ -15,7 +15,7 @@ not be a multiple of the ranks: the last ranks get fewer tokens, or none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from narrowgauge.distributed.per_rank_dropout import PerRankDropout
 from narrowgauge.distributed.tensor_parallel import GatherInput, RowwiseParallel
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.train.parallel.tensor_plans import COLUMNS, GATHERED_COLUMNS
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.per_rank_dropout import PerRankDropout
 
 __all__ = ["TOKENS", "RowwiseParallel", "Stack", "styles_of"]
 

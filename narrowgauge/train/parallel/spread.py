@@ -18,7 +18,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,17 +27,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.conversion import advance
 from narrowgauge.distributed import distribute, distributed_state
-from narrowgauge.distributed.state import DistributedState
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
 from narrowgauge.nn.float32_modules import kept_modules
 from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.train.config.parallel_syntax import Layout
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Objective
 from narrowgauge.train.parallel import digest, tensor
 from narrowgauge.train.parallel.pipeline import Key, Pipeline
-from narrowgauge.train.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.state import DistributedState
+    from narrowgauge.train.config.parallel_syntax import Layout
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Objective
+    from narrowgauge.train.parallel.ranks import Ranks
 
 T = TypeVar("T")
 

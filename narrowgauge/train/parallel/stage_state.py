@@ -8,7 +8,7 @@ checkpoint from any number of ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from narrowgauge.structure import is_weight
 from narrowgauge.train.checkpoint import state
-from narrowgauge.train.checkpoint.store import Tensors
+
+if TYPE_CHECKING:
+    from narrowgauge.train.checkpoint.store import Tensors
 
 
 class WholeNumbers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -19,9 +19,11 @@ from narrowgauge.data import valid_targets
 from narrowgauge.diagnose.nonfinite import NOTHING, first_nonfinite, first_seen, nonfinite_parameter
 from narrowgauge.errors import DataError, DriftError
 from narrowgauge.train.loss import targets_of_step
-from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.signals import AgreedStop, StopRequest
-from narrowgauge.train.tasks.task import StepBatch
+
+if TYPE_CHECKING:
+    from narrowgauge.train.parallel.ranks import Ranks
+    from narrowgauge.train.tasks.task import StepBatch
 
 
 def targets_of_ranks(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from narrowgauge.conversion import suspended
 from narrowgauge.distributed.lost import is_lost
 from narrowgauge.distributed.per_rank_dropout import PerRankDropout
 from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputs
-from narrowgauge.distributed.state import DistributedState
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
@@ -45,6 +44,9 @@ from narrowgauge.train.parallel.tensor_plans import (
     ROWS,
     SPLIT_ROWS,
 )
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.state import DistributedState
 
 HEADS_AXIS = 2  # axis of the heads in the input of a per-head norm: [batch, tokens, heads, width]
 # Largest accepted |after - before| / |before| of the logits. Another order of summation causes

@@ -10,24 +10,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.distributed.messages import BYTES_PER_ELEMENT
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.timing.cards import Card
 from narrowgauge.optim import precision as precisions
 from narrowgauge.plan import messages, roofline
-from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.room import KEPT_FREE, Room
 from narrowgauge.plan.tally import repeated
 from narrowgauge.plan.text import gib
 from narrowgauge.train.config import parallel_syntax
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, SQRT, Technique, lines
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.timing.cards import Card
+    from narrowgauge.plan.forecast import Forecast
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.planning.counts import Counts
 
 MOST_ROWS = 2**16
 MOST_CHANGES = 3  # suggestions in an answer; each suffices alone

@@ -16,11 +16,13 @@ from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import StorageError
 from narrowgauge.storage import reading
-from narrowgauge.train.config.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
 
 KEPT = 500  # entries at most; the oldest are removed first
 TELLING = ("config.json", "tokenizer.json", "tokenizer_config.json")  # files that affect a trace

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory import Choice
 from narrowgauge.plan.room import Room
 from narrowgauge.plan.text import rendered
 from narrowgauge.train import stepping
 from narrowgauge.train.config import parallel_syntax
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.parallel import pipeline, spread, tensor_plans
 from narrowgauge.train.planning.answer import Answers
 from narrowgauge.train.planning.counts import Counts, silent
@@ -25,6 +23,10 @@ from narrowgauge.train.planning.measured import measured
 from narrowgauge.train.planning.policy import chosen
 from narrowgauge.train.planning.shapes import largest, task_of
 from narrowgauge.train.planning.steps import Source, without_values
+
+if TYPE_CHECKING:
+    from narrowgauge.memory import Choice
+    from narrowgauge.train.config.settings import TrainConfig
 
 
 def answered(

@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops import rng
-from narrowgauge.ops.registry import Device
 from narrowgauge.plan.forecast import Forecast, forecast
 from narrowgauge.plan.moments import Moment
 from narrowgauge.plan.sharding import divided, micro_batches_in_flight
 from narrowgauge.plan.tally import as_rows, from_rows
 from narrowgauge.train.config import parallel_syntax
-from narrowgauge.train.config.parallel_syntax import Layout
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning import cache, guard
 from narrowgauge.train.planning.depth import layers_of
 from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.registry import Device
+    from narrowgauge.train.config.parallel_syntax import Layout
+    from narrowgauge.train.config.settings import TrainConfig
 
 
 def silent(number: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge import recipes
 from narrowgauge.train.config import recipe_syntax
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import ModelClass, own_configuration
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
 
 # Checkpointing policies that treat all blocks but the last one equally.
 ALIKE = ("none", "selective", "full", "every-1")

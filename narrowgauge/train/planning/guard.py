@@ -7,10 +7,13 @@ recipe saves codes. The state copy lies on the host or on disk.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.text import gib
 from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
+
+if TYPE_CHECKING:
+    from narrowgauge.plan.forecast import Forecast
 
 
 def in_bf16(config: TrainConfig) -> TrainConfig:

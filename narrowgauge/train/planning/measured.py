@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowgauge.errors import OutOfMemoryError
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.plan.allocations import most_allocated
-from narrowgauge.plan.forecast import Forecast
 from narrowgauge.train.config import parallel_syntax
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.device import chosen_device, device_name
 from narrowgauge.train.planning.counts import Counts, generators_kept
 from narrowgauge.train.planning.shapes import largest, task_of
 from narrowgauge.train.planning.steps import Source
+
+if TYPE_CHECKING:
+    from narrowgauge.plan.forecast import Forecast
+    from narrowgauge.train.config.settings import TrainConfig
 
 
 def measured(config: TrainConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,10 +17,12 @@ from narrowgauge.errors import NarrowgaugeError, OutOfMemoryError
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.timing.cards import CONTEXT
 from narrowgauge.plan.text import gib
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.shapes import Shape
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Batch
 
 
 def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,8 +12,10 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.memory import Choice, cheapest
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.plan.room import KEPT_FREE
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.planning.counts import Counts
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
 
 MEMORY, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 

@@ -13,21 +13,23 @@ narrower.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowgauge import data
 from narrowgauge.data.rows import round_up
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import task_class
 from narrowgauge.train.tasks.image_classification import ImageTask
 from narrowgauge.train.tasks.reading import longest_example
 from narrowgauge.train.tasks.table import TableTask
-from narrowgauge.train.tasks.task import TrainTask
 from narrowgauge.train.tasks.text import TextTask
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Batch
+    from narrowgauge.train.tasks.task import TrainTask
 
 SOMEWHERE = 2048  # tokens of an example if neither settings nor model define a limit
 

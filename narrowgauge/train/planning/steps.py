@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,17 @@ from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.plan import Step
 from narrowgauge.train import step, stepping
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, build, own_configuration, pretrained
 from narrowgauge.train.optimizer import build_optimizer, cast_in_step
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.planning.depth import with_layers
 from narrowgauge.train.planning.shapes import Shape, batch_of
-from narrowgauge.train.tasks.task import TrainTask
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Batch
+    from narrowgauge.train.tasks.task import TrainTask
 
 HOST = torch.device("cpu")  # device of all fake tensors, whatever device they simulate
 MOST_MICRO_BATCHES = 2  # micro-batches that are traced; later ones equal the second

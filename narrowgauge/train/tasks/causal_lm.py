@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,16 +23,18 @@ from narrowgauge import data
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.chat import Span, answers, check_messages
-from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.data.tokenizer import end_of_text
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.text import sample
+
+if TYPE_CHECKING:
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.data.tables import Record
+    from narrowgauge.train.config.settings import TrainConfig
 
 STRADDLING = (
     "{count} examples have a token across the border of prompt and completion; it counts as prompt, and what it holds of the "

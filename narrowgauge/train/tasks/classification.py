@@ -5,21 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from transformers import AutoModelForSequenceClassification
 
 from narrowgauge import data
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import token_dtype
-from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.strata import strata_of
-from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError, closest
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.classes import (
@@ -33,7 +28,14 @@ from narrowgauge.train.tasks.classes import (
 from narrowgauge.train.tasks.confusion import class_scores
 from narrowgauge.train.tasks.reading import header
 from narrowgauge.train.tasks.table import TableTask
-from narrowgauge.train.tasks.task import Readings
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.data.example_arrays import ExampleArrays
+    from narrowgauge.data.tables import Record
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.tasks.task import Readings
 
 NUMBER = re.compile(r"-?\d{1,18}")
 CLASSIFIER = ModelClass(AutoModelForSequenceClassification, "model that classifies texts", new=True)

@@ -32,22 +32,18 @@ from copy import copy
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 
 from narrowgauge import data
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
 from narrowgauge.data.image_files import Picture, decoded, pictures
-from narrowgauge.data.image_sizes import Preprocessing
 from narrowgauge.data.text import shown
 from narrowgauge.errors import DataError, StorageError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
-from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import ModelClass
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.classes import (
     PROBLEM,
@@ -72,6 +68,12 @@ from narrowgauge.train.tasks.image_model import (
 from narrowgauge.train.tasks.reading import few_notes, header, split_places
 from narrowgauge.train.tasks.table import subset_by_hash
 from narrowgauge.train.tasks.task import Readings, TrainTask
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.data.image_sizes import Preprocessing
+    from narrowgauge.train.loss import Batch
+    from narrowgauge.train.model import ModelClass
 
 FORMAT = 1  # version of the arrays' layout; part of the key
 ARRAYS: dict[str, np.dtype[Any]] = {"pixels": np.dtype("u1"), "labels": np.dtype("<i4")}

@@ -18,14 +18,16 @@ ranks if gradients are averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from narrowgauge.data.batches import IGNORED, valid_targets
 from narrowgauge.errors import DataError
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.tasks.task import task_class
+
+if TYPE_CHECKING:
+    from narrowgauge.train.loss import Batch
 
 
 def count_targets(batches: Sequence[Batch], kind: str) -> int:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor
@@ -30,19 +30,21 @@ from transformers import AutoModelForMultipleChoice
 from narrowgauge import data
 from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import token_dtype
-from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.example_arrays import GROUP, GROUPS, ExampleArrays, group_of
 from narrowgauge.data.plan import runs
 from narrowgauge.data.rows import PaddingReport, Waste, round_up, width_of
 from narrowgauge.data.tables import Record, refuse_half_a_pair
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, whole_logits
 from narrowgauge.train.model import ModelClass
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 from narrowgauge.train.tasks.trivial import counts_of, entropy
+
+if TYPE_CHECKING:
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.train.config.settings import TrainConfig
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SIZES, LONGEST = "sizes", "longest"  # array names: tokens of each choice, tokens of the longest

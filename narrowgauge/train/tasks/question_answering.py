@@ -38,7 +38,7 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -46,20 +46,22 @@ from torch import Tensor
 from transformers import AutoModelForQuestionAnswering
 
 from narrowgauge import data
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import Values, token_dtype
-from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.example_arrays import GROUP, GROUPS, ExampleArrays, group_of
-from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass
 from narrowgauge.train.tasks.reading import longest_example
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 from narrowgauge.train.tasks.trivial import entropy
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.data.tables import Record
+    from narrowgauge.train.loss import Batch
 
 Answer = tuple[str, int]  # text, and the character of the context where it starts
 # Array: context and all answers as UTF-8 JSON, at the first window of a question; empty elsewhere.

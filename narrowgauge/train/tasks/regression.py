@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,20 +24,22 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from narrowgauge import data
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import token_dtype
-from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.strata import strata_of
-from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass
 from narrowgauge.train.tasks.classes import padding_id, with_labels
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.data.example_arrays import ExampleArrays
+    from narrowgauge.data.tables import Record
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Batch
 
 DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 LARGEST = 3.4e38  # largest float32; the loss is computed in float32

@@ -8,26 +8,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 
 from narrowgauge import data
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.cache import token_dtype
-from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.example_arrays import ExampleArrays
-from narrowgauge.data.tables import Record
 from narrowgauge.data.task import Encoded, Notes, Task
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import SEQ2SEQ, ModelClass
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.table import TableTask
-from narrowgauge.train.tasks.task import Readings
 from narrowgauge.train.tasks.translation import Translation
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.data.example_arrays import ExampleArrays
+    from narrowgauge.data.tables import Record
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Batch
+    from narrowgauge.train.tasks.task import Readings
 
 
 @dataclass(frozen=True, kw_only=True)

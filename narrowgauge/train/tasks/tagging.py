@@ -28,7 +28,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor
@@ -37,18 +37,20 @@ from transformers import AutoModelForTokenClassification
 from narrowgauge import data
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.cache import Values, token_dtype
-from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.tables import Record, refuse_half_a_pair
 from narrowgauge.data.task import Encoded, Notes, Task
 from narrowgauge.errors import ConfigError, DataError, closest
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.model import ModelClass, own_configuration
 from narrowgauge.train.tasks.classes import MOST_CLASSES, SHOWN_CLASSES, with_labels
 from narrowgauge.train.tasks.reading import header
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 from narrowgauge.train.tasks.trivial import counts_of, entropy
+
+if TYPE_CHECKING:
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Batch
 
 OUTSIDE = "O"
 MARKED = re.compile(r"([BI])-(.+)", re.DOTALL)

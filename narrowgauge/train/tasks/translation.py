@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -26,10 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge import data
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch, inputs_of
 from narrowgauge.train.model_files import quiet
-from narrowgauge.train.tasks.task import Compute, Readings
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.tasks.task import Compute, Readings
 
 LONGER = 1.5  # generated tokens, at most, per token of the longest reference
 
