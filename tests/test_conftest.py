@@ -106,6 +106,7 @@ def test_a_test_that_hangs_in_c_is_told_and_the_others_go_on(tmp_path):
     ), report
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_in_the_controller_and_in_workers(tmp_path):
     (tmp_path / "conftest.py").write_text(COLLECTING, encoding="utf-8")
     reported(tmp_path, "def test(): pass", "-n", "1")
@@ -115,6 +116,7 @@ def test_garbage_is_collected_in_the_controller_and_in_workers(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("test", "change"),
     [
@@ -128,6 +130,7 @@ def test_a_changed_global_fails_the_test_that_left_it(report, test, change):
     assert f"the test left torch's globals changed: {change}" in report
 
 
+@pytest.mark.slow
 def test_the_others_pass(report):
     for test in (
         "all_is_back",
@@ -140,6 +143,7 @@ def test_the_others_pass(report):
         assert f"PASSED test_rules.py::test_{test}" in report, report
 
 
+@pytest.mark.slow
 def test_a_gpu_test_runs_or_is_skipped_with_a_reason(report):
     assert (
         "PASSED test_rules.py::test_gpu" in report

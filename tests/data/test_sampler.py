@@ -22,6 +22,7 @@ def take(sampler, steps):
     return [next(batches) for _ in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", quick([True], [False, True]))
 def test_it_resumes_in_another_process(tmp_path, packed):
     batching = Batching(token_budget=512, seed=5, row_length=128 if packed else None)

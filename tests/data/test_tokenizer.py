@@ -228,6 +228,7 @@ def test_load_refuses_a_malformed_file(tmp_path, content):
         load(trained.folder)
 
 
+@pytest.mark.slow
 def test_load_refuses_a_slow_tokenizer(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "CanineTokenizer"}', encoding="utf-8"

@@ -74,6 +74,7 @@ def test_holm_steps_down_and_never_falls():
     assert paired_tests.holm([0.9, 0.8]) == [1.0, 1.0] and paired_tests.holm([]) == []
 
 
+@pytest.mark.slow
 def test_power_is_that_of_simulated_studies():
     """2,000 studies: within 4 standard errors, 0.045."""
     draw, n, spread, margin = random.Random(1), 8, 1.0, 1.0

@@ -26,6 +26,7 @@ from narrowgauge.diagnose.sensitivity import NOT_LEARNT, POSITIVE_CONTROL
 from narrowgauge.diagnose.verdict import EQUIVALENT
 from narrowgauge.lab.guard import check
 from narrowgauge.lab.guard.evidence import Evidence
+from tests.selection import quick
 
 GREEN = {seeds.EQUIVALENT, seeds.NOT_WORSE, seeds.IDENTICAL, seeds.BETTER}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -193,7 +194,19 @@ def test_each_flaw_is_found_as_what_it_is(name, tmp_path):
     assert FLAWS[name] in [kind for kind, _ in verdict.assay.flaws]
 
 
-@pytest.fixture(params=CANNOT_TELL)
+# One for each kind of flaw; `make test-slow` judges all of them.
+OF_EACH_KIND = [
+    "one step",
+    "constant labels",
+    "an evaluation of one batch",
+    "seeds with the same result",
+    "a reference that diverged",
+    "a control that is not seen",
+]
+ALONE = [name for name, design in CANNOT_TELL.items() if design.alone]
+
+
+@pytest.fixture(params=quick(OF_EACH_KIND, CANNOT_TELL))
 def design(request):
     return CANNOT_TELL[request.param]
 
@@ -219,7 +232,7 @@ def test_no_study_or_report_that_cannot_tell_is_green(design, tmp_path):
         assert seeds_text.sentences(verdict).rstrip().endswith(".") and verdict.assay.flaws
 
 
-@pytest.mark.parametrize("name", [name for name, design in CANNOT_TELL.items() if design.alone])
+@pytest.mark.parametrize("name", quick([n for n in OF_EACH_KIND if n in ALONE], ALONE))
 def test_no_pair_that_cannot_tell_is_called_the_same(name, tmp_path, capsys):
     """By `compare`, with a control of the order of sums, and on the page of a run with its reference."""
     pytest.importorskip("jinja2")
@@ -254,7 +267,7 @@ def test_no_pair_that_cannot_tell_is_called_the_same(name, tmp_path, capsys):
     assert 'class="notice same"' not in page.write(narrow).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [name for name, design in CANNOT_TELL.items() if design.alone])
+@pytest.mark.parametrize("name", ALONE)
 def test_no_run_that_cannot_tell_is_certified_by_its_guard(name):
     design, draw = CANNOT_TELL[name], random.Random(0)
     steps = max(design.steps, 40)

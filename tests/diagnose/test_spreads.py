@@ -72,6 +72,7 @@ def test_the_spread_is_that_of_the_rotation_with_its_signs(signs) -> None:
     assert plain > 15 and found < 4.5  # |s H| is 0.71, 1.41 or 2.83
 
 
+@pytest.mark.slow
 def test_a_run_notes_the_spread_of_all_layers_and_the_report_shows_it(make) -> None:  # noqa: F811
     config = make(recipe="int4-hq-bs", steps=2, tensor_every=2)
     assert loop.run(config) == 0

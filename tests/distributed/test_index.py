@@ -97,6 +97,7 @@ def sign(folder: Path, files: dict[str, bytes]) -> None:
     (folder / "manifest.json").write_bytes(manifest.Manifest(1, [], {}, listed, SAVE).signed())
 
 
+@pytest.mark.slow
 def test_random_chunkings_are_read_whole_or_refused(tmp_path: Path) -> None:
     """500 chunkings of up to four axes, most of them with gaps, overlaps, negative or zero sizes, or chunks outside."""
     dice = random.Random(0)

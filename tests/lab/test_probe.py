@@ -99,6 +99,7 @@ def test_without_a_change_a_stretch_is_what_the_run_does_next(make, stretches, s
     assert [each["lr"] for each in found[0].steps] == [event["lr"] for event in own]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", quick(["fp8-delayed"], ["fp8-delayed", "mxfp8"]))
 def test_a_stretch_with_one_product_in_16_bits(make, stretches, recipe):
     reference, config = make("reference", recipe=recipe), make("stretched", recipe=recipe)

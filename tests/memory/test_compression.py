@@ -26,6 +26,7 @@ from narrowgauge.recipe import Cast, DelayedScaling
 from tests.compare import assert_same, assert_sqnr
 from tests.memory.models import batch, llama, step
 from tests.raising import raises
+from tests.selection import quick
 
 INPUTS = {**batch(), "use_cache": False}
 # E4M3 rounds to nearest with 4 bits of significand: each normal element is off by at most 2^-4 of itself, uniformly within
@@ -59,7 +60,7 @@ def gates():
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", quick(["sdpa"], ["sdpa", "eager"]))
 @pytest.mark.parametrize("recipe", [None, "fp8-row"])
 def test_forward_is_exact_and_gradients_are_near(dtype, attention, recipe):
     model = llama(attn_implementation=attention)

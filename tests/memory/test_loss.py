@@ -388,6 +388,7 @@ def test_slices_by_finite_differences():
     assert torch.autograd.gradcheck(value, tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_slices_compile():
     x, weight, _, targets = made(12, 8, 30)

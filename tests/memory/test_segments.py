@@ -83,6 +83,7 @@ def inputs_at_the_peak(policy, number, keep_last=False):
     return found.peak(found.second)[0] / (rows * width * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "numbers",
     [(4, 16), pytest.param((4, 8, 16, 32, 64), marks=pytest.mark.slow)],
@@ -104,6 +105,7 @@ def test_memory_grows_with_the_square_root(numbers):
     assert 0.4 < exponent < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [12, pytest.param(32, marks=pytest.mark.slow)])
 def test_every_4_keeps_less_than_every_2_and_sqrt_no_more(number):
     peaks = {
@@ -140,7 +142,7 @@ def test_calls_are_those_that_the_report_counts(policy):
         )
 
 
-@pytest.mark.parametrize("name", quick(["int4-lsq-luq"], list(ng.recipes.names())))
+@pytest.mark.parametrize("name", quick(["fp8-delayed"], list(ng.recipes.names())))
 def test_every_recipe_learns_the_same(name):
     """Three steps: losses, weights, amax windows, learned steps and readings of samplers."""
     found = []
@@ -265,6 +267,7 @@ def test_compressed_inputs_of_segments():
     assert all(torch.isfinite(gradient).all() for gradient in found.values())
 
 
+@pytest.mark.slow
 def test_the_optimizer_in_backward():
     """A segment's blocks run again before their weights are stepped."""
     found = []
@@ -311,6 +314,7 @@ def test_an_encoder_and_a_decoder():
     )  # of the encoder, and of the decoder without its last block
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"

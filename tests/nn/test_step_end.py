@@ -18,6 +18,7 @@ import narrowgauge as ng
 from narrowgauge.nn import step_end
 from narrowgauge.nn.linear import QLinear
 from tests.compare import assert_same
+from tests.selection import quick
 
 RECIPES = ("fp8-current", "fp8-delayed", "int4-hq-lss", "nvfp4")
 
@@ -56,7 +57,7 @@ def trained(
     return {"losses": losses, "state": dict(model.state_dict())}
 
 
-@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("optimizers", quick([2], [1, 2]))
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_loop_without_the_line_is_one_with_it(recipe, fused, optimizers):
@@ -106,6 +107,7 @@ def test_the_line_ends_a_step_that_began_after_the_optimizers():
     ) == float(history[0])
 
 
+@pytest.mark.slow
 def test_layers_are_made_in_one_thread_while_an_optimizer_steps_in_another():
     model = built("fp8-current")
     optimizer, stop, failed = torch.optim.SGD(model.parameters(), lr=0.0), threading.Event(), []
@@ -250,6 +252,7 @@ def test_layers_that_are_gone_are_not_kept_and_restored_ones_are_left_alone():
     assert kept() is None
 
 
+@pytest.mark.slow
 def test_importing_registers_nothing():
     program = "import narrowgauge.nn.linear; from narrowgauge.nn import step_end; print(step_end._registered)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8")

@@ -79,6 +79,7 @@ def test_a_full_disk_is_told_in_words(cache, monkeypatch):
         load()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_threads_of_its_own():
     """With the pool of its parent, which has no threads there, it would wait for ever."""

@@ -81,7 +81,14 @@ def assert_product(out, lhs, rhs, bias=None, roundings=0.0):
 
 
 @every_gemm
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        each if each in SHAPES[1:3] else pytest.param(each, marks=pytest.mark.slow)
+        for each in SHAPES
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 def test_every_scale_meets_its_elements(kernel, lhs, rhs, shape, biased, on_cublas):
     left, right = (

@@ -38,6 +38,7 @@ from tests.oracles import (
     smallest_scale,
 )
 from tests.raising import raises
+from tests.selection import quick
 from tests.test_formats import digests_under_flush_to_zero
 
 TILES = (
@@ -506,7 +507,7 @@ def test_the_top_of_float32_decodes_to_infinity():
 # --- stochastic rounding -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cast", ALL_CASTS, ids=str)
+@pytest.mark.parametrize("cast", quick(ALL_CASTS[::4], ALL_CASTS), ids=str)
 def test_the_mean_over_all_noise_is_the_input(cast):
     """Noise k / 256 for all k: the mean is within one step of the noise, a 256th of the gap (exact counting).
 
@@ -631,6 +632,7 @@ def digests() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_flush_to_zero_changes_nothing():
     """Codes, scales and decoded values, down to tensors of subnormals only."""
     here, flushed = digests(), digests_under_flush_to_zero("tests.ops.test_quantize")

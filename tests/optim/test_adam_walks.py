@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import adam_loop, adam_walks
 from benchmarks.adam_walks import SETTINGS, Setting
-from tests.selection import needs_compiler
+from tests.selection import needs_compiler, quick
 
 
 def worst(
@@ -83,7 +83,9 @@ def test_a_regression_ends_at_its_target(states, lr, ratio):
 
 
 @needs_compiler
-@pytest.mark.parametrize("states", ["8bit", "fp8", "e4m3/8bit", "fp8-lm", "4bit"])
+@pytest.mark.parametrize(
+    "states", quick(["8bit", "4bit"], ["8bit", "fp8", "e4m3/8bit", "fp8-lm", "4bit"])
+)
 def test_plain_torch_and_the_compiled_step_walk_the_same(states, monkeypatch):
     """Bit for bit, over histories of nine decades, so that rows of the search stand for both."""
     monkeypatch.setattr(adam_walks, "STEPS", 40)
@@ -104,7 +106,7 @@ def test_plain_torch_follows_too(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("states", ["8bit", "e4m3/8bit", "fp8", "fp8-lm"])
+@pytest.mark.parametrize("states", quick(["8bit"], ["8bit", "e4m3/8bit", "fp8", "fp8-lm"]))
 def test_a_weight_that_oscillates_after_a_burst_stays(states):
     """Ten steps of 1, then +-1e-3 beside N(0, 1): 21.5 lr under exact Adam; 603 before moments were corrected."""
     weight = torch.nn.Parameter(torch.zeros(16, 512))

@@ -116,7 +116,7 @@ def test_a_rule_without_its_branch_in_the_kernel_is_an_error(other, words, monke
 @pytest.mark.parametrize("states", STATES)
 def test_threads_change_nothing(states, monkeypatch):
     found = []
-    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr("narrowgauge.ops.cpp.ELEMENTS_PER_THREAD", 100)
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         parameters = weights(torch.float32)

@@ -32,6 +32,7 @@ def counted(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "states", "checkpointing", "options"),
     quick(
@@ -84,6 +85,7 @@ def test_shallow_models_with_other_phases_are_refused():
         extrapolated(few, few, 8)
 
 
+@pytest.mark.slow
 def test_moments_add_up():
     """By part, and from phase to phase: what is alive when one ends is there when the next begins."""
     found = counted(2, "fp8-current", "8bit", None)

@@ -162,6 +162,7 @@ def test_what_makes_no_sense_is_refused(options, words):
         ng.plan(**{**given, "batch": torch.zeros(8, 64), **options})
 
 
+@pytest.mark.slow
 def test_blocks_in_segments_are_counted_one_by_one():
     """Three or four blocks form no segments of eight."""
 

@@ -100,6 +100,7 @@ def test_a_peak_is_what_shapes_say(name: str, run: dict[str, Any], states: float
     assert most == pytest.approx(2 * PARAMETERS + states + TOKENS * kept, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save", "kept"), quick(["fp8"], [("exact", FUSED), ("fp8", SAVED), ("int8", SAVED)])
 )

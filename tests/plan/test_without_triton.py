@@ -105,6 +105,7 @@ def child(program: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_triton_a_count_has_the_same_allocations(tmp_path):
     program = BLOCKED + (
         "import json\nfrom tests.plan.test_without_triton import CASES, counted\n"

@@ -27,6 +27,7 @@ from narrowgauge.report import figures, tables  # noqa: E402
 from narrowgauge.report import page as report  # noqa: E402
 from narrowgauge.report.run_data import Recorded, last_done  # noqa: E402
 from tests.raising import raises  # noqa: E402
+from tests.selection import quick  # noqa: E402
 
 VOID = {
     "meta",
@@ -170,6 +171,7 @@ def test_the_page_has_the_same_bytes_in_another_process_without_a_home(pair, htm
     assert (pair / "report.html").read_text(encoding="utf-8") == html
 
 
+@pytest.mark.slow
 def test_the_users_matplotlib_settings_are_neither_used_nor_changed(pair, html):
     with matplotlib.rc_context({"font.size": 40, "lines.linewidth": 9}):
         before = dict(matplotlib.rcParams)
@@ -341,7 +343,9 @@ def test_a_run_that_recorded_nothing_but_its_start(tmp_path):
     assert "No step was recorded" in html and "no evaluation was recorded" in html
 
 
-@pytest.mark.parametrize("kind", ["step", "eval", "sample", "checkpoint", "resume", "done"])
+@pytest.mark.parametrize(
+    "kind", quick(["step", "eval"], ["step", "eval", "sample", "checkpoint", "resume", "done"])
+)
 def test_each_kind_of_event_may_be_missing(tmp_path, kind):
     plan = Plan(steps=60, planned=60, resumed_at=(30,))
     folder = write_pair(tmp_path / "run", plan)
@@ -458,7 +462,7 @@ def test_a_long_curve_keeps_its_spikes_and_stays_short():
     )
 
 
-@pytest.mark.parametrize("name", formats.NAMES)
+@pytest.mark.parametrize("name", quick(["e4m3", "e2m1", "int4"], formats.NAMES))
 def test_every_format_has_its_range_drawn(name):
     counted = {"lowest_exponent": -130, "counts": [5, *[0] * 120, 9, 30, 4]}
     event = {"format": name, "scale": 0.01, "histogram": counted}

@@ -24,6 +24,7 @@ print(json.dumps([given_back, [faults() for _ in range(16)] if kept else []]))
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_for_the_next_step():
     """A tensor of 64 MiB made anew touches pages that are there: a fault for each would be 16,384.
 

@@ -93,6 +93,7 @@ def test_a_model_without_a_table_is_refused_by_name(make, tmp_path):
             build(config, lambda table=table: Model(table), cpu, 8, None)
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_comparison_has_none(make):
     config = make(recipe="bf16", embedding_codes="int4", compare="bf16")
     assert training.run(config) == 0
@@ -134,6 +135,7 @@ def test_the_trained_model_is_written_as_an_ordinary_one(make):
     assert written["model.embed_tokens.weight"].unique().numel() > 1000  # not rounded
 
 
+@pytest.mark.slow
 def test_a_branch_carries_the_step_over_and_may_leave_it(make, tmp_path):
     config = make("parent", recipe="bf16", embedding_codes="int4", steps=6, checkpoint_every=3)
     assert training.run(config) == 0
@@ -158,6 +160,7 @@ def test_frozen_tables_keep_their_step(make):
     assert len(tiny.losses(Path(config.output))) == 6
 
 
+@pytest.mark.slow
 def test_a_guard_has_something_to_judge_though_no_product_is_narrow(make):
     config = make(
         recipe="none",

@@ -13,6 +13,7 @@ from narrowgauge.diagnose import gpu_idle
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import launches, loop, passes, trainer
 from tests.raising import raises
+from tests.selection import quick
 from tests.test_cuda_graphs import Recorder
 from tests.train.tiny import events, losses, settings
 
@@ -63,13 +64,16 @@ def test_a_step_reads_once_from_the_device(text, tmp_path, monkeypatch):
     assert calls == [(3,)] * 6  # the loss of each micro-batch, and the norm
 
 
+@pytest.mark.slow
 def test_a_fused_run_learns_what_another_does(text, tmp_path):
     for fuse in (False, True):
         loop.run(settings(text, tmp_path / str(fuse), recipe="fp8-delayed", fuse=fuse))
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
 
 
-@pytest.mark.parametrize(("tensor_every", "step"), [(0, 3), (3, 4)])  # step 3 is the one asked for
+@pytest.mark.parametrize(
+    ("tensor_every", "step"), quick([(3, 4)], [(0, 3), (3, 4)])
+)  # step 3 is the one asked for
 def test_the_idle_time_of_a_step_is_logged_and_said(
     text, tmp_path, monkeypatch, capsys, with_report, tensor_every, step
 ):

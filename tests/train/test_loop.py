@@ -141,6 +141,7 @@ def test_run_json_follows_the_contract(full):
     assert all(isinstance(value, str) for row in run["describe"] for value in row.values())
 
 
+@pytest.mark.slow
 def test_the_peak_of_the_reference_is_its_own(make, installed, monkeypatch, with_report):
     """The first run fills 128 MiB while it is built. A system that tells one peak of a process leaves the second out."""
     fills = [2**25, 0, 2**25, 0]

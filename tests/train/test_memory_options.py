@@ -151,6 +151,7 @@ def test_the_bytes_that_freezing_saves_are_those_of_the_states_chosen(make, caps
     assert f"and {(whole - rest) / 2**20:.3g} MiB" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fused_functions_keep_what_the_run_asks_for(make):
     """Exact: the losses of a run whose activations are recomputed; in FP8 the first loss is the same, and no later one."""
     import json

@@ -113,6 +113,7 @@ def looks_possible(trainer: Trainer) -> None:
     assert 0 < trainer.passes.scaler.get_scale() < math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", quick([COUNT // 5], [COUNT // 5, COUNT]))
 def test_facts(copied, prepared, count):
     config, task = prepared
@@ -182,6 +183,7 @@ def test_run_json(copied):
             assert isinstance(run.get(key, ""), str), words
 
 
+@pytest.mark.slow
 def test_metrics(copied):
     """A line in the midst is damaged, of every event in turn."""
     path = Path(copied.output, "metrics.jsonl")

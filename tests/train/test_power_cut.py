@@ -63,6 +63,7 @@ def test_a_finished_run_is_on_the_disk_and_its_model_loads(make, tmp_path, with_
     } <= above.keys()
 
 
+@pytest.mark.slow
 def test_at_every_moment_the_run_can_go_on_and_nothing_is_half_there(make, tmp_path, with_report):
     """A cut after each sync and each rename. The oracle: what the log says of checkpoints is what a user was told."""
     config = make(steps=2, layers=1, checkpoint_every=1, keep=1, eval_every=1, best="loss")

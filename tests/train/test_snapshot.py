@@ -158,6 +158,7 @@ def test_a_probe_restores_it(make, before_step, planted, monkeypatch):
     assert seen == [1]
 
 
+@pytest.mark.slow
 def test_a_branch_takes_it_over(make, tmp_path, monkeypatch):
     """The counters of the parent, from a field that only one of both has written, and its generator."""
     parent = make("parent", steps=3, checkpoint_every=2)

@@ -100,6 +100,7 @@ def test_two_ranks_with_shards_are_clipped_alike(ranks, make, clip_by):
         assert tiny.digests(Path(inside.output)) == tiny.digests(Path(after.output))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     quick(

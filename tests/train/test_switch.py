@@ -119,7 +119,7 @@ def stop(trainer):
 SWITCHES = ["fp8-delayed@50%", "layers.0.*=fp8-current@2:backward, bf16@4:forward"]
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("switch", quick(SWITCHES[1:], SWITCHES))
 @pytest.mark.parametrize("stopped", quick([3], [2, 3, 4]))
 def test_a_run_resumed_across_a_switch_is_the_run_that_never_stopped(
     make, before_step, switch, stopped
@@ -166,6 +166,7 @@ def test_a_switch_is_told_everywhere(make, capsys):
     assert "then fp8-row@50%:backward from step 4 on " in page.write(folder).read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_other_steps_may_not_move_what_has_happened(make, before_step):
     """A share of more steps is a later step; a number stays where it is."""
     config = make("moved", recipe="mxfp4", switch="bf16@50%")
@@ -178,6 +179,7 @@ def test_other_steps_may_not_move_what_has_happened(make, before_step):
     assert loop.run(replace(config, resume=True)) == 0
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_comparison_is_not_switched(make):
     config = make("compared", recipe="mxfp4", switch="fp8-row@50%", compare="bf16")
     assert loop.run(config) == 0

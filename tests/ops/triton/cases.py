@@ -4,15 +4,18 @@ A module yields names with calls from `cases()`, has `KINDS`, what a name begins
 
     TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick stepped casting      an object for each case: its name, and "" or what differs
     TRITON_INTERPRET=1 python -m tests.ops.triton.cases rest stepped casting       those that `make test-slow` adds
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases "rest 1/3" stepped         a third of those: the first, the fourth ...
     TRITON_INTERPRET=1 python -m tests.ops.triton.cases "lion " stepped            those that begin so
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +26,10 @@ Case = tuple[str, Callable[[], object]]
 
 
 def chosen(module: Any, part: str) -> Iterator[Case]:
+    share = re.fullmatch(r"(.*) (\d+)/(\d+)", part)
+    if share:
+        whole, number, count = share[1], int(share[2]), int(share[3])
+        return islice(chosen(module, whole), number - 1, None, count)
     quick = module.is_quick
     takes = {"quick": quick, "rest": lambda name: not quick(name)}.get(
         part, lambda name: name.startswith(part)

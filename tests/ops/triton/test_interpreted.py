@@ -13,19 +13,24 @@ pytest.importorskip(
     "triton", reason="triton is not installed: its kernels are neither compiled nor run here"
 )
 
-PROCESSES = [
-    ("interpreted", "interpreted_produced"),
-    ("stepped", "casting", "interpreted_products"),
-]
+# Modules of one process -> into how many parts, of a few minutes each, their slow cases are cut.
+PROCESSES = {
+    ("interpreted", "interpreted_produced"): 4,
+    ("stepped", "casting", "interpreted_products"): 2,
+}
 
 
 @pytest.mark.long
-@pytest.mark.timeout(960)  # half a minute on a quiet machine
+@pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     ("part", "names"),
     [
         ("quick", sum(PROCESSES, ())),
-        *(pytest.param("rest", names, marks=pytest.mark.slow) for names in PROCESSES),
+        *(
+            pytest.param(f"rest {number}/{count}", names, marks=pytest.mark.slow)
+            for names, count in PROCESSES.items()
+            for number in range(1, count + 1)
+        ),
     ],
     ids=lambda each: each if isinstance(each, str) else " and ".join(each),
 )

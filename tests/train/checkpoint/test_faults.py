@@ -34,6 +34,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(path.iterdir())
 
 
+@pytest.mark.slow
 def test_every_one_of_1000_changed_bytes_is_noticed(tmp_path):
     path = saved(tmp_path, 1)[0]
     choice = random.Random(0)
@@ -242,6 +243,7 @@ def test_a_file_over_the_limit_leaves_the_older_checkpoint_whole(tmp_path):
     manifest.verify(path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path):
     """A real tmpfs of 4 MiB in a mount namespace of its own, where the kernel allows one."""
     program = (

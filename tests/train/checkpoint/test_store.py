@@ -194,6 +194,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(JSON)
 def test_facts_are_any_json(tmp_path_factory, value):

@@ -107,6 +107,7 @@ def test_a_run_that_its_guard_has_widened_scores_as_it_did(make, installed):  # 
         )
 
 
+@pytest.mark.slow
 def test_a_saved_run_computes_with_its_own_threads(run, monkeypatch):
     seen, before = [], torch.get_num_threads()
     settings = (run / "config.toml").read_text()

@@ -107,6 +107,7 @@ def test_a_template_that_cannot_reach_python_may_use_filters(folder: Path) -> No
     assert task.config.doc_to_text
 
 
+@pytest.mark.slow
 def test_an_endless_include_and_a_deep_file_are_sentences(folder: Path) -> None:
     (folder / "loop.yaml").write_text("include: t.yaml\n")
     for text in (

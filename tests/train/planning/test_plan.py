@@ -208,6 +208,7 @@ def test_settings_that_treat_layers_differently_are_counted_in_full(settings):
         assert why in Counts(cpu_facts()).of(settings(**changes)).counted
 
 
+@pytest.mark.slow
 def test_a_plan_on_the_command_line(tmp_path, capsys, own_cache):
     """Once counted, then from the cache; a damaged entry counts as absent."""
     sizes = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
@@ -365,6 +366,7 @@ def test_techniques_change_what_they_say(settings):
         ) or each.name == "half micro-batches"
 
 
+@pytest.mark.slow
 def test_a_run_says_what_was_planned_and_never_ends_in_it(settings):
     batch = {"input_ids": torch.zeros(4, 128, dtype=torch.int64)}
     assert of_run.planned(settings(), CPU, batch) == {}  # on a CPU nobody asks

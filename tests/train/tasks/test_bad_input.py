@@ -233,6 +233,7 @@ def test_padding_that_is_the_end_of_text_does_not_hide_the_last_target(make, tmp
     assert len(with_code(told, "tokenizer.padding-is-end")) == 1
 
 
+@pytest.mark.slow
 def test_a_slow_tokenizer_is_refused(make, copy_of):
     folder = copy_of("bert")
     (folder / "tokenizer.json").unlink()
@@ -395,6 +396,7 @@ def test_a_model_without_linears_trains_without_a_recipe(make, tmp_path):
     assert loop.run(config) == 0 and Path(config.output, "final").exists()
 
 
+@pytest.mark.slow
 def test_a_model_of_another_kind_is_told_without_a_list_of_all(make):
     config = make("t5")
     with raises(ConfigError, "model.unloadable") as caught:

@@ -155,6 +155,7 @@ def test_micro_batches_change_nothing_but_memory(make):
     assert readings[1] == pytest.approx(readings[0], rel=2e-6)  # float32 sums in another order
 
 
+@pytest.mark.slow
 def test_without_a_model_a_vit_of_the_settings_sizes_starts_at_random(place, tmp_path):
     sizes = {"hidden_size": 32, "layers": 3, "heads": 4, "image_size": 12, "patch_size": 3}
     config = folders.settings(

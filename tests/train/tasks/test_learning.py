@@ -36,6 +36,7 @@ def trained(make, reports, job, **changes):
     return tiny.events(folder, "eval")[-1], known
 
 
+@pytest.mark.slow
 def test_answers_are_found_and_none_is_given_where_there_is_none(make, reports, tmp_path):
     """Which colour is the first: one text in four has none."""
     data = folders.first_things(tmp_path / "many.jsonl", 300)
@@ -44,6 +45,7 @@ def test_answers_are_found_and_none_is_given_where_there_is_none(make, reports, 
     assert found["exact_match"] > 0.85 and found["f1"] >= found["exact_match"]
 
 
+@pytest.mark.slow
 def test_tags_are_learnt(make, reports, tmp_path):
     found, known = trained(
         make,

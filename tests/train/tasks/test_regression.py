@@ -20,6 +20,7 @@ from tests.train import tiny
 from tests.train.tasks import folders
 
 
+@pytest.mark.slow
 def test_it_learns(make, tmp_path, capfd, with_report):
     """Whether 400 sentences are red, green or both, in 80 steps of fp8-row from random weights."""
     config = make(

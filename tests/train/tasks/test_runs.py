@@ -61,7 +61,7 @@ def run_json(config):
     return json.loads(Path(config.output, "run.json").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("job", quick(["classification", "packed", "t5", "marian"], JOBS))
+@pytest.mark.parametrize("job", quick(["classification", "packed", "t5"], JOBS))
 def test_a_run_leaves_a_folder_that_transformers_loads(make, reports, job):
     config = make(
         job, eval_every=2, **({"sample_tokens": 3} if job in ("completion", "t5") else {})
@@ -100,6 +100,7 @@ def test_a_run_leaves_a_folder_that_transformers_loads(make, reports, job):
     assert reports == [folder]
 
 
+@pytest.mark.slow
 def test_shuffled_batches_are_the_same_however_they_are_cut_and_pad_less_in_parts(make, capsys):
     """And what a run says of its padding is what its micro-batches have. A task that writes is shuffled where nothing else is asked."""
     seen = {}
@@ -127,6 +128,7 @@ def test_shuffled_batches_are_the_same_however_they_are_cut_and_pad_less_in_part
     assert seen[4][1] == pytest.approx(seen[1][1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_report_tells(make, tmp_path, with_report):
     """Whether 'red' is in a sentence, of 400 of them, in 60 steps of fp8-row from random weights."""
     data = folders.classes_csv(tmp_path / "many.csv", 400)
@@ -298,6 +300,7 @@ def test_memory_and_precision_are_options_of_every_task(make, job, technique):
     assert all(math.isfinite(loss) for loss in tiny.losses(Path(config.output)).values())
 
 
+@pytest.mark.slow
 def test_epochs_are_as_many_steps_as_their_plans_have(make):
     config = make("chat", epochs=2, token_budget=192)
     assert loop.run(config) == 0
