@@ -514,6 +514,7 @@ def digests_under_flush_to_zero(module: str) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_flush_to_zero_changes_nothing():
     assert digests_under_flush_to_zero("tests.test_formats") == digests()
 
