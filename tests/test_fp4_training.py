@@ -101,6 +101,7 @@ def test_gradients_are_unbiased(recipe, tokens):
         assert z_of(found, mean, generator) < z_limit(1e-4, 33)
 
 
+@pytest.mark.slow
 def test_without_the_guard_gradients_are_biased():
     """Negative control: MXFP4 rounded down, and no 3/4."""
     chosen = ng.recipes.MXFP4

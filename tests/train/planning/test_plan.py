@@ -413,6 +413,7 @@ def test_entries_belong_to_their_question(own_cache):
     assert cache.load({"a": 1}) is None
 
 
+@pytest.mark.slow
 def test_auto_is_refused(settings):
     with raises(ConfigError, "plan.auto-recipe"):
         Counts(cpu_facts()).of(settings(recipe="auto"))

@@ -218,21 +218,19 @@ def test_stopped_and_resumed_to_the_bit_across_an_epoch(make, before_step, job):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
-    quick(
-        ["packed"],
-        [
-            "classification",
-            "completion",
-            "packed",
-            "t5",
-            "questions",
-            "tags",
-            "choices",
-            "regression",
-        ],
-    ),
+    [
+        "classification",
+        "completion",
+        "packed",
+        "t5",
+        "questions",
+        "tags",
+        "choices",
+        "regression",
+    ],
 )
 def test_cutting_a_step_changes_nothing(make, copy_of, jobs, job):
     """(8 x 1), (4 x 2), (1 x 8): loss and gradient norm of masked, padded and packed steps in float32, without dropout."""
@@ -316,6 +314,7 @@ def test_every_example_is_seen_once_in_an_epoch(make):
     assert sum(event["examples"] for event in steps) == run_json(config)["data"]["train_examples"]
 
 
+@pytest.mark.slow
 def test_compared_with_a_reference_on_the_same_batches(make, capfd, with_report):
     config = make("classification", steps=1, compare="bf16")
     assert loop.run(config) == 0
@@ -358,6 +357,7 @@ def same_weights(folder, weights):
     return all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
 
 
+@pytest.mark.slow
 def test_lost_best_weights_are_told_and_chosen_anew(make, before_step, told):
     config = make("classification", eval_every=1)
     before_step(3, stop)
