@@ -11,7 +11,7 @@ from narrowgauge.conversion.switching import switched
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab import probe, training
 from tests.raising import raises
-from tests.selection import quick
+from tests.selection import quick, slow_on_a_plain_cpu
 from tests.train import tiny
 from tests.train.test_deferred import late, seen  # noqa: F401
 from tests.train.test_loop import Poison, in_forward, installed  # noqa: F401
@@ -69,6 +69,7 @@ def same(config, reference):
     assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
 
 
+@slow_on_a_plain_cpu
 @pytest.mark.parametrize("settings", quick(RUNS[1:2], RUNS), ids=str)
 def test_a_run_with_a_stretch_is_the_run_without(make, stretches, settings, cpu):
     reference, config = make("reference", **settings), make("stretched", **settings)

@@ -26,7 +26,7 @@ from narrowgauge.train.planning.shapes import largest, task_of
 from narrowgauge.train.planning.steps import Source
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, lines
 from tests.raising import cli_raises, coded, raises
-from tests.selection import quick
+from tests.selection import quick, slow_on_a_plain_cpu
 
 transformers = pytest.importorskip("transformers")
 
@@ -159,6 +159,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@slow_on_a_plain_cpu
 @pytest.mark.parametrize(
     ("name", "changes"),
     quick(RUNS[:1], RUNS),
