@@ -49,8 +49,8 @@ def _per_tensor(name: str, summary: str, calibrate: CurrentScaling | DelayedScal
     accumulation in `output` alone (Colossal-AI uses it in all three).
 
     Like TransformerEngine, saves the codes of x for backward in place of casting x again. The
-    gradients are bit-identical to the gradients with save="original". No codes are saved of o_proj's
-    input, which attention saves anyway.
+    gradients are bit-identical to the gradients with save="original". On a GPU no codes are saved of
+    o_proj's input, which attention saves anyway.
     """
     forward, gradient = (
         Cast(format=E4M3, calibrate=calibrate),

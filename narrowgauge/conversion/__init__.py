@@ -363,8 +363,8 @@ def advance(model: nn.Module) -> None:
     visible in the loop. The call is required if no such optimizer steps: weights written by hand, a
     step traced by torch.compile, steps inside a backward pass.
 
-    Each weight is cast once per step in eager mode and reused over micro-batches.
-    Before the first step it is cast at each forward pass. No host synchronization,
+    With weight_codes="step", the default on a CPU and in compiled code, each weight is cast once per
+    step and reused over micro-batches. Before the first step it is cast at each forward pass. No host synchronization,
     except one small read if a recipe samples rows, and one per layer in the cold
     start of learned steps. Warns once of learned steps that no optimizer updates.
     """

@@ -2,7 +2,7 @@
 
 Of x, if the gradient of w is needed. The first line that applies:
 
-    1  backward="straight-through"        FORWARD_CODES: packed codes of the forward GEMM, mask bits
+    1  backward="straight-through"        packed codes of the forward GEMM and mask bits
     2  the producer of x saves its inputs PRODUCER_INPUTS, from which backward recomputes the cast
     3  save="original"                    INPUT: x itself
     4  an observer needs x in backward    INPUT
@@ -12,6 +12,20 @@ Of x, if the gradient of w is needed. The first line that applies:
     7  else                               CODES: the codes of x.T and their scales
 
 Line 5 follows from memory: codes beside a saved input would add to it. Line 3 is `Recipe.save`.
+
+So of x by recipe, with weight_codes="auto", without a fused producer and without an observer:
+
+    recipe                                                CPU      GPU
+    fp8-current, fp8-delayed, fp8-current-fast            values   codes
+    fp8-row, fp8-block, mxfp8, int8                       x        codes
+    bf16, nvfp4, mxfp4                                    x        x
+    int4-*                                                packed   packed
+
+    values  the elements that `output` read, before scales, and the scale: a transposed view, in
+            bfloat16, or in float32 in a float32 layer and on a CPU without bfloat16 instructions
+    codes   one byte per element, [K, T], and the scales. x in their place if its producer saves it
+            (line 5), from the first `advance` on
+    packed  half a byte per element, and one bit per element that says whether it was in range
 
 Of w, by `weight_codes`. Autograd always saves w itself. Results are bit-identical:
 

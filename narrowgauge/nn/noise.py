@@ -4,6 +4,19 @@ Random numbers are drawn in a fixed order of GEMMs, grad_input first, so that a 
 generator state is repeated bit for bit. The GEMMs themselves may run in the other order: the noise
 of a whole tensor is a key of 16 bytes (`ops.random`). The keys of grad_input are drawn first, held
 in `Operand.waiting`, and used later.
+
+Repetition, in eager code on devices that draw keys:
+
+    x                     a new draw at each forward pass
+    gy                    a new draw at each backward pass
+    w.rows                the first key serves the optimizer step; later passes draw and discard
+    w.cols                drawn by the first backward pass; its key serves the others of the step
+    random signs          nothing is kept: each cast has signs and noise of its own
+    no cache of w         a new draw at each cast: compiled code, no gradients, before `advance`
+    devices without keys  the cache keeps codes instead of a key
+
+Activation checkpointing restores the generator before it repeats a forward pass, so the repetition
+draws the same numbers. It records no other amax, since an amax state takes maxima.
 """
 
 from __future__ import annotations
@@ -44,8 +57,8 @@ def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
         or (rotate is not None and rotate.signs == "random")
     ):
         return draw(tuple(x.shape), x.device, context.ranks.stream, plan.role, which)
-    # w.cols is cast once per optimizer step. A recast in a later backward
-    # pass must repeat its noise.
+    # One cast of w serves an optimizer step, so a recast in a later pass must repeat its noise:
+    # of cols the key is read, of rows `setdefault` returns the first key.
     if which == "cols" and which in keys:
         return keys[which]
     noise = draw(tuple(x.shape), x.device, context.ranks.stream, plan.role, which)

@@ -3,7 +3,13 @@
     rows   t cast along its last axis; the operand of the GEMM that reads t
     cols   t.T cast along its last axis; the operand of the GEMM that reads t.T
 
-`plan.PRODUCTS` lists the GEMMs. Each copy is made on first use and stored in `Casts`, which a cache
+`plan.PRODUCTS` lists the GEMMs. With T tokens, x.cols is [K, T] and gy.cols [N, T], both tiled
+along T; w.cols is [K, N], tiled along N. A kernel of FP8, INT8 or FP4 units reads codes, two to a
+byte in 4 bits, and float32 scales, which ops/mm/cublas.py turns into the units' layout. A GEMM that
+is emulated reads decoded elements (`OperandPlan.rows_expand`, `cols_expand`) and the same scales. If
+the plan `transposes`, cols is rows.T: a view, or a row-major copy of codes of w.
+
+Each copy is made on first use and stored in `Casts`, which a cache
 may hold and layers may share. If the recipe rotates, t is rotated along the contracted axis before
 the cast. The code uses plain tensors only, so torch.compile can trace it.
 """
@@ -22,7 +28,7 @@ from narrowgauge.nn.keep_policy import SavedInput
 from narrowgauge.nn.plan import PRODUCTS, OperandPlan
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
-from narrowgauge.ops.quantize import dequantize, tile_amax
+from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
@@ -41,7 +47,7 @@ class Casts:
     rows, cols  quantized t and quantized t.T; None until first use
     amax        [1, 1] float32: the amax that set the scale under delayed scaling, else None
     amax_state  the amax state that recorded this tensor
-    noise_keys  (w) "rows", "cols" -> noise key, so backward repeats a stochastic cast bit for bit
+    noise_keys  (w) "rows", "cols" -> key of the cast's noise in this optimizer step, see noise.py
     saved       (x) tensors saved for backward in place of cols; shared by all layers that read x
     codes       (straight-through) codes of the forward GEMM (straight_through.Coded)
     source      (x) tensors from which backward recomputes cols; None: cols are saved
@@ -133,7 +139,7 @@ class Operand:
             # the one that training recorded: averaged, merged, copied in. By
             # the history the relative error was 0.81 instead of 0.037.
             if casts.amax is None:
-                casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
+                casts.amax = plan.amax(self.tensor.detach())
             return
         if (
             casts.rows is None
@@ -159,7 +165,7 @@ class Operand:
         if state is None and casts.rows is None and self._remembers_amax:
             casts.rows, casts.amax = plan.with_amax(self.tensor)
         if state is not None and casts.amax is None:
-            amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
+            amax = plan.amax(self.tensor.detach())
             casts.amax = update_amax(state, amax, records=self.context.records)
             casts.amax_state = state
 
@@ -398,9 +404,9 @@ class Operand:
         """(codes, scale, global scale) of x.T; scales may be exponents, see `_saves_exponents`."""
         casts, plan = self.casts, self.plan
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
-            # A CPU saves dequantized values: encoding and decoding takes
-            # longer there than the GEMM.
-            keeps_values = rows.is_expanded and type_of(rows.device) == "cpu"
+            # A CPU that emulates the GEMM saves the decoded elements, before scales: encoding and
+            # decoding takes longer there than the GEMM.
+            keeps_values = rows.is_expanded and type_of(rows.data.device) == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
             rotation = Rotation.draw(

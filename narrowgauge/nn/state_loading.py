@@ -1,9 +1,16 @@
 """Names of the state that a recipe added to a QLinear, and loading of that state.
 
-The state is amax histories, learned steps and readings of a row sampler. A state
-dict without such entries leaves the layer's state as it is, with a warning.
-Entries of another recipe are reported too. A weight that is frozen as codes loads
-codes, or casts a 16-bit weight. QLinear imports this module on the first load.
+    scaling.ROLE.history    [length] float32  amax history of ROLE, one of x, w, gy: fp8-delayed
+    scaling.ROLE.live       [3] float32
+    scaling.ROLE.nonfinite  [1] int64
+    steps.x, steps.w        [1] float32       learned steps: int4-lsq-luq, int4-hq-lss
+    steps.cold_left         [1] int64
+    sampling.variance       [2] float32       of a row sampler: int4-hq-lss
+    frozen.*                                  codes in place of the weight (frozen.py)
+
+Other recipes add no key. A state dict without such entries leaves the layer's state as it is, with
+a warning. Entries of another recipe are reported too. A weight that is frozen as codes loads codes,
+or casts a 16-bit weight. QLinear imports this module on the first load.
 """
 
 from __future__ import annotations

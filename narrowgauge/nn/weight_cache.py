@@ -4,7 +4,8 @@
 `_version`, which does not change on writes through `.data`, NumPy or raw pointers. A forward pass
 therefore reuses casts of a weight only if its bytes are unchanged (`ops.fingerprint`):
 
-    CPU             compares all bytes, so every write is detected, in training and evaluation
+    CPU             compares all bytes, so every write is detected, in training and in evaluation
+                    with gradients. Without gradients no cache is read (linear.py)
     other devices   "recast", the default, caches no codes. "step" reuses codes in training only. It
                     compares a sample of the weight in every eighth step and reports a change at
                     the end of a later step (`step_end`)

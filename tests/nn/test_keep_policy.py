@@ -6,6 +6,7 @@ depends on the device, `device_is` lets it decide as a GPU.
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn import keep_policy as keep_policy_module
 from narrowgauge.nn.keep_policy import KeepPolicy, SavedInput, keep_policy, producer_policy
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Recipe
@@ -29,14 +31,6 @@ W, X = ("w:float32",), ("x:float32",)
 AMAX = ("state:float32",)
 # Straight-through: the scale, packed codes, mask bits, then residual and rows of a learned step.
 FORWARD_CODES = {
-    "int4-hq-bs": ("state:float32", "scale:uint8", "scale:uint8", *W, *AMAX),
-    "int4-hq-lss": (
-        "state:float32", "scale:uint8", "scale:uint8", "scale:float16", "state:int64", *W, *AMAX,
-    ),
-}  # fmt: skip
-# A CPU that emulates a GEMM decodes codes of one scale at once, and saves these values.
-DECODED = ("fp8-current", "fp8-delayed")
-CODES = {
     "int4-hq-bs": ("state:float32", "scale:uint8", "scale:uint8", *W, *AMAX),
     "int4-hq-lss": (
         "state:float32", "scale:uint8", "scale:uint8", "scale:float16", "state:int64", *W, *AMAX,
@@ -159,6 +153,41 @@ def test_a_gpu_recasts_and_saves_codes_unless_the_producer_saves_x(device_is, pr
     x = torch.relu(x) if producer == "relu" else x * 1
     keep = layer.context(x, layer.state.cache).keep
     assert keep.weight == "recast" and keep.of_input(True, False) is form
+
+
+def forms_of_the_docstring() -> dict[str, tuple[str, str]]:
+    """Recipe -> (form on a CPU, form on a GPU), from the second table of keep_policy."""
+    assert keep_policy_module.__doc__ is not None
+    table = keep_policy_module.__doc__.partition("    recipe  ")[2].partition("\n\n")[0]
+    found = {}
+    for line in table.splitlines()[1:]:
+        *names, cpu, gpu = line.replace(",", " ").split()
+        for pattern in names:
+            matching = fnmatch.filter(recipes.names(), pattern)
+            assert matching, f"no recipe is named {pattern}"
+            found.update(dict.fromkeys(matching, (cpu, gpu)))
+    return found
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_the_docstring_names_the_saved_form_of_each_recipe(name, device_is):
+    """Codes that a CPU decoded are "values" there."""
+    layer = layer_of(recipes.get(name), "auto")
+    x = torch.randn(TOKENS, INPUTS, requires_grad=True)
+    forms = []
+    cpu = Device("cpu", bf16_gemm=True, int8_gemm=True)
+    for device in (cpu, Device("cuda", (9, 0))):
+        device_is(device, of="cpu")
+        ng.advance(layer)
+        context = layer.context(x * 1, layer.state.cache)
+        if layer.recipe.backward == "straight-through":
+            forms.append("packed")
+        elif context.keep.of_input(True, False) is SavedInput.INPUT:
+            forms.append("x")
+        else:
+            decodes = device.type == "cpu" and context.plan.x.transposes
+            forms.append("values" if decodes else "codes")
+    assert forms_of_the_docstring()[name] == tuple(forms)
 
 
 def table_line(**facts: object) -> KeepPolicy:

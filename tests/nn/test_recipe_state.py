@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
 import torch
 
 import narrowgauge as ng
+from narrowgauge import recipes
+from narrowgauge.nn import state_loading
 from narrowgauge.nn.step_watch import PATIENCE
 from tests.compare import assert_same
 from tests.raising import require, with_code
@@ -267,3 +270,29 @@ def test_training_in_eval_mode_is_told(name: str) -> None:
     [words] = said
     kind = "learned steps" if name.startswith("int4") else "amax windows"
     require(words, "advance.eval-mode", f"{name}: ", kind, " 1 of its layers")
+
+
+def keys_of_the_docstring(name: str) -> dict[str, torch.dtype]:
+    """Key -> dtype, from the table of `state_loading`; a line without recipes is as the one before."""
+    assert state_loading.__doc__ is not None
+    found: dict[str, torch.dtype] = {}
+    is_listed = False
+    for line in state_loading.__doc__.splitlines():
+        row = re.fullmatch(r"    ([\w.]+(?:, [\w.]+)*) +\[\w+\] (\w+)(?: .*: (.*))?", line)
+        if row is None:
+            continue
+        keys, dtype, names = row.groups()
+        is_listed = name in names.split(", ") if names else is_listed
+        if is_listed:
+            roles = [
+                key.replace("ROLE", role) for key in keys.split(", ") for role in ("x", "w", "gy")
+            ]
+            found |= dict.fromkeys(roles, getattr(torch, dtype))
+    return found
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_the_docstring_lists_the_keys_that_a_recipe_adds(name: str) -> None:
+    layer = ng.QLinear(64, 48, bias=False, recipe=recipes.get(name))
+    added = {key: tensor.dtype for key, tensor in layer.state_dict().items() if key != "weight"}
+    assert added == keys_of_the_docstring(name)
