@@ -277,6 +277,7 @@ STOPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "number", "begun"), quick(STOPS[:1], STOPS))
 @pytest.mark.parametrize(
     "settings", quick([{}], [{}, {"checkpoint_every": 3, "recipe": "fp8-delayed"}]), ids=str
