@@ -137,6 +137,7 @@ def test_probes_of_killed_processes_go(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [".probe-mine"]
 
 
+@pytest.mark.slow
 def test_superseded_best_weights_go_when_a_killed_run_goes_on(tmp_path: Path, text: Path) -> None:
     """Killed after the checkpoint that names step 4 as the best was saved, and before the best weights of an earlier step were removed."""
     config = tiny.settings(

@@ -86,7 +86,7 @@ class TableTask(TrainTask):
     def config_without_data(cls, config: TrainConfig) -> TrainConfig:
         """Configuration for a plan without data.
 
-        Settings that `roles` would otherwise read from the data are filled in.
+        Settings that `columns_and_model` would otherwise read from the data are filled in.
         """
         return config
 

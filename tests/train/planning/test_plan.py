@@ -25,7 +25,7 @@ from narrowgauge.train.planning.measured import second_step
 from narrowgauge.train.planning.steps import Source
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, lines
 from tests.raising import cli_raises, coded, raises
-from tests.selection import quick
+from tests.selection import quick, slow_on_a_plain_cpu
 
 transformers = pytest.importorskip("transformers")
 
@@ -157,6 +157,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@slow_on_a_plain_cpu
 @pytest.mark.parametrize(
     ("name", "changes"),
     quick(RUNS[:1], RUNS),
@@ -411,6 +412,7 @@ def test_entries_belong_to_their_question(own_cache):
     assert cache.load({"a": 1}) is None
 
 
+@pytest.mark.slow
 def test_auto_is_refused(settings):
     with raises(ConfigError, "plan.auto-recipe"):
         Counts(cpu_facts()).of(settings(recipe="auto"))
