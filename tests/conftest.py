@@ -93,10 +93,10 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # what is slow on several ranks is a matter of `make test-ranks`
-        on_ranks = "ranks" in getattr(item, "fixturenames", ()) or item.path.name in (
-            "test_torchrun.py",
-            "test_examples.py",
-        )
+        # A parameter of that name is not the fixture.
+        given = item.callspec.params if hasattr(item, "callspec") else ()
+        uses_ranks = "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in given
+        on_ranks = uses_ranks or item.path.name in ("test_torchrun.py", "test_examples.py")
         if on_ranks and item.get_closest_marker("slow"):
             item.add_marker("ranks")
     # Begun last, one process would wait for it alone.
