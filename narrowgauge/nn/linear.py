@@ -355,9 +355,11 @@ class QLinear(nn.Linear):
 
             local = Locals(x, weight, bias, None if compiling else self._any_state())
             x, weight, bias, owner = local.x, local.weight, local.bias, local.owner
-        # A pass without gradients reads no cached cast: evaluation may run
-        # on averaged or merged weights.
-        context, inputs = self.context(x, state.cache if torch.is_grad_enabled() else None), None
+        # A pass without gradients reads no cached cast: evaluation may run on averaged or merged
+        # weights. A random cast is read in training: the first pass of reentrant checkpointing has
+        # no gradients, and its repetition would find the cast of an earlier micro-batch.
+        reads = torch.is_grad_enabled() or (self.training and _draws_weight(recipe))
+        context, inputs = self.context(x, state.cache if reads else None), None
         if not compiling:
             if (
                 state.shared_inputs is not None
@@ -685,6 +687,12 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> No
     if fits and (bias is None or (bias.ndim == 1 and bias.shape[0] == weight.shape[0])):
         return
     imported(_REFUSALS, "refuse")(x, weight, bias, _FLOATS, recipe)
+
+
+def _draws_weight(recipe: Recipe) -> bool:
+    """True if the forward cast of the weight is rounded stochastically."""
+    cast = recipe.output.rhs
+    return cast is not None and cast.rounding == "stochastic"
 
 
 def _rows(x: Tensor) -> Tensor:

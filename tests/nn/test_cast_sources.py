@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,6 +174,30 @@ def test_casts_go_with_the_last_reader_of_the_pass_before():
 def test_checkpointing_is_bitwise_neutral(recipe, through):
     for mine, theirs in zip(step(built(recipe), through)[0], step(built(recipe))[0], strict=True):
         assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("weight_codes", ["step", "recast"])
+def test_both_passes_of_reentrant_checkpointing_read_one_random_cast_of_the_weight(weight_codes):
+    """In later micro-batches too, where the repetition finds a cast that the step made before."""
+    fp8 = recipes.get("fp8-current")
+    drawn = replace(fp8.output.rhs, rounding="stochastic")
+    recipe = fp8.with_gemm(
+        output=replace(fp8.output, rhs=drawn), grad_input=replace(fp8.grad_input, rhs=drawn)
+    )
+    layer = ng.QLinear(WIDTH, 48, bias=False, recipe=recipe)
+    layer.weight_codes = weight_codes
+    x, outputs = torch.randn(TOKENS, WIDTH, requires_grad=True), []
+
+    def block(t):
+        outputs.append(layer(t))
+        return outputs[-1]
+
+    for _ in range(2):
+        for _ in range(3):
+            outputs.clear()
+            checkpoint(block, x, use_reentrant=True).sum().backward()
+            assert_same(outputs[1].detach(), outputs[0])
+        ng.advance(layer)
 
 
 def test_codes_are_made_once_and_never_for_another_tensor_or_version(monkeypatch):
