@@ -18,6 +18,7 @@ from typing import Any
 
 from narrowgauge.diagnose import guard_settings
 from narrowgauge.errors import ConfigError
+from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config import parallel_syntax, switch_syntax
 from narrowgauge.train.config.data_checks import task_checks
 from narrowgauge.train.config.data_settings import GENERATING, TASKS, DataSettings
@@ -47,6 +48,9 @@ __all__ = [
 
 MAX_INT = 2**63 - 1  # largest integer that TOML guarantees and torch accepts as a seed
 FUSED_SAVES = ("exact", "fp8", "int8")  # values of `save` for fused norms and activations
+UNSET, AS_THE_RULE = -1.0, "-1: as the rule of the updates has it in a run."
+# Numbers of rules without such an option. They are written to config.toml and have no effect.
+WITHOUT_OPTION = {"betas": (0.9, 0.95), "momentum": 0.9, "eps": 1e-8}
 NO_RECIPE = "none"  # plain nn.Linear in the dtype of `precision`
 PRECISION, TRAINING, RUN = (partial(setting, group) for group in ("precision", "training", "run"))
 
@@ -83,16 +87,16 @@ class TrainConfig(DataSettings):
     learning_rate: float = TRAINING(1e-3, "Peak learning rate.", Range(0, 1, open_low=True))
     min_learning_rate: float = TRAINING(0.0, "Learning rate after the last step.", Range(0, 1))
     warmup_steps: int = TRAINING(20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
-    optimizer: str = TRAINING("adamw", "Rule of the updates.", OneOf(("adamw", "lion", "sgd")))
+    optimizer: str = TRAINING("adamw", "Rule of the updates.", OneOf(tuple(RULES)))
     states: str = TRAINING("fp32", "Numbers of the optimizer's moments; 'first/second': of each.",
         OneOrPair(("fp32", "8bit", "fp8", "fp8-lm", "4bit"), ("fp32", "fp16", "8bit", "fp8", "e4m3", "4bit")))
     embedding_states: str = TRAINING("fp32", "Moments of embeddings: float32, or the same as all.", OneOf(("fp32", "same")))
     master: str = TRAINING("", "What keeps the low bits of 16-bit weights; empty: as the precision says.",
         OneOf(("", "fp32", "fp16-scaled", "bf16-remainder", "stochastic")))
-    weight_decay: float = TRAINING(0.1, "Decoupled weight decay of AdamW.", Range(0, 1))
-    beta1: float = TRAINING(0.9, "Decay of the first moment; SGD's momentum.", Range(0, 1, open_high=True))
-    beta2: float = TRAINING(0.95, "AdamW's decay of the second moment; Lion's of its only one.", Range(0, 1, open_high=True))
-    epsilon: float = TRAINING(1e-8, "AdamW's guard against division by zero.", Range(0, 1, open_low=True))
+    weight_decay: float = TRAINING(0.1, "Weight decay of matrices, as the rule of the updates has it.", Range(0, 1))
+    beta1: float = TRAINING(UNSET, f"First beta, or the momentum; {AS_THE_RULE}", Range(0, 1, open_high=True, unset=UNSET))
+    beta2: float = TRAINING(UNSET, f"Second beta; {AS_THE_RULE}", Range(0, 1, open_high=True, unset=UNSET))
+    epsilon: float = TRAINING(UNSET, f"Guard against division by zero; {AS_THE_RULE}", Range(0, 1, open_low=True, unset=UNSET))
     clip: float = TRAINING(1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
     step_in_backward: bool = TRAINING(False, "Step each parameter as soon as its gradient is whole, and free it; sums of several "
         "micro-batches are held in FP8.")
@@ -186,7 +190,7 @@ def by_key() -> dict[str, Field[Any]]:
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """The same configuration with derived defaults: kv_heads, intermediate_size, cache."""
+    """The same configuration with derived defaults: sizes, cache, and numbers of the rule."""
     is_vit = TASKS[config.task].source == "images"
     # 8/3 gives a gated MLP with three matrices the parameters of an ungated one with 4x width.
     usual = 4 * config.hidden_size if is_vit else math.ceil(8 * config.hidden_size / 3 / 64) * 64
@@ -195,7 +199,20 @@ def resolved(config: TrainConfig) -> TrainConfig:
     )
     if not config.model and not is_vit:
         sizes["kv_heads"] = config.kv_heads or config.heads
-    return replace(config, cache=config.cache or str(Path(config.output).parent / "cache"), **sizes)
+    cache = config.cache or str(Path(config.output).parent / "cache")
+    return replace(config, cache=cache, **sizes, **numbers_of_rule(config))
+
+
+def numbers_of_rule(config: TrainConfig) -> dict[str, Any]:
+    """beta1, beta2 and epsilon of a run: the settings, or the rule's own where they are unset."""
+    rule = RULES[config.optimizer]
+    own = {**WITHOUT_OPTION, **rule.options, **rule.run_options}
+    beta1, beta2 = own["betas"]
+    if "momentum" in rule.options:
+        beta1 = own["momentum"]
+    defaults = {"beta1": beta1, "beta2": beta2, "epsilon": own["eps"]}
+    given = {name: getattr(config, name) for name in defaults}
+    return {name: defaults[name] if value == UNSET else value for name, value in given.items()}
 
 
 # Rules between settings, checked after each value on its own
@@ -327,7 +344,7 @@ def _training_checks(c: TrainConfig) -> list[Check]:
          "stepped. Choose clip_by = 'previous' (the norm of the step before), 'two-pass' (a forward and backward pass more), 'parameter' "
          "(each by its own norm), or clip = 0."),
         *_excluded_in_backward(c),
-        ("/" in c.states and c.optimizer != "adamw", "states optimizer",
+        ("/" in c.states and len(RULES[c.optimizer].moments) < 2, "states optimizer",
          f"states = {c.states!r}: names two moments, and {c.optimizer} keeps one. Give one, as states = "
          f"{c.states.partition('/')[0]!r}."),
         (c.keep_float32 and not c.precision.startswith("bf16-o"), "keep_float32 precision",
