@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from narrowgauge.cli.train import FILE, flag, signature_of
+from narrowgauge.cli.flags import FILE, flag, signature_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, key_of

@@ -28,7 +28,7 @@ from tests.processes import ROOT
 from tests.selection import quick
 
 pytest.importorskip("cyclopts")
-from narrowgauge.cli import train  # isort: skip
+from narrowgauge.cli import flags as cli_flags  # isort: skip
 from narrowgauge.cli.recipes import LEGEND  # isort: skip
 from tests.raising import cli_raises
 
@@ -228,9 +228,9 @@ def test_defaults_are_resolved_before_the_loop_sees_them(loop):
 def test_every_setting_has_a_flag_that_the_help_shows(capsys):
     assert cli.main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in str(train.FILE.help).split())
+    assert all(word in shown for word in str(cli_flags.FILE.help).split())
     for key in by_key():
-        assert train.flag(key) in shown, key
+        assert cli_flags.flag(key) in shown, key
     for group in ("model", "data", "precision", "training", "run"):
         assert group in shown
 
@@ -279,9 +279,13 @@ def test_every_flag_of_a_task_reaches_its_setting(loop, each):
         part
         for name, given in settings.items()
         if name != each.name
-        for part in (train.flag(name), str(given))
+        for part in (cli_flags.flag(name), str(given))
     ]
-    flag = f"--no-{train.flag(key_of(each))[2:]}" if value is False else train.flag(key_of(each))
+    flag = (
+        f"--no-{cli_flags.flag(key_of(each))[2:]}"
+        if value is False
+        else cli_flags.flag(key_of(each))
+    )
     assert cli.main(["train", *flags, flag, *([text] if text else [])]) == 0
     settings["packing"] = int(settings.get("packing", 0))
     assert loop == [resolved(TrainConfig(**settings))]
@@ -297,7 +301,7 @@ def test_every_flag_reaches_its_setting(loop):
     ]
     expected = {each.name: other_value(each)[1] for each in plain}
     arguments = [
-        text for each in plain for text in (train.flag(key_of(each)), other_value(each)[0])
+        text for each in plain for text in (cli_flags.flag(key_of(each)), other_value(each)[0])
     ]
     switches = [
         "--tensorboard",
@@ -365,8 +369,8 @@ def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys, each):
         }:
             if typo not in by_key():
                 total += 1
-                assert cli.main(["train", train.flag(typo) + "=1"]) == 2
-                right += f"Did you mean {train.flag(key)}?" in capsys.readouterr().err
+                assert cli.main(["train", cli_flags.flag(typo) + "=1"]) == 2
+                right += f"Did you mean {cli_flags.flag(key)}?" in capsys.readouterr().err
     assert total > 80 // each and total - right <= max(2, 0.05 * total)
 
 
