@@ -106,7 +106,7 @@ def run(
             amax = definition.calibrated_amax(x.to(torch.float32) if sums else x, cast)
         else:
             amax = amax.to(torch.float32)
-            if not cast.is_per_tensor:
+            if cast.tile != (WHOLE, WHOLE):
                 amax = amax.expand(scale_shape(shape, cast.tile))
         scale, shared = definition.scales(amax, cast)
         if noise is None:
