@@ -68,7 +68,7 @@ def build(
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     if config.embedding_codes and (words := embeddings.problem(model)):
         raise ConfigError(
-            f"embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.",
+            f"recipe.embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.",
             code="convert.embedding-codes",
         )
     # Without any recipe, skip convert: it requires at least one Linear.
@@ -160,7 +160,7 @@ def language_model(config: TrainConfig, tokenizer: transformers.PreTrainedTokeni
             tie_word_embeddings=False,
         )
         model = transformers.LlamaForCausalLM(sizes)
-    check_sizes(model, tokenizer, "sequence_length", config.sequence_length)
+    check_sizes(model, tokenizer, "model.sequence_length", config.sequence_length)
     return model
 
 
@@ -214,7 +214,7 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
             f"model = {where!r}: holds no weights for {missing[0]!r}{more} of {type(model).__name__}, which would start at random. "
-            "Pass a whole model, or --from-scratch.",
+            "Pass a whole model, or --model.from-scratch.",
             code="model.missing-weights",
         )
     for name, weight in model.state_dict().items():
@@ -326,7 +326,7 @@ def recipe_switches(config: TrainConfig, model: nn.Module) -> list[RecipeSwitch]
             )
         except ConfigError as error:
             raise ConfigError(
-                f"switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused"
+                f"recipe.switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused"
             ) from None
         first = entry.after_step(config.steps) + 1
         found.append(
