@@ -1,9 +1,9 @@
-"""What a guard costs a run besides the steps of its checks: copying the state, putting it back, what checkpoints carry.
+"""What a guard costs a run besides the steps of its checks: copying the state, putting it back.
 
     python -m benchmarks.guard_cost --data shakespeare.txt
 
 A Llama trains with a guard, and the processor time of this process is taken apart: the steps of the run, the steps of stretches, and
-everything else that the guard does (`Guard.before_step`, `after_step`, `saved`). Processor time, since neighbours share the machine.
+everything else that the guard does (`Guard.before_step`, `after_step`, `state`). Processor time, since neighbours share the machine.
 The audit works within the last steps of a check, which are the run's: `audit_steps` is what one of these takes more, in steps.
 Without an alarm the losses must be those of the same run without a guard, to the bit. The state weighs more against a step the fewer
 tokens a step has, so a run of few tokens is the dear case.
@@ -78,9 +78,7 @@ def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -
     spent: dict[str, float] = {"run": 0.0, "guard": 0.0, "stretches": 0.0, "audit": 0.0}
     guard = run_guard.Guard
     places = [(Trainer, "_optimizer_step", "run"), (probe, "_step", "stretches")]
-    places += [
-        (guard, name, "guard") for name in ("before_step", "after_step", "on_saved", "state")
-    ]
+    places += [(guard, name, "guard") for name in ("before_step", "after_step", "state")]
     places += [(audit._LayerAudit, name, "audit") for name in ("__call__", "multiplied")]
     guarded_run = TrainConfig(**settings, output=str(folder / "guarded"), guard=words)
     with timed(spent, places):

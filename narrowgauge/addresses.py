@@ -43,7 +43,7 @@ Made = TypeVar("Made")
 is_compiling = torch.compiler.is_compiling  # bound here, because they are read at every call
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 _is_traced = torch._C._is_tracing
-_PLAIN = Tensor.__torch_dispatch__
+PLAIN = Tensor.__torch_dispatch__  # of a class whose data_ptr() points at its values
 # Torch's own modes: fake, proxy and functional.
 _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
@@ -77,9 +77,8 @@ def tell_launch(kernel: str, tensors: Iterable[Tensor]) -> None:
         launched(kernel, tensors)
 
 
-def dry_run_on() -> Any:
-    """The device of the active dry run, or None."""
-    return _DRY_RUN.get()
+# dry_run_on() is the device of the active dry run, or None. Bound here, because every kernel asks.
+dry_run_on: Callable[[], Any] = _DRY_RUN.get
 
 
 PIECE = 2**22  # elements. On a GPU, definitions process larger tensors in pieces (ops/chunking.py)
@@ -111,7 +110,7 @@ def wrapper(*tensors: Tensor | None) -> str:
     if is_compiling():
         return ""
     for x in tensors:
-        if x is not None and type(x).__torch_dispatch__ is not _PLAIN:
+        if x is not None and type(x).__torch_dispatch__ is not PLAIN:
             return type(x).__name__
         if x is not None and x.is_neg():
             return "view that negates its numbers"
@@ -137,7 +136,7 @@ def refuse_wrappers(*tensors: object) -> None:
         return
     for x in tensors:
         if isinstance(x, Tensor) and (
-            type(x).__torch_dispatch__ is not _PLAIN or x.is_neg() or x._is_zerotensor()
+            type(x).__torch_dispatch__ is not PLAIN or x.is_neg() or x._is_zerotensor()
         ):
             address(x)
 
@@ -149,7 +148,7 @@ def address(x: Tensor | None) -> int:
     """
     if x is None:
         return 0
-    found = x.data_ptr() if type(x).__torch_dispatch__ is _PLAIN else 0
+    found = x.data_ptr() if type(x).__torch_dispatch__ is PLAIN else 0
     if (found == 0 or x.is_neg()) and x.numel() and dry_run_on() is None:
         why, code = (
             ("whose memory holds the negatives of its numbers", "kernel.negated-view")
@@ -199,7 +198,7 @@ def identity(x: Tensor) -> int:
 
     The id of the Python object for a wrapper; the storage's address in a dry run.
     """
-    if type(x).__torch_dispatch__ is _PLAIN:
+    if type(x).__torch_dispatch__ is PLAIN:
         return x.data_ptr()
     # In a dry run each view of a fake tensor is another Python object, so id() would not match a
     # gradient with its cached casts: 13 GiB of casts then looked alive (docs/log.md).

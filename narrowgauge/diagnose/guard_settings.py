@@ -37,6 +37,7 @@ KEYS = {
 }
 WARN, STAY = "warn", "stay"
 FORM = "every=2000,steps=100,margin=0.25%,then=stay"
+COPIES = 2  # most copies of the state at a time in a check: its begin and its end, for a control
 FEWEST = 2  # steps of a probe: its second half then has one
 
 

@@ -27,6 +27,7 @@ from narrowgauge.diagnose.forms import (
     table,
     text,
 )
+from narrowgauge.diagnose.metrics_table import SCORES, metric_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.storage import reading
 
@@ -52,12 +53,16 @@ STEP = {
     "grad_norm": SIZE, "lr": SECONDS, "tokens": COUNT, "tokens_per_s": SIZE, "elapsed_s": SECONDS, "peak_bytes": COUNT,
     "compiled_graphs": COUNT, "epoch": SECONDS, "examples": COUNT, "inputs": COUNT, "positions": COUNT,
 }  # fmt: skip
-# Scores may exceed their range by rounding, hence 1.000001 and 100.0001.
+
+
+def score(name: str) -> Form:
+    """Form of a score, which may be NaN and may exceed its range by rounding."""
+    found, room = metric_of(name), 1.000001
+    return number(found.least * room, found.largest * room, finite=False)
+
+
 EVAL = {
-    "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, "accuracy": SHARE, "mcc": number(-1.000001, 1.000001, finite=False),
-    "f1": SHARE, "f1_binary": SHARE, "exact_match": SHARE, "precision": SHARE, "recall": SHARE,
-    **dict.fromkeys(("bleu", "chrf"), number(0, 100.0001)),
-    **dict.fromkeys(("pearson", "spearman"), number(-1.000001, 1.000001, finite=False)),
+    "tokens": COUNT, "elapsed_s": SECONDS, "perplexity": SIZE, **{name: score(name) for name in SCORES},
 }  # fmt: skip
 EVAL["wide"] = record({"loss": LOSS}, dict(EVAL))  # the same with all GEMMs of Linears in 16 bits
 TENSOR = {
@@ -141,22 +146,6 @@ DATA = {
     **dict.fromkeys(("documents", "train_tokens", "validation_tokens", "rows", "train_examples", "validation_examples"), SIZES),
     "source": text, "unigram_entropy": either(SIZE, NOTHING),
 }  # fmt: skip
-TRIVIAL_SCORES = dict.fromkeys(
-    (
-        "accuracy",
-        "mcc",
-        "f1",
-        "f1_binary",
-        "exact_match",
-        "precision",
-        "recall",
-        "pearson",
-        "spearman",
-        "bleu",
-        "chrf",
-    ),
-    number(-1.000001, 100.0001),
-)
 RUN = record(
     {},
     {
@@ -168,7 +157,7 @@ RUN = record(
         "switches": listed(record({"step": COUNT, "switch": text})),
         "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
         "left_out": listed(COUNT),
-        "trivial": record({}, {"predictor": text, "loss": SIZE, "perplexity": SIZE, **TRIVIAL_SCORES}),
+        "trivial": record({}, {"predictor": text, "loss": SIZE, "perplexity": SIZE, **{name: score(name) for name in SCORES}}),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },
 )  # fmt: skip

@@ -41,6 +41,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from narrowgauge.diagnose.metrics_table import metric_of
 from narrowgauge.diagnose.paired_tests import (
     ALPHA,
     half_width,
@@ -77,8 +78,6 @@ from narrowgauge.diagnose.verdict import (
 )
 from narrowgauge.errors import ConfigError
 
-PERCENTS = ("bleu", "chrf")  # scores up to 100; other scores reach 1
-LOWER_IS_BETTER = ("loss", "perplexity")
 # The only reason for a failed run that says something about a recipe's arithmetic.
 NOT_FINITE = "not finite"
 
@@ -117,9 +116,9 @@ class Margin:
         0.25 % of a loss or perplexity; 0.01 of a score from -1 to 1; half a point of a score up to
         100 (BLEU).
         """
-        if metric in LOWER_IS_BETTER:
+        if metric_of(metric).lower_is_better:
             return cls(0.0025, True)
-        return cls(0.5 if metric in ("bleu", "chrf") else 0.01)
+        return cls(0.5 if metric_of(metric).largest == 100.0 else 0.01)
 
     def of(self, reference_mean: float) -> float:
         """The margin in units of the metric."""
@@ -402,7 +401,7 @@ def judge(
 
 def sign_of(metric: str) -> int:
     """1 if a positive difference of the metric is harm, -1 if a higher metric is better."""
-    return 1 if metric in LOWER_IS_BETTER else -1
+    return 1 if metric_of(metric).lower_is_better else -1
 
 
 def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -> Assay:
@@ -426,7 +425,7 @@ def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -
     known = Reference(
         name=name, sign=sign, progress=progress, learnt=_learnt(metric, progress, mean, trivial, reached), mean=mean, reached=reached,
         predictor=str(reference.trivial.get("predictor", "")), trivial=trivial, targets=reference.targets,
-        whole=abs(mean or 0.0) if metric in LOWER_IS_BETTER else 100.0 if metric in PERCENTS else 1.0, samples=samples,
+        whole=abs(mean or 0.0) if metric_of(metric).lower_is_better else metric_of(metric).largest, samples=samples,
     )  # fmt: skip
     return assess(
         known, asked, None if control is None else partial(_control, control, reference, metric)

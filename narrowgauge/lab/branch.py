@@ -133,7 +133,7 @@ def take_over(parent: Trainer, branch: Trainer) -> list[str]:
 
     Returns a sentence for each part.
     """
-    # The guard below compares the batches that both leave out, so the position comes first.
+    # The guard's next check depends on the step, so the position comes first.
     parent.start.restore_into(branch.training)
     if _same_recipes(parent.config, branch.config):
         # Apply the recipe of higher precision that a guard gave the parent

@@ -106,13 +106,11 @@ class LearnedSteps(LayerState):
 
     def version(self) -> tuple[int, ...]:
         """Differs from an earlier version if the parameters were replaced or written since."""
-        steps = [getattr(self, role) for role in self.settings]
-        return tuple(
-            part
-            for step in steps
-            if not step.is_inference()
-            for part in (step._version, identity(step))
-        )
+        found: list[int] = []
+        for role in self.settings:
+            if not (step := getattr(self, role)).is_inference():
+                found += (step._version, identity(step))
+        return tuple(found)
 
     @torch.no_grad()
     def put(self, role: str, step: Tensor, data: Tensor, writes: bool) -> Tensor:

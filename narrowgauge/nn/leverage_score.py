@@ -80,14 +80,17 @@ def row_norms(x: Tensor) -> Tensor:
     return norms.to(torch.float64) * unit.to(torch.float64)
 
 
-def leverage_scores(gradient: Tensor, other: Tensor | None = None) -> Tensor:
+def leverage_scores(
+    gradient: Tensor, other: Tensor | None = None, norms: Tensor | None = None
+) -> Tensor:
     """Scores c of the rows, [R] float64, the input of `probabilities`.
 
     gradient  [R, N], one row per token
     other     [R, K], the other operand of grad_weight, whose contracted axis is the rows; None for
               grad_input
+    norms     `row_norms(gradient)`, if it is known
     """
-    scores = row_norms(gradient)
+    scores = row_norms(gradient) if norms is None else norms
     return scores if other is None else scores * row_norms(other)
 
 

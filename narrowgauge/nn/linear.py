@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 
-from narrowgauge.addresses import is_compiling, type_of, wrapper
+from narrowgauge.addresses import in_memory, is_compiling, type_of, wrapper
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import step_end
 from narrowgauge.nn.cast_sources import NUMBERS, InputCasts
@@ -65,7 +65,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     if not isinstance(recipe, Recipe) or recipe.has_state:
         imported(_REFUSALS, "refuse_recipe")(recipe)
     _check(x, weight, bias, recipe)
-    plan = plan_of(recipe, x.device, wrapper(x, weight))
+    plan = plan_of(recipe, x.device, _hidden_by(x, weight))
     keep = keep_policy(
         save=recipe.save,
         casts_once=plan.x.transposes,
@@ -364,7 +364,7 @@ class QLinear(nn.Linear):
                 and (inputs := state.shared_inputs.of(x, self, owner)) is not None
             ):
                 context.sources.by_role["x"] = [inputs]
-            if (window := self.window("x")) is not None:
+            if self._modules and (window := self.window("x")) is not None:
                 context.sources.x_history_key = self._history_key(window, inputs)
             if context.keep.grads and self.training and self._remembers:
                 if state.step_ended:
@@ -411,7 +411,7 @@ class QLinear(nn.Linear):
         assert state.recipe is not None
         if is_compiling():
             return self._compiled_context(x)
-        source, steps, out_dtype = self.code_source, self.steps, _out_dtype(x)
+        source, out_dtype = self.code_source, _out_dtype(x)
         cache = cache if source is None else source
         weight = self._parameters.get("weight")
         # A float32 layer on a CPU dequantizes to float32 once, instead of converting bfloat16
@@ -421,7 +421,7 @@ class QLinear(nn.Linear):
             and weight is not None
             and weight.dtype == torch.float32
         )
-        plan = self.plan(x.device, wrapper(x, weight), wide and type_of(x.device) == "cpu")
+        plan = self.plan(x.device, _hidden_by(x, weight), wide and type_of(x.device) == "cpu")
         observer, peers = state.observer, state.peers
         keep = keep_policy(
             save=state.recipe.save,
@@ -439,7 +439,7 @@ class QLinear(nn.Linear):
             records=self.training,
             keep=keep,
             sources=self._sources(cache, source is None),
-            progress=self._progress(() if steps is None or cache is None else steps.version()),
+            progress=self._progress(cache is not None) if self._modules else NO_PROGRESS,
             ranks=ONE_RANK
             if peers is None
             else RankOptions(stream=peers.stream(x.device), sums_by_row=True),
@@ -471,7 +471,7 @@ class QLinear(nn.Linear):
             records=self.training,
             keep=keep,
             sources=sources,
-            progress=self._progress(()),
+            progress=self._progress(False),
             ranks=RankOptions(sums_by_row=state.peers is not None),
         )
 
@@ -493,14 +493,18 @@ class QLinear(nn.Linear):
             by_role["gy"] = [state.shared_inputs.gradients]
         return CastSources(by_role=by_role, weight_cache=weight_cache)
 
-    def _progress(self, steps_version: tuple[int, ...]) -> RecipeProgress:
+    def _progress(self, is_cached: bool) -> RecipeProgress:
+        """Progress of learned steps and samplers.
+
+        is_cached  a cache holds casts of the weight, which are valid for one version of the steps
+        """
         steps, sampling = self.steps, self.sampling
         if steps is None and sampling is None:
             return NO_PROGRESS
         return RecipeProgress(
             is_cold=steps is not None and steps.is_cold,
             sampled=() if sampling is None else sampling.active,
-            steps_version=steps_version,
+            steps_version=steps.version() if is_cached and steps is not None else (),
         )
 
     def _expect_advance(self, weight: Tensor) -> None:
@@ -522,7 +526,7 @@ class QLinear(nn.Linear):
     def _remembers(self) -> bool:
         """True if the recipe added state to the layer."""
         modules = self._modules  # nn.Module.__getattr__ costs a microsecond
-        return bool(modules) and any(modules.get(name) is not None for name in ADDED)
+        return bool(modules) and not ADDED.keys().isdisjoint(modules)
 
     def _any_state(self) -> Tensor | None:
         """A buffer that the recipe added to the layer, or None."""
@@ -540,22 +544,25 @@ class QLinear(nn.Linear):
 
         Three amax states, or two learned steps and the sampler's readings; None for missing ones.
         """
-        if (scaling := self._modules.get("scaling")) is not None:
-            windows: list[Any] = [scaling._modules.get(role) for role in PRODUCTS]
-            return tuple(
-                [None if window is None else window._buffers["live"] for window in windows]
-            )
-        variance = None if self.sampling is None or not self.training else self.sampling.live
-        if self.steps is None:
+        modules = self._modules
+        if not modules:
+            return None, None, None
+        if (scaling := modules.get("scaling")) is not None:
+            found: list[Tensor | None] = []
+            for role in PRODUCTS:
+                window: Any = scaling._modules.get(role)
+                found.append(None if window is None else window._buffers["live"])
+            return tuple(found)
+        steps, sampling = self.steps, self.sampling
+        variance = None if sampling is None or not self.training else sampling.live
+        if steps is None:
             return None, None, variance
         from narrowgauge.nn.straight_through import steps_in_use
 
-        found = steps_in_use(
-            self.steps, _rows(x), weight, context.plan.recipe, writes=self.training
-        )
+        x_step, w_step = steps_in_use(steps, _rows(x), weight, context.plan, writes=self.training)
         if local is not None:
-            found = local.step(found[0], "x"), local.step(found[1], "w")
-        return *found, variance
+            x_step, w_step = local.step(x_step, "x"), local.step(w_step, "w")
+        return x_step, w_step, variance
 
     def named_modules(self, *given: Any, **named: Any) -> Iterator[tuple[str, nn.Module]]:
         """As nn.Module; without arguments, only the layer itself.
@@ -640,6 +647,14 @@ class QLinear(nn.Linear):
             self.put_submodule(name, None)
         del self.__dict__["state"]
         self.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _hidden_by(x: Tensor, weight: Tensor | None) -> str:
+    """`addresses.wrapper` of the operands, as the kernels receive them."""
+    if not wrapper(x, weight):
+        return ""
+    # `operands.find` copies negated views and zero tensors, so these hide nothing from a kernel.
+    return wrapper(in_memory(x), None if weight is None else in_memory(weight))
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

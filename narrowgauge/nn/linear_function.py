@@ -60,7 +60,7 @@ class LinearFunction(torch.autograd.Function):
         rotation = (
             NONE
             if (h := plan.recipe.output.rotate) is None
-            else Rotation.draw(h, x, context.ranks.stream, "output")
+            else Rotation.draw(h, x, context.ranks.stream, "output", plan.hadamard)
         )
         x_operand = find("x", x, context, wants, x_state)
         # With y at hand, make only casts that backward reads or that draw random numbers.
@@ -108,7 +108,11 @@ class LinearFunction(torch.autograd.Function):
         g = find("gy", gy, context, wants, ctx.gy_state)
         grad_input = grad_weight = x_step = w_step = None
         turns = recipe.grad_input.rotate if wants[0] else None, recipe.grad_weight.rotate
-        rotation = NONE if turns[0] is None else Rotation.draw(turns[0], gy, stream, "grad_input")
+        rotation = (
+            NONE
+            if turns[0] is None
+            else Rotation.draw(turns[0], gy, stream, "grad_input", plan.hadamard)
+        )
         # Compute grad_weight first where possible: x and its codes are then
         # freed before grad_input is allocated. In the other order mxfp4 needed
         # 2.3 % more memory than bfloat16 for a ViT (docs/log.md). `lets_wait`
@@ -125,7 +129,7 @@ class LinearFunction(torch.autograd.Function):
                 turn = (
                     NONE
                     if turns[1] is None
-                    else Rotation.draw(turns[1], gy.T, stream, "grad_weight")
+                    else Rotation.draw(turns[1], gy.T, stream, "grad_weight", plan.hadamard)
                 )
                 # float16 has no numbers below 6e-8, so a float16 weight gets
                 # its gradient in gy's dtype.

@@ -28,7 +28,7 @@ from narrowgauge.nn.keep_policy import SavedInput
 from narrowgauge.nn.plan import PRODUCTS, OperandPlan
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
-from narrowgauge.ops.quantize import dequantize, tile_amax
+from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
@@ -139,7 +139,7 @@ class Operand:
             # the one that training recorded: averaged, merged, copied in. By
             # the history the relative error was 0.81 instead of 0.037.
             if casts.amax is None:
-                casts.amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
+                casts.amax = plan.amax(self.tensor.detach())
             return
         if (
             casts.rows is None
@@ -165,7 +165,7 @@ class Operand:
         if state is None and casts.rows is None and self._remembers_amax:
             casts.rows, casts.amax = plan.with_amax(self.tensor)
         if state is not None and casts.amax is None:
-            amax = tile_amax(self.tensor.detach(), (WHOLE, WHOLE))
+            amax = plan.amax(self.tensor.detach())
             casts.amax = update_amax(state, amax, records=self.context.records)
             casts.amax_state = state
 
@@ -406,7 +406,7 @@ class Operand:
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # A CPU that emulates the GEMM saves the decoded elements, before scales: encoding and
             # decoding takes longer there than the GEMM.
-            keeps_values = rows.is_expanded and type_of(rows.device) == "cpu"
+            keeps_values = rows.is_expanded and type_of(rows.data.device) == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
             rotation = Rotation.draw(

@@ -17,11 +17,12 @@ from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import Plan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
-from narrowgauge.ops.quantize import quantize, tile_amax
+from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
+    from narrowgauge.ops.hadamard import Functions
     from narrowgauge.qtensor import QTensor
 
 # Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).
@@ -80,6 +81,16 @@ class OperandPlan:
         found: QTensor = run(x, cast, amax, noise, expand)
         return found
 
+    def amax(self, x: Tensor) -> Tensor:
+        """Largest magnitude of x, [1, 1] float32, with a kernel that is chosen once."""
+        if is_compiling():
+            return tile_amax(x, (WHOLE, WHOLE))
+        key = ("amax of x", x.dtype, x.shape[1] & 1, 0 in x.shape)
+        if (run := self.kernels.get(key)) is None:
+            run = self.kernels[key] = plan_amax(x)
+        found: Tensor = run(x)
+        return found
+
     def with_amax(self, x: Tensor) -> tuple[QTensor | None, Tensor]:
         """Quantize x and return its amax; see `ops.quantize.pair.plan_with_amax`."""
         assert self.rows is not None
@@ -125,6 +136,19 @@ class OperandPlan:
         found: Callable[..., Any] | None = self.kernels[key]
         return found
 
+    def rotates_in_cast(self, x: Tensor, cast: Cast) -> bool:
+        """True if one kernel rotates and encodes x, see `ops.hadamard.encoding`."""
+        if is_compiling():
+            return False  # a compiler fuses the two
+        assert self.rows_rotate is not None
+        key = ("rotation", x.dtype, 0 in x.shape)
+        if (fused := self.kernels.get(key)) is None:
+            from narrowgauge.ops.hadamard import encoding
+
+            fused = encoding.rotation_is_fused(x, self.rows_rotate, cast.format)
+            self.kernels[key] = fused
+        return bool(fused)
+
     @cached_property
     def serves_a_step(self) -> tuple[bool, bool]:
         """(rows, cols): True if the cast is the same at every call between two optimizer steps."""
@@ -152,6 +176,7 @@ class LinearPlan:
 
     output, grad_input, grad_weight   kernel of each GEMM
     x, w, gy                          how the operands are made
+    hadamard                          kernel of rotations and 4-bit codes; None: the recipe has none
     """
 
     recipe: Recipe
@@ -161,6 +186,7 @@ class LinearPlan:
     x: OperandPlan
     w: OperandPlan
     gy: OperandPlan
+    hadamard: Functions | None = None
 
     @classmethod
     def of(
@@ -184,8 +210,15 @@ class LinearPlan:
         for name, each in plans.items():
             if wide and each.expand is not None:
                 plans[name] = replace(each, expand=torch.float32)
-        operands = [_operand_plan(role, kind, recipe, plans) for role, kind in kinds.items()]
-        return cls(recipe, plans["output"], plans["grad_input"], plans["grad_weight"], *operands)
+        x, w, gy = (_operand_plan(role, kind, recipe, plans) for role, kind in kinds.items())
+        rotates = any(gemm.rotate is not None for gemm in recipe.gemms().values())
+        hadamard = None
+        if rotates or recipe.backward == "straight-through":
+            from narrowgauge.ops import hadamard as rotations  # only for recipes that need it
+
+            hadamard = rotations.plan(device, hidden_by)
+        products = plans["output"], plans["grad_input"], plans["grad_weight"]
+        return cls(recipe, *products, x, w, gy, hadamard)
 
     def step_cast(self) -> tuple[Cast | None, str]:
         """Return (cast, '') for the weight cast that an optimizer step can leave beside the weight.

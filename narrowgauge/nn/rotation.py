@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from narrowgauge.ops.hadamard import Functions
     from narrowgauge.ops.random import Stream
     from narrowgauge.recipe import Hadamard
 
@@ -19,11 +20,13 @@ class Rotation:
     hadamard   block size and kind of signs; None: no rotation
     signs      [padded inner] of +1 and -1, or None
     is_random  the signs are drawn at every GEMM, so casts under them cannot be reused
+    kernel     kernel that rotates (`ops.hadamard.plan`); None: chosen at each call
     """
 
     hadamard: Hadamard | None = None
     signs: Tensor | None = None
     is_random: bool = False
+    kernel: Functions | None = None
 
     @classmethod
     def draw(
@@ -32,11 +35,13 @@ class Rotation:
         operand: Tensor,
         stream: Stream | None = None,
         product: str = "",
+        kernel: Functions | None = None,
     ) -> Rotation:
         """The rotation along the last axis of `operand`, with new signs if the recipe's are random.
 
         stream   source of random numbers on several ranks; None: torch's generator
         product  name of the GEMM, for the draw of a stream
+        kernel   kernel of the plan; None: chosen at each call
         """
         if hadamard is None:
             return NONE
@@ -50,11 +55,13 @@ class Rotation:
             # Under torch.compile an untied draw gave the two operands of
             # grad_weight different signs.
             signs = tied(signs, operand)
-        return cls(hadamard, signs, is_random)
+        return cls(hadamard, signs, is_random, kernel)
 
     def __call__(self, operand: Tensor) -> Tensor:
         if self.hadamard is None:
             return operand
+        if self.kernel is not None:
+            return self.kernel.rotate(operand, self.hadamard.block, self.signs)
         from narrowgauge.ops.hadamard import rotate
 
         return rotate(operand, self.hadamard, self.signs)

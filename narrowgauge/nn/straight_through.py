@@ -36,18 +36,20 @@ from narrowgauge.nn.keep_policy import forward_codes
 from narrowgauge.nn.operands import Operand
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.chunking import row_chunks
-from narrowgauge.ops.hadamard import decode, encode, rotated_length, unpack_bits, unrotate
-from narrowgauge.ops.hadamard.encoding import rotate_and_encode, rotation_is_fused
+from narrowgauge.ops.hadamard import rotated_length, unpack_bits
+from narrowgauge.ops.hadamard.encoding import rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax, row_squares, spread
 from narrowgauge.ops.random import uniform
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep, Recipe
+from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
     from narrowgauge.nn.learned_step import LearnedSteps
+    from narrowgauge.nn.plan import LinearPlan
     from narrowgauge.nn.recompute import Recompute, Saved
+    from narrowgauge.ops.hadamard import Functions
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Coded:
         assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
         data = codes if expand is None else codes.to(expand)
-        return QTensor(data=data, scale=self.scale, cast=self.cast, inner=codes.shape[1])
+        return QTensor.of_parts(data, self.scale, self.cast, codes.shape[1])
 
     def rounding(self, rotated: Tensor, rows: Tensor | None = None) -> Tensor:
         """codes - x H / scale, zero where clipped.
@@ -165,7 +167,9 @@ class CodedOperand(Operand):
     ) -> Operand:
         self.after = after
         signs, self.tensor, scale, *kept = saved  # type: ignore[assignment]
-        self.rotation, self.inner = Rotation(self.plan.rows_rotate, signs), shape[1]
+        kernel = self.context.plan.hadamard
+        self.rotation = Rotation(self.plan.rows_rotate, signs, kernel=kernel)
+        self.inner = shape[1]
         if self.plan.rows is not None and scale is not None:
             self.coded = self._restored(self.plan.rows, scale, *kept)
         return self
@@ -174,7 +178,9 @@ class CodedOperand(Operand):
         """Rebuild the codes from the tensors that `saved` lists after the scale."""
         packed, bits, residual, rows = kept
         width = rotated_length(self.inner, self.plan.rows_rotate)
-        codes = None if packed is None else decode(packed, cast.format, width)  # None: w is frozen
+        codes = None  # w is frozen
+        if packed is not None:
+            codes = self._kernel.decode(packed, cast.format, width)
         return Coded(cast, codes, scale, bits, residual, rows)
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -189,7 +195,60 @@ class CodedOperand(Operand):
         bits, step = (None, None) if coded is None else (coded.bits, coded.step_gradient(d))
         if hadamard is None and bits is None:
             return d, step
-        return unrotate(d, hadamard, self.inner, self.rotation.signs, bits), step
+        # A block of 1 is the identity: only the mask applies.
+        block = 1 if hadamard is None else hadamard.block
+        return self._kernel.unrotate(d, block, self.inner, self.rotation.signs, bits), step
+
+    @property
+    def _kernel(self) -> Functions:
+        kernel = self.context.plan.hadamard
+        assert kernel is not None  # every straight-through recipe has one
+        return kernel
+
+    def _code(
+        self, cast: Cast, step: Tensor | None, scale: Tensor | None = None, *, packed: bool = False, bits: bool = False
+    ) -> tuple[Coded, Tensor | None]:  # fmt: skip
+        """Quantize x H for the tensor x [outer, inner]; return the codes, and x H if it was made.
+
+        step    a learned step, used as the scale
+        scale   a known scale; without step and scale, the cast's calibration sets it
+        packed  also return codes two to a byte
+        bits    also return the mask of elements that were not clipped
+
+        A kernel may rotate, encode and pack in one pass over x, so that x H
+        never exists. A scale from the root mean square is then computed of x: a
+        rotation preserves the norm, up to the rounding of sums.
+        """
+        x, rotation = self.tensor, self.rotation
+        hadamard, is_known = rotation.hadamard, scale is not None or step is not None
+        if (
+            hadamard is not None
+            and (is_known or is_by_norm(cast))
+            and self.plan.rotates_in_cast(x, cast)
+        ):
+            rotated = None
+            if scale is None and step is None:
+                # The root mean square of x H includes the zeros that pad the contracted axis.
+                filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
+                scale = cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
+            elif scale is None:
+                scale = _guarded(step, x)
+            codes, packed_codes, inside = rotate_and_encode(
+                x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits
+            )
+        else:
+            rotated = rotation(x).to(torch.float32)
+            if scale is None:
+                learned = step is not None and 0 not in rotated.shape
+                scale = (
+                    _guarded(step, rotated)
+                    if learned
+                    else cast.scale(calibrated_amax(rotated, cast), cast.format)
+                )
+            codes, packed_codes, inside = self._kernel.encode(
+                rotated, scale, cast.format, packed, bits
+            )
+        return Coded(cast, codes, scale, inside, packed=packed_codes), rotated
 
 
 class CodedInput(CodedOperand):
@@ -217,19 +276,19 @@ class CodedInput(CodedOperand):
             # without gradients, and its repetition must draw the same numbers.
             offset = self._offset(self.tensor)
         if self.casts.codes is None:
-            self.casts.codes = self._code(cast, offset)
+            self.casts.codes = self._input_codes(cast, offset)
         made: QTensor = self.casts.codes.operand(self.plan.rows_expand)
         return made
 
-    def _code(self, cast: Cast, offset: Tensor | None) -> Coded:
+    def _input_codes(self, cast: Cast, offset: Tensor | None) -> Coded:
         x, (masks, reads) = self.tensor, self._asks
         if not masks or not isinstance(cast.calibrate, LearnedStep):
-            return _coded(x, self.rotation, cast, self.state, packed=reads, bits=masks)[0]
+            return self._code(cast, self.state, packed=reads, bits=masks)[0]
         offset = self._offset(x) if offset is None else offset
         # Under torch.compile the draw must enter forward's result, or
         # backward draws it a second time.
         step = None if self.state is None else tied(self.state, offset)
-        coded, rotated = _coded(x, self.rotation, cast, step, packed=True, bits=True)
+        coded, rotated = self._code(cast, step, packed=True, bits=True)
         rows = _drawn_rows(len(x), cast.calibrate.residual_every, offset)
         some = self.rotation(x[rows]) if rotated is None else rotated[rows]
         # Rounding errors are at most 1/2, so float16 holds them to 11 bits in 2 bytes.
@@ -262,9 +321,7 @@ class CodedWeight(CodedOperand):
                 made = high_precision(rotation(self.tensor), self.context.out_dtype)
             else:
                 scale = self._scale_by_rows(cast) if self.context.ranks.sums_by_row else None
-                made = _coded(self.tensor, rotation, cast, self.state, scale)[0].operand(
-                    self.plan.rows_expand
-                )
+                made = self._code(cast, self.state, scale)[0].operand(self.plan.rows_expand)
             if not rotation.is_random:
                 self.casts.rows = made
         self.scale = made.scale if isinstance(made, QTensor) else None
@@ -287,7 +344,7 @@ class CodedWeight(CodedOperand):
         if source is not None and source.is_gathered and (found := source.lookup(self)) is not None:
             given: Coded = found.codes
             return given
-        coded, rotated = _coded(self.tensor, self.rotation, cast, None, scale, bits=True)
+        coded, rotated = self._code(cast, None, scale, bits=True)
         if not isinstance(cast.calibrate, LearnedStep):
             return coded
         return replace(
@@ -303,7 +360,10 @@ class CodedGradient(Operand):
     sample     the sample; None: all rows
     variance   squared error that sampling adds, or would add, to the GEMM; None: it never samples
     squares    sum of the squared scores
+    norms      norms of the rows of gy, which the scores of both GEMMs contain
     """
+
+    norms: Tensor | None = None
 
     read_rows: Tensor
     sample: leverage_score.Sample | None
@@ -339,7 +399,9 @@ class CodedGradient(Operand):
         if sampler is None or len(gy) == 0:
             return
         budget = leverage_score.budget(len(gy), sampler.keep)
-        scores = leverage_score.leverage_scores(gy, other)
+        if self.norms is None:
+            self.norms = leverage_score.row_norms(gy)
+        scores = leverage_score.leverage_scores(gy, other, self.norms)
         p = leverage_score.probabilities(scores, budget)
         # Computed without sampling too: the next step decides by this prediction.
         self.variance, self.squares = (
@@ -384,50 +446,6 @@ def scale_of_spread(cast: Cast, rms: Tensor, inner: int, hadamard: Hadamard | No
     return cast.scale((rms * (cast.calibrate.clip * filled)).reshape(1, 1), cast.format)
 
 
-def _coded(
-    x: Tensor, rotation: Rotation, cast: Cast, step: Tensor | None, scale: Tensor | None = None, *, packed: bool = False, bits: bool = False
-) -> tuple[Coded, Tensor | None]:  # fmt: skip
-    """Quantize x H for x [outer, inner]; return the codes, and x H itself if it was in memory.
-
-    step    a learned step, used as the scale
-    scale   a known scale; without step and scale, the cast's calibration sets it
-    packed  also return codes two to a byte
-    bits    also return the mask of elements that were not clipped
-
-    A kernel may rotate, encode and pack in one pass over x, so that x H
-    never exists. A scale from the root mean square is then computed of x: a
-    rotation preserves the norm, up to the rounding of sums.
-    """
-    by_norm = is_by_norm(cast)
-    hadamard, is_known = rotation.hadamard, scale is not None or step is not None
-    if (
-        hadamard is not None
-        and (is_known or by_norm)
-        and rotation_is_fused(x, hadamard, cast.format)
-    ):
-        rotated = None
-        if scale is None and step is None:
-            # The root mean square of x H includes the zeros that pad the contracted axis.
-            filled = (x.shape[1] / rotated_length(x.shape[1], hadamard)) ** 0.5
-            scale = cast.scale(calibrated_amax(x.detach(), cast) * filled, cast.format)
-        elif scale is None:
-            scale = _guarded(step, x)
-        found = rotate_and_encode(
-            x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits
-        )
-    else:
-        rotated = rotation(x).to(torch.float32)
-        if scale is None:
-            learned = step is not None and 0 not in rotated.shape
-            scale = (
-                _guarded(step, rotated)
-                if learned
-                else cast.scale(calibrated_amax(rotated, cast), cast.format)
-            )
-        found = encode(rotated, scale, cast.format, packed=packed, bits=bits)
-    return Coded(cast, found.codes, scale, found.bits, packed=found.packed), rotated
-
-
 def _guarded(step: Tensor | None, x: Tensor) -> Tensor:
     """The step as a scale [1, 1], NaN if x has a NaN or an infinity."""
     assert step is not None
@@ -450,7 +468,7 @@ def _drawn_rows(rows: int, every: int, offset: Tensor) -> Tensor:
 
 @torch.no_grad()
 def steps_from_data(
-    steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool
+    steps: LearnedSteps, x: Tensor, weight: Tensor, plan: LinearPlan, writes: bool
 ) -> dict[str, Tensor]:
     """Role -> step of the cold start, 2 mean|x H| / sqrt(max), [1].
 
@@ -460,13 +478,12 @@ def steps_from_data(
 
     A tensor of zeros, or with a value that is not finite, leaves the step as it was.
     """
-    found = {}
-    for role, tensor, cast in (("x", x, recipe.output.lhs), ("w", weight, recipe.output.rhs)):
+    found, output = {}, plan.recipe.output
+    for role, tensor, cast in (("x", x, output.lhs), ("w", weight, output.rhs)):
         if role not in steps.settings or cast is None or tensor.numel() == 0:
             continue
-        amax = calibrated_amax(
-            Rotation.draw(recipe.output.rotate, tensor)(tensor).to(torch.float32), cast
-        ).reshape(1)
+        rotation = Rotation.draw(output.rotate, tensor, kernel=plan.hadamard)
+        amax = calibrated_amax(rotation(tensor).to(torch.float32), cast).reshape(1)
         step = steps.get(role)
         assert step is not None
         there = amax.isfinite() & (amax > 0)
@@ -477,13 +494,13 @@ def steps_from_data(
 
 
 def steps_in_use(
-    steps: LearnedSteps, x: Tensor, weight: Tensor, recipe: Recipe, writes: bool
+    steps: LearnedSteps, x: Tensor, weight: Tensor, plan: LinearPlan, writes: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The steps of x and of the weight, [1] each or None; arguments as in `steps_from_data`.
 
     In the cold start they come from the data.
     """
-    fresh = steps_from_data(steps, x, weight, recipe, writes) if steps.is_cold else {}
+    fresh = steps_from_data(steps, x, weight, plan, writes) if steps.is_cold else {}
     if writes:  # the parameters hold them already
         fresh = {}
     return fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))

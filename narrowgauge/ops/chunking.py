@@ -31,7 +31,7 @@ def row_chunks(x: Tensor, multiple_of: int = 1) -> list[slice]:
     multiple of `multiple_of`.
     """
     rows, columns = x.shape
-    if is_compiling() or type_of(x.device) != "cuda" or x.numel() <= PIECE:
+    if is_compiling() or x.numel() <= PIECE or type_of(x.device) != "cuda":
         return [slice(0, rows)]
     least = -(-rows // MAX_CHUNKS // multiple_of)
     size = max(PIECE // columns // multiple_of, least, 1) * multiple_of

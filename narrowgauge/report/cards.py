@@ -8,24 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import compare, format_text
 from narrowgauge.diagnose.format_text import count
+from narrowgauge.diagnose.metrics_table import SCORES, metric_of
 
 if TYPE_CHECKING:
     from narrowgauge.diagnose.compare import Comparison
     from narrowgauge.report.run_data import Recorded
 
-SCORES = (  # higher is better; range -1 to 1, except BLEU and chrF, 0 to 100
-    "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman", "bleu", "chrf",
-)  # fmt: skip
 WAYS = {
     "planned": "planned by length, first epoch",
     "shuffled": "in shuffled batches",
     "fixed": "in rows of one width",
 }
-NAMES = {
-    "mcc": "MCC", "f1_binary": "F1 of the second class", "exact_match": "exact match",
-    "pearson": "Pearson’s correlation", "spearman": "Spearman’s correlation",
-    "bleu": "BLEU", "chrf": "chrF",
-}  # fmt: skip
 # Runs before November 2026 record neither `f1_over` nor `loss_unit`; a new task has no entry here.
 OLD_F1_OVER = {
     "classification": "mean over classes",
@@ -163,7 +156,7 @@ def title(recorded: Recorded, metric: str) -> str:
     old = OLD_F1_OVER.get(recorded.run.get("task", ""), "")
     if metric == "f1" and (items := recorded.run.get("f1_over") or old):
         return f"F1, {items}"
-    return NAMES.get(metric, metric)
+    return metric_of(metric).title
 
 
 def points(recorded: Recorded, metric: str) -> list[tuple[int, float]]:

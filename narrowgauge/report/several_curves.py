@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from narrowgauge.diagnose import compare
 from narrowgauge.diagnose.format_text import PERCENT
+from narrowgauge.diagnose.metrics_table import metric_of
 from narrowgauge.report import cards, several_figures
 from narrowgauge.report.groups import Gathered, metrics_of, seed_of
 from narrowgauge.report.page import smoothing_radius
@@ -63,7 +64,7 @@ def metric_figures(found: Gathered) -> Iterator[Figure]:
                 )
                 for place, group in enumerate(found.groups)
             ]
-            name = cards.NAMES.get(metric, metric)
+            name = metric_of(metric).title
             text = several_figures.curves(
                 lines,
                 f"metric-{metric}",
@@ -102,9 +103,7 @@ def difference_figures(found: Gathered) -> Iterator[Figure]:
             lines.append(several_figures.mean_line(place, curves, is_dotted=True))
     if lines:
         name = found.groups[0].name
-        label = (
-            f"{cards.NAMES.get(found.metric, found.metric)} minus the reference’s, mean of pairs"
-        )
+        label = f"{metric_of(found.metric).title} minus the reference’s, mean of pairs"
         text = several_figures.curves(
             lines, "differences", label, "Paired differences over the steps", zero=True
         )

@@ -12,8 +12,8 @@
     on_saved()              after the checkpoint is on the disk
     summary()               a sentence for the console after the last step, or ''
 
-A plugin reads a run's attributes and changes the run through methods of `Trainer` alone: `snapshot`
-and `restore`, `rewind`, `replace_steps`, `switch_recipes`.
+A plugin reads a run's attributes and changes the run through methods of `Trainer` alone: `snapshot`,
+`restore` and `exchange`, `rewind`, `replace_steps`, `switch_recipes`.
 """
 
 from __future__ import annotations

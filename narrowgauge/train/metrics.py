@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from narrowgauge import storage
+from narrowgauge.diagnose.metrics_table import METRICS
 from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import ConfigError, StorageError
 from narrowgauge.storage import reading
@@ -29,11 +30,8 @@ LOG = reading.Kind(
 LONGEST_LINE = 16 * reading.MIB
 CURVES = {
     "step": ("loss", "grad_norm", "lr", "tokens_per_s", "peak_bytes"),
-    "eval": (
-        "loss", "perplexity", "accuracy", "mcc", "f1", "f1_binary", "exact_match", "precision", "recall", "pearson", "spearman",
-        "bleu", "chrf",
-    ),
-}  # fmt: skip
+    "eval": tuple(METRICS),
+}
 
 
 class MetricsLog:

@@ -132,6 +132,12 @@ class Trainer:
         snapshot.restore()
         self.locate(f"step {self.step}")
 
+    def exchange(self, snapshot: Snapshot) -> None:
+        """Exchanges a snapshot of this run with the present state, bit for bit."""
+        self.optimizer.zero_grad()  # as in `restore`
+        snapshot.swap()
+        self.locate(f"step {self.step}")
+
     @contextmanager
     def reading_alone(self) -> Iterator[None]:
         """Sets the queue of unread steps aside for a probe, which reads its own results.
@@ -181,18 +187,17 @@ class Trainer:
         self.log.write("rewind", found.step, steps=steps, why=why)
 
     def replace_steps(
-        self, begun: int, steps: list[dict[str, Any]], began_at_s: float, spent_s: float, why: str
+        self, begun: int, steps: list[dict[str, Any]], spent_s: float, why: str
     ) -> None:
         """Replaces logged steps by others with their time, after their end has become the state.
 
-        begun       step before them
-        steps       fields of their events, and `inputs`
-        began_at_s  training time of the run before them
-        spent_s     their duration
+        begun    step before them
+        steps    fields of their events, and `inputs`
+        spent_s  their duration
         """
         per_step_s = spent_s / len(steps)
+        self._renew_flags()
         self.log.write("rewind", begun, steps=len(steps), why=why)
-        self.counters.trained_s = began_at_s
         for number, each in enumerate(steps, begun + 1):
             self.counters.trained_s += per_step_s
             clocks = {

@@ -95,9 +95,9 @@ def main(config: TrainConfig, at: int) -> None:
     setattr(assembly, "build", sick)  # noqa: B010
     around(probe, "_step")
     around(checkpoints, "save")
-    around(run_guard.Guard, "_become")
-    around(run_guard.Guard, "on_saved")
-    around(Trainer, "load_checkpoint")
+    around(run_guard.RunSteps, "adopt")
+    around(Trainer, "exchange")
+    around(Trainer, "restore")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         code = training.run(config)
     if not at:

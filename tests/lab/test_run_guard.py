@@ -1,4 +1,4 @@
-"""A guarded run: without an alarm the bits of the run without; with one the reference becomes the run; a stop changes nothing (exact)."""
+"""A guarded run: without an alarm the bits of the run without; with one the reference becomes the run; stops and kills (exact)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import torch
 
 from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
+from narrowgauge.diagnose.runs import decode, encode
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
 from narrowgauge.lab import probe, training
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train import checkpoint_ref
 from narrowgauge.train.config.settings import replace
+from narrowgauge.train.guard_state import KEY
 from tests.lab.killed_guard import SICK, hurt
 from tests.raising import coded, raises, with_code
 from tests.selection import quick
@@ -93,15 +95,15 @@ def test_a_run_that_is_put_back_in_the_first_step_of_a_check_has_no_hook_of_it(m
 
     def put_back(trainer):
         [guard] = trainer.plugins.members
-        found.append((guard.first is not None, hooks_of(trainer.optimizer)))
+        found.append((guard.engine.check is not None, hooks_of(trainer.optimizer)))
         guard.on_load(guard.state())
-        found.append((guard.first is not None, hooks_of(trainer.optimizer)))
+        found.append((guard.engine.check is not None, hooks_of(trainer.optimizer)))
 
     before_step(5, put_back)
     config = make("run", recipe="fp8-row", steps=8, guard="every=4,steps=3,margin=50%,then=warn")
     assert training.run(config) == 0
     assert found == [(True, 1), (False, 0)]
-    assert checks(config) == []
+    assert [event["begun"] for event in checks(config)] == [5], "it begins anew"
 
 
 @pytest.fixture
@@ -150,8 +152,8 @@ def test_the_reference_becomes_the_run_and_stays(make, sick, moments, capfd):
 
 
 @pytest.mark.slow
-def test_a_dead_layer_is_an_alarm_that_names_it(make, installed, before_step):  # noqa: F811
-    """Nothing that a stretch sees. A stop after the step whose gradient was seen changes nothing."""
+def test_a_dead_layer_is_an_alarm_that_names_it(make, installed):  # noqa: F811
+    """Nothing that a stretch sees."""
 
     def die(model):
         layer = model.model.layers[1].mlp.down_proj
@@ -160,8 +162,7 @@ def test_a_dead_layer_is_an_alarm_that_names_it(make, installed, before_step):  
         )
 
     installed(die)
-    settings = {"steps": 12, "guard": "every=4,steps=2,margin=50%"}
-    config, stopped = make("whole", **settings), make("stopped", **settings)
+    config = make("run", steps=12, guard="every=4,steps=2,margin=50%")
     assert training.run(config) == 0
     first, second = checks(config)
     assert first["outside"]["model.layers.1.mlp.down_proj"] == 0 and second["verdict"] == "worse"
@@ -169,10 +170,6 @@ def test_a_dead_layer_is_an_alarm_that_names_it(make, installed, before_step):  
         "gradient",
         True,
     )
-    before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM))
-    assert training.run(stopped) == 75
-    assert training.run(replace(stopped, resume=True)) == 0
-    assert verdicts(stopped) == verdicts(config)
 
 
 @pytest.mark.slow
@@ -265,45 +262,56 @@ def test_a_check_does_not_straddle_a_switch(make):
 # --- stops
 
 
+# (where, number of the step there, steps after which checks begin then). A replay takes two steps, with a control four.
 STOPS = [
-    ("stretch", 1),
-    ("stretch", 2),
-    ("run", 5),
-    ("run", 6),
-    ("stretch", 5),
-    ("run", 10),
-    ("run", 11),
-    ("stretch", 7),
-    ("run", 14),
+    ("run", 6, [6, 8, 12, 16]),
+    ("run", 5, [5, 8, 12, 16]),
+    ("replay", 1, [6, 8, 12, 16]),
+    ("replay", 4, [6, 8, 12, 16]),
+    ("run", 7, [4, 8, 12, 16]),
+    ("run", 9, [4, 9, 12, 16]),
+    ("run", 10, [4, 10, 12, 16]),
+    ("replay", 6, [4, 10, 12, 16]),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "number"), quick([STOPS[3]], STOPS))
+@pytest.mark.parametrize(("where", "number", "begun"), quick(STOPS[:1], STOPS))
 @pytest.mark.parametrize(
     "settings", quick([{}], [{}, {"checkpoint_every": 3, "recipe": "fp8-delayed"}]), ids=str
 )
-def test_a_run_that_is_stopped_in_a_check_goes_on_as_if_it_was_not(
-    make, sick, monkeypatch, before_step, where, number, settings
+def test_a_check_that_a_stop_cuts_begins_anew(
+    make, sick, moments, before_step, where, number, begun, settings
 ):
-    reference, config = make("reference", **SICK | settings), make("stopped", **SICK | settings)
-    assert training.run(reference) == 0
-    if where == "run":
-        before_step(number, lambda trainer: signal.raise_signal(signal.SIGTERM))
-    else:
-        taken, count = probe._step, []
-
-        def step(*given):
-            count.append(1)
-            if len(count) == number:
-                signal.raise_signal(signal.SIGTERM)
-            return taken(*given)
-
-        monkeypatch.setattr(probe, "_step", step)
-    assert training.run(config) == 75
+    """Bit for bit the run that was in BF16 from where the check with the alarm began."""
+    config = make("stopped", **SICK | settings)
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "run":
+            before_step(number, lambda trainer: signal.raise_signal(signal.SIGTERM))
+        else:
+            stop_in_replay(patch, number)
+        assert training.run(config) == 75
     assert training.run(replace(config, resume=True)) == 0
+    assert [event["begun"] for event in checks(config)] == begun
+    assert [event["then"] for event in checks(config)] == ["", "stay", "stay", "stay"]
+    reference, held = make("reference", **{**SICK, **settings, "guard": ""}), ExitStack()
+    moments({begun[1] + 1: lambda trainer: held.enter_context(suspended(trainer.model))})
+    with held:
+        assert training.run(reference) == 0
     same(config, reference)
-    assert verdicts(config) == verdicts(reference)
+
+
+def stop_in_replay(patch, number):
+    """A stop request in a step of BF16, by its number."""
+    taken, count = probe._step, []
+
+    def step(*given):
+        count.append(1)
+        if len(count) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return taken(*given)
+
+    patch.setattr(probe, "_step", step)
 
 
 def verdicts(config):
@@ -319,10 +327,10 @@ def verdicts(config):
 def test_a_run_that_is_killed_anywhere_in_a_check_goes_on_as_if_it_was_not(
     text, tmp_path, then, kills
 ):
-    """kill -9 at many places: in stretches, between them, in what is saved and removed."""
+    """kill -9 at many places: in replays, between them, in what is saved. Each check begins at a checkpoint, from which it begins anew."""
     from tests.lab import killed_guard
 
-    changes = {**SICK, "guard": f"every=4,steps=2,margin=0.02%,then={then}", "checkpoint_every": 3}
+    changes = {**SICK, "guard": f"every=4,steps=2,margin=0.02%,then={then}", "checkpoint_every": 2}
     reference, config = (
         tiny.settings(text, tmp_path / name, **changes) for name in ("reference", "killed")
     )
@@ -339,10 +347,10 @@ def test_a_run_that_is_killed_anywhere_in_a_check_goes_on_as_if_it_was_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_branch", [False, True])
-def test_a_check_is_dropped_where_the_run_goes_on_under_other_settings(
+def test_a_check_that_was_cut_begins_anew_under_other_settings(
     make, before_step, tmp_path, told, is_branch
 ):
-    """Else another learning rate would be taken for the number format."""
+    """Its reference has the settings of its own steps: else another learning rate would be taken for the number format."""
     config = make(
         "run", steps=24, checkpoint_every=8, keep=9, guard="every=6,steps=6,margin=50%,then=stay"
     )
@@ -353,11 +361,35 @@ def test_a_check_is_dropped_where_the_run_goes_on_under_other_settings(
         )
         assert training.run(config) == 0
     else:
-        before_step(9, lambda trainer: signal.raise_signal(signal.SIGTERM))
+        before_step(8, lambda trainer: signal.raise_signal(signal.SIGTERM))
         assert training.run(config) == 75
         assert training.run(replace(config, resume=True, steps=48)) == 0
     assert len(with_code(told, "guard.check-dropped")) == 1
-    assert checks(config)[0]["begun"] == 12
+    assert checks(config)[0]["begun"] == 8
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_version_has_its_check_anew(make, before_step):
+    """It kept a check in progress under `running`, and the end of its reference in RUN/guard."""
+    config = make("run", steps=12, guard="every=4,steps=3,margin=50%")
+
+    def as_before(trainer):
+        [guard] = trainer.plugins.members
+        facts = guard.state
+
+        def state():
+            known = decode(facts()[KEY])
+            del known["due"]
+            return {KEY: encode(known | {"running": {"begun": 4, "wide": [], "terms": {}}})}
+
+        guard.state = state
+        Path(config.output, "guard").mkdir()
+        signal.raise_signal(signal.SIGTERM)
+
+    before_step(6, as_before)
+    assert training.run(config) == 75
+    assert training.run(replace(config, resume=True)) == 0
+    assert [event["begun"] for event in checks(config)] == [6]
     assert not Path(config.output, "guard").exists()
 
 
@@ -456,7 +488,7 @@ def test_a_copy_goes_to_the_disk_where_the_host_has_no_room(make, monkeypatch, c
     monkeypatch.setattr(probe, "require_free_space", refusing("host"))
     assert training.run(config) == 0
     same(config, reference)
-    assert f"wait in {config.output}" in capfd.readouterr().err
+    assert f"of state in {config.output}" in capfd.readouterr().err
     assert not [
         each.name for each in Path(config.output).iterdir() if each.name.startswith(".fork")
     ]
@@ -484,13 +516,13 @@ def test_a_run_in_bf16_is_not_resumed_without_its_guard(make, sick, before_step)
 
 
 @pytest.mark.slow
-def test_other_steps_of_the_guard_drop_the_check_under_way(make, before_step, told):
+def test_a_check_that_was_cut_begins_anew_with_other_steps(make, before_step, told):
     config = make("stopped", steps=12, guard="every=4,steps=3,margin=50%")
     before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM))
     assert training.run(config) == 75
     assert training.run(replace(config, resume=True, guard="every=4,steps=2,margin=50%")) == 0
     assert len(with_code(told, "guard.check-dropped")) == 1
-    assert [event["begun"] for event in checks(config)] == [8]
+    assert [event["begun"] for event in checks(config)] == [6, 8]
 
 
 # --- several ranks
@@ -520,12 +552,12 @@ def test_a_guarded_run_of_two_ranks(ranks, make, parallel, recipe):
 @pytest.mark.parametrize("parallel", ["dp", "fsdp", "tp=2"])
 @pytest.mark.parametrize("then", ["stay", "bf16"])
 def test_an_alarm_of_two_ranks(ranks, make, parallel, then):
-    """As of one process with two micro-batches, and a stop in a check changes nothing. tp has other last bits than one process."""
+    """As of one process with two micro-batches, and a stop between checks changes nothing. tp has other last bits than one process."""
     common = {**SICK, "guard": f"every=4,steps=2,margin=0.02%,then={then}", "parallel": parallel}
     config, stopped = make("ranks", **common), make("stopped", **common)
     assert ranks(2)(trained_sick, config) == [0, 0]
     assert [each["then"] for each in checks(config)][:2] == ["", then]
-    assert ranks(2)(trained_sick, stopped, [("stop", 0, 10)]) == [130, 130]
+    assert ranks(2)(trained_sick, stopped, [("stop", 0, 11)]) == [130, 130]
     assert ranks(2)(trained_sick, replace(stopped, resume=True)) == [0, 0]
     same(stopped, config)
     assert verdicts(stopped) == verdicts(config)

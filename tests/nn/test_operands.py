@@ -29,21 +29,21 @@ def test_the_three_products_stand_on_one_page():
 
 # Recipe -> the most calls, and moves between files, of one forward and backward pass.
 CALLS = {
-    "bf16": (137, 61),
-    "fp8-delayed": (285, 143),
-    "fp8-current": (189, 85),
-    "fp8-current-fast": (189, 85),
-    "fp8-row": (235, 115),
-    "fp8-block": (218, 104),
-    "mxfp8": (267, 131),
-    "int8": (235, 115),
-    "int4-hq-bs": (683, 391),
-    "int4-hq-lss": (834, 480),
-    "int4-lsq-luq": (499, 276),
-    "int4-minmax-sr": (691, 391),
-    "int4-row-sr": (684, 386),
-    "nvfp4": (558, 270),
-    "mxfp4": (681, 351),
+    "bf16": (121, 55),
+    "fp8-delayed": (202, 97),
+    "fp8-current": (149, 63),
+    "fp8-current-fast": (149, 63),
+    "fp8-row": (169, 74),
+    "fp8-block": (161, 69),
+    "mxfp8": (197, 82),
+    "int8": (169, 74),
+    "int4-hq-bs": (274, 168),
+    "int4-hq-lss": (341, 211),
+    "int4-lsq-luq": (269, 148),
+    "int4-minmax-sr": (282, 168),
+    "int4-row-sr": (303, 177),
+    "nvfp4": (470, 215),
+    "mxfp4": (449, 216),
 }
 
 
@@ -83,8 +83,9 @@ def test_importing_the_linear_brings_few_statements():
         [sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True
     )
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
-    # Docstrings and comments may grow.
-    assert int(done.stdout) <= 2950
+    # 2,950 before the plan chose the kernels of rotations and of the amax. Docstrings and comments may
+    # grow.
+    assert int(done.stdout) <= 3000
 
 
 class Gathered:

@@ -17,7 +17,6 @@ from narrowgauge import formats
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E3M0, E4M3, INT4, INT4X2, INT8, FloatFormat
 from narrowgauge.ops import random
-from narrowgauge.ops.cpp import build
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.hadamard import (
     decode,
@@ -197,7 +196,7 @@ def test_rounding_to_nearest_is_the_reference(threads, tile, layout, special, mo
 
     On several threads, a tensor whose tiles do not suffice for all of them has its largest magnitudes from torch.
     """
-    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr("narrowgauge.ops.cpp.ELEMENTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = torch.randn(37, 70) * torch.randn(37, 70).mul(3).exp()
     if special == "poisoned":
@@ -233,7 +232,7 @@ def test_rounding_to_nearest_is_the_reference(threads, tile, layout, special, mo
 @needs_compiler
 def test_rounding_by_a_given_amax_and_with_headroom_is_the_reference(monkeypatch):
     """Elements beyond the amax saturate; on three threads."""
-    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr("narrowgauge.ops.cpp.ELEMENTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x, amax = torch.randn(50, 90), torch.tensor([[0.7]])
     for cast in (
@@ -343,7 +342,7 @@ def test_threads_change_nothing(monkeypatch):
         coded(40, 90, INT4, (WHOLE, WHOLE), False),
     )
     alone = mm(lhs, rhs, backend="native-cpp"), Key((3, 4)).uniform((50, 90))
-    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr("narrowgauge.ops.cpp.ELEMENTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for mine, theirs in zip(
         (mm(lhs, rhs, backend="native-cpp"), Key((3, 4)).uniform((50, 90))), alone, strict=True

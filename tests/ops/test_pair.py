@@ -15,7 +15,6 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge import recipes
-from narrowgauge.nn import operands, straight_through
 from narrowgauge.nn import plan as settings
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.quantize import pair, quantize
@@ -106,7 +105,7 @@ def counted(monkeypatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(pair, "quantize_pair")
-    count(operands, "tile_amax")
+    count(settings.OperandPlan, "amax")
     count(settings.OperandPlan, "quantize")
     return calls
 
@@ -138,7 +137,7 @@ def test_in_evaluation_the_amax_comes_with_the_codes(codes, monkeypatch):
     with torch.no_grad():
         model(torch.randn(TOKENS, IN))
     # x; and the weight, of which no cast is kept without gradients, by an amax of its own
-    assert calls == {"quantize_pair, rows": 1, "tile_amax": 1, "quantize": 1}
+    assert calls == {"quantize_pair, rows": 1, "amax": 1, "quantize": 1}
     assert_same(dict(model.state_dict()), before)
 
 
@@ -208,7 +207,8 @@ def test_rotating_and_encoding_in_one_pass(codes, monkeypatch, recipe):
     found = []
     for one_pass in (True, False):
         monkeypatch.setattr(
-            straight_through, "rotation_is_fused", lambda *call, one_pass=one_pass: one_pass
+            "narrowgauge.ops.hadamard.encoding.rotation_is_fused",
+            lambda *call, one_pass=one_pass: one_pass,
         )
         found.append(trained(recipe, steps=1, caches=False)["outputs"])
     for fused, apart in zip(*found, strict=True):

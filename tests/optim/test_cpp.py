@@ -96,7 +96,7 @@ def test_every_width_of_vectors_computes_the_same_bits(without, monkeypatch):
 @pytest.mark.parametrize("states", STATES)
 def test_threads_change_nothing(states, monkeypatch):
     found = []
-    monkeypatch.setattr(build, "ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr("narrowgauge.ops.cpp.ELEMENTS_PER_THREAD", 100)
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         parameters = weights(torch.float32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from narrowgauge.lab.guard.result import LOWER, GuardResult
+from narrowgauge.lab.guard.result import LOWER
 from narrowgauge.nn.learned_step import LearnedSteps
 
 GROWN = (
@@ -16,8 +16,9 @@ GROWN = (
 )
 
 
-def grows_into_steps(model: nn.Module, result: GuardResult) -> bool:
-    """True if a result may reflect nothing but weights that are adapted to learned steps."""
-    return result.detail == LOWER and any(
-        isinstance(each, LearnedSteps) for each in model.modules()
-    )
+def grows_into_steps(model: nn.Module, detail: str) -> bool:
+    """True if a result may reflect nothing but weights that are adapted to learned steps.
+
+    detail  detail of the result (`GuardResult.detail`)
+    """
+    return detail == LOWER and any(isinstance(each, LearnedSteps) for each in model.modules())

@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import address, dry_run_on
+from narrowgauge.addresses import PLAIN, address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Refusal
+
+ELEMENTS_PER_THREAD = 1 << 16  # with less work per thread, the thread costs more than it saves
+
+
+def parts(elements: int) -> int:
+    """Return the number of threads that this much work justifies, at least 1."""
+    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +78,22 @@ class Library:
 
         Tensors are passed by address. A dry run calls nothing.
         """
-        from narrowgauge.ops.cpp.build import in_shares, parts
-
         if dry_run_on() is not None:
             return
         function = getattr(self.loaded, f"narrowgauge_{name}")
-        values = [
-            address(each) if each is None or isinstance(each, Tensor) else each for each in given
-        ]
+        values = []
+        for each in given:
+            if isinstance(each, Tensor):
+                place = each.data_ptr() if type(each).__torch_dispatch__ is PLAIN else 0
+                # `address` raises if the values of the tensor are not at its address.
+                values.append(address(each) if place == 0 or each.is_neg() else place)
+            else:
+                values.append(each)
+        if elements < 2 * ELEMENTS_PER_THREAD:  # a single thread
+            function(0, rows, *values)
+            return
+        from narrowgauge.ops.cpp.build import in_shares
+
         # Equal shares of whole rows: results do not depend on the number of threads.
         count = max(min(parts(elements), rows), 1)  # more threads than rows would get empty ranges
         in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))

@@ -27,8 +27,6 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-import torch
-
 from narrowgauge.errors import BackendError, StorageError
 from narrowgauge.storage import reading, refuse_shared
 
@@ -47,7 +45,6 @@ TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first one that the 
 BUILT = reading.Kind(
     most_bytes=256 * reading.MIB, error=StorageError, step="Remove it.", only_own=True
 )
-ELEMENTS_PER_THREAD = 1 << 16  # with less work per thread, the thread costs more than it saves
 
 
 def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) -> ctypes.CDLL:
@@ -106,11 +103,6 @@ def digest(data: bytes) -> str:
 
 def compiler_name() -> str:
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-
-
-def parts(elements: int) -> int:
-    """Return the number of threads that this much work justifies, at least 1."""
-    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
 
 
 def in_shares(count: int, run: Callable[[int], object]) -> None:

@@ -54,10 +54,9 @@ def turn(
     bits     (inverse) uint8 [rows, ceil(whole / 8)]; elements whose bit is zero count as 0. None:
              all count
     """
-    x, signs, bits = (
-        _rows(x),
-        *(None if each is None else each.contiguous() for each in (signs, bits)),
-    )
+    x = _rows(x)
+    signs = None if signs is None else signs.contiguous()
+    bits = None if bits is None else bits.contiguous()
     out = torch.empty(len(x), inner if inverse else whole, dtype=torch.float32, device="cpu")
     sizes = (DTYPES[x.dtype], x.stride(0), inner, whole)
     _in_rows("turn", len(x), len(x) * whole, x, *sizes, signs, bits, block, inverse, out)
@@ -135,9 +134,8 @@ def gemm(
     b = _panels(right, RIGHT, 0 if unsigned_left else OFFSET)
     # Number of maddubs results (pairs of products) that fit into 16 bits, see gemm.h.
     steps = (2**15 - 1) // (2 * 2 * OFFSET * largest)
-    of_rows, of_columns = (
-        scale.to(torch.float32).contiguous() for scale in (left_scale, right_scale)
-    )
+    of_rows = left_scale.to(torch.float32).contiguous()
+    of_columns = right_scale.to(torch.float32).contiguous()
     scales = (of_rows, of_rows.numel() > 1, of_columns, of_columns.numel() > 1)
     work = out.numel() * max(inner // 64, 1)
     _in_rows("gemm", -(-m // LEFT), work, a, b, m, n, inner, unsigned_left, steps, *scales, out)

@@ -42,8 +42,7 @@ summation.
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ from narrowgauge.errors import ShapeError
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.hadamard import cpp, definition
 from narrowgauge.ops.hadamard.definition import Codes, hadamard_matrix, unpack_bits
-from narrowgauge.ops.registry import Device, Kernel, Registry, device_of
+from narrowgauge.ops.registry import Device, Kernel, Registry, device_of, facts_of
 
 if TYPE_CHECKING:
     from narrowgauge.formats import Format
@@ -60,18 +59,48 @@ if TYPE_CHECKING:
     from narrowgauge.recipe import Hadamard
 
 __all__ = [
-    "KERNELS", "Codes", "decode", "draw_signs", "encode", "hadamard_matrix", "rotate", "rotated_length", "unpack_bits", "unrotate",
+    "KERNELS", "Codes", "Functions", "decode", "draw_signs", "encode", "hadamard_matrix", "plan",
+    "rotate", "rotated_length", "unpack_bits", "unrotate",
 ]  # fmt: skip
 
 
-def _by_name(functions: ModuleType) -> Any:
-    """Return a function that calls function `name` of the module."""
-    return lambda name, *given: getattr(functions, name)(*given)
+class Functions(Protocol):
+    """The functions of a kernel. They check no arguments; the module docstring has their meaning."""
+
+    def rotate(self, x: Tensor, block: int, signs: Tensor | None) -> Tensor: ...
+
+    def unrotate(
+        self, y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None
+    ) -> Tensor: ...
+
+    def encode(
+        self, y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+
+    def decode(self, packed: Tensor, format: Format, length: int) -> Tensor: ...
 
 
+# `run` of a kernel returns its functions: one choice serves all four.
 KERNELS: Registry[Device] = Registry("hadamard")
-KERNELS.register(Kernel("native-cpp", lambda device: int4.refuse(device.type), _by_name(cpp)))
-KERNELS.register(Kernel("reference", lambda device: None, _by_name(definition), by_torch=True))
+KERNELS.register(Kernel("native-cpp", lambda device: int4.refuse(device.type), lambda: cpp))
+KERNELS.register(Kernel("reference", lambda device: None, lambda: definition, by_torch=True))
+
+
+def plan(device: torch.device, hidden_by: str = "") -> Functions:
+    """Choose the kernel for tensors on `device`.
+
+    hidden_by  kind of wrapper that hides their memory, see `addresses.wrapper`
+    """
+    functions: Functions = KERNELS.choose(facts_of(device, hidden_by)).kernel.run()
+    return functions
+
+
+def _functions(backend: str | None, *tensors: Tensor | None) -> Functions:
+    """Choose the kernel for one call with these tensors; the first is given."""
+    first, *others = tensors
+    assert first is not None
+    functions: Functions = KERNELS.choose(device_of(first, *others), backend).kernel.run()
+    return functions
 
 
 def rotated_length(inner: int, hadamard: Hadamard | None) -> int:
@@ -106,9 +135,7 @@ def rotate(
 ) -> Tensor:
     """Rotate x [outer, inner] -> [outer, inner in whole blocks] float32; see the module."""
     _check(x, signs, rotated_length(x.shape[-1], hadamard) if x.ndim == 2 else 0)
-    return KERNELS.choose(device_of(x, signs), backend).kernel.run(
-        "rotate", x, hadamard.block, signs
-    )
+    return _functions(backend, x, signs).rotate(x, hadamard.block, signs)
 
 
 @torch.no_grad()
@@ -137,8 +164,7 @@ def unrotate(
             f"unrotate: y is {list(y.shape)}; {inner} elements in blocks of {block} are {length} columns.",
             code="unrotate.columns",
         )
-    kernel = KERNELS.choose(device_of(y, signs, bits), backend).kernel
-    return kernel.run("unrotate", y, block, inner, signs, bits)
+    return _functions(backend, y, signs, bits).unrotate(y, block, inner, signs, bits)
 
 
 def _check(x: Tensor, signs: Tensor | None, length: int) -> None:
@@ -166,11 +192,10 @@ def encode(
     backend: str | None = None,
 ) -> Codes:
     """Encode y [outer, n]. Codes.packed and Codes.bits are None unless they are requested."""
-    kernel = KERNELS.choose(device_of(y, scale), backend).kernel
-    return Codes(*kernel.run("encode", y, scale, format, packed, bits))
+    return Codes(*_functions(backend, y, scale).encode(y, scale, format, packed, bits))
 
 
 @torch.no_grad()
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
     """Return the int8 codes [outer, length] of packed codes."""
-    return KERNELS.choose(device_of(packed)).kernel.run("decode", packed, format, length)
+    return _functions(None, packed).decode(packed, format, length)

@@ -28,7 +28,7 @@ def unrotate(
 
 def encode(
     y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if y.numel() == 0:  # the scale of an empty tensor may be empty too
         return definition.encode(y, scale, format, packed, bits)
     two = packed and format.codes_per_byte == 2

@@ -133,17 +133,22 @@ def _times_hadamard(x: Tensor, matrix: Tensor) -> Tensor:
 
 def encode(
     y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the fields of `Codes`."""
     parts = [_encoded(y[each], scale, format, packed, bits) for each in row_chunks(y)]
     if len(parts) == 1:
         return parts[0]
-    return tuple(None if some[0] is None else torch.cat(some) for some in zip(*parts, strict=True))
+    codes, packed_codes, inside = zip(*parts, strict=True)
+    return (
+        torch.cat(codes),
+        torch.cat(packed_codes) if packed else None,
+        torch.cat(inside) if bits else None,
+    )
 
 
 def _encoded(
     y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     ratio = y.to(torch.float32) * (1 / scale)
     codes = format.encode(ratio)
     inside = pack_bits(ratio.abs() <= format.max) if bits else None

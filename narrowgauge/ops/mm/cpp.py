@@ -47,7 +47,7 @@ def run(
     unsigned_left = lhs.cast.format != INT4X2
     largest = int(max(INT4.max, lhs.cast.format.max, rhs.cast.format.max))
     left, right = lhs.one_to_a_byte(), rhs.one_to_a_byte()
-    if lhs.shape[1] <= LONGEST_SUM:
+    if lhs.inner <= LONGEST_SUM:
         return cpp.gemm(left, right, lhs.scale, rhs.scale, unsigned_left, largest)
     one = torch.ones(1, 1, device="cpu")
     # The exact parts are added in float64, as in the definition.

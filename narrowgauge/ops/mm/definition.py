@@ -183,10 +183,10 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
     """
     if not isinstance(operand, QTensor):
         return operand, None
+    is_values = operand.data.dtype in (torch.float32, torch.bfloat16)
     if operand.scale.shape[1] <= 1:
-        is_values = operand.data.dtype in (torch.float32, torch.bfloat16)
         return operand.data if is_values else operand.values(), _row_scale(operand)
-    exact = operand.is_expanded and _is_exact_in_bf16(operand.cast)
+    exact = is_values and _is_exact_in_bf16(operand.cast)
     values = operand.data if exact else operand.values().to(torch.float32)
     shared = None if operand.global_scale is None else operand.global_scale.reshape(1, 1)
     return times_scale(values, operand.scale, operand.cast.tile), shared

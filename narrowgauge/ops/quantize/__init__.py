@@ -81,11 +81,21 @@ row_squares, spread = definition.row_squares, definition.spread
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """`definition.tile_amax`; for a whole tensor one launch, if the Triton kernel supports x."""
-    whole = tile == (WHOLE, WHOLE) and x.ndim == 2 and not torch.compiler.is_compiling()
-    if not whole or KERNELS.choose(Spec.of(x, _WHOLE)).kernel.name != "triton":
-        return definition.tile_amax(x, tile)
-    found: Tensor = imported(LAUNCHES, "amax")(x)
-    return found
+    if tile == (WHOLE, WHOLE) and x.ndim == 2:
+        return plan_amax(x)(x)
+    return definition.tile_amax(x, tile)
+
+
+def plan_amax(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Choose the kernel for the largest magnitude [1, 1] of a whole matrix like x.
+
+    The result is valid for tensors that agree with x as in `plan`.
+    """
+    is_launched = (
+        not torch.compiler.is_compiling()
+        and KERNELS.choose(Spec.of(x, _WHOLE)).kernel.name == "triton"
+    )
+    return imported(LAUNCHES, "amax") if is_launched else definition.whole_amax
 
 
 def plan(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
-from narrowgauge.ops.cpp import Library
+from narrowgauge.ops import cpp
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
@@ -29,7 +29,6 @@ from narrowgauge.scaling import (
     WHOLE,
     scale_shape,
     smallest_scale,
-    tile_sizes,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ _KINDS = {**DTYPES, torch.int8: 2}
 # Must match `Rule` in cast.cpp; 0: the scales are passed in.
 _RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3}
 _P, _L, _I, _F = c_void_p, c_int64, c_int32, c_float
-LIBRARY = Library(
+LIBRARY = cpp.Library(
     ("cast.cpp",), "the kernel that casts", {"cast": (_P, _P, _P, _P, _L, _L, _L, _L, _L)}
 )
 
@@ -106,7 +105,9 @@ def run(
             sums = noise is None and isinstance(cast.calibrate, ClippedRms | LearnedStep)
             amax = definition.calibrated_amax(x.to(torch.float32) if sums else x, cast)
         else:
-            amax = amax.to(torch.float32).expand(scale_shape(shape, cast.tile))
+            amax = amax.to(torch.float32)
+            if not cast.is_per_tensor:
+                amax = amax.expand(scale_shape(shape, cast.tile))
         scale, shared = definition.scales(amax, cast)
         if noise is None:
             # With headroom the definition multiplies by 1 / (scale * shared), so both factors are
@@ -135,13 +136,11 @@ def makes_scales(x: Tensor, cast: Cast) -> bool:
         or isinstance(cast.calibrate, ClippedRms | LearnedStep)
     ):
         return False
-    from narrowgauge.ops.cpp import build
-
-    if x.numel() < 2 * build.ELEMENTS_PER_THREAD:  # a single thread
+    if x.numel() < 2 * cpp.ELEMENTS_PER_THREAD:  # a single thread
         return True
-    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[
-        x.stride(0) < x.stride(1)
-    ] >= build.parts(x.numel())
+    return scale_shape((x.shape[0], x.shape[1]), cast.tile)[x.stride(0) < x.stride(1)] >= cpp.parts(
+        x.numel()
+    )
 
 
 def _cast_nearest(
@@ -169,8 +168,8 @@ def _cast_nearest(
 def _cast(
     x: Tensor, scale: Tensor | None, tile: tuple[int, ...], constants: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
-    a, b = tile_sizes((rows, columns), (tile[0], tile[1]))
+    rows, columns = x.shape  # neither is 0, see `refuse`
+    a, b = rows if tile[0] == WHOLE else tile[0], columns if tile[1] == WHOLE else tile[1]
     x = x if x.stride(1) == 1 or columns == 1 else x.contiguous()
     out = torch.empty((rows, columns), dtype=dtype, device="cpu")
     if scale is None:

@@ -70,6 +70,11 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     return amax.to(torch.float32)
 
 
+def whole_amax(x: Tensor) -> Tensor:
+    """`tile_amax` of one tile, the whole tensor: [1, 1]."""
+    return tile_amax(x, (WHOLE, WHOLE))
+
+
 def tile_rms(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """sqrt(mean x**2) of each tile, in the shape of the scales.
 
@@ -107,9 +112,8 @@ def spread(squares: Tensor, columns: int) -> Tensor:
 
 
 def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
-    shape = scale_shape(tuple(x.shape), tile)
     if x.numel() == 0:
-        return x.new_zeros(shape, dtype=torch.float32)
+        return x.new_zeros(scale_shape(tuple(x.shape), tile), dtype=torch.float32)
     if tile == (WHOLE, WHOLE):
         return torch.linalg.vector_norm(x, order, dtype=torch.float32).reshape(1, 1)
     tiles = as_tiles(padded_to_tiles(x, tile), tile)
@@ -122,6 +126,8 @@ def _tile_norm(x: Tensor, tile: tuple[int, int], order: float) -> Tensor:
 def _tile_sizes(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """Number of elements of x in each tile, float32, in the shape of the scales."""
     shape = (x.shape[0], x.shape[1])
+    if tile == (WHOLE, WHOLE) and x.numel() and not torch.compiler.is_compiling():
+        return torch.full((1, 1), x.numel(), dtype=torch.float32, device=x.device)
     rows, columns = (
         (length - torch.arange(number, device=x.device) * size).clamp(1, size).to(torch.float32)
         for length, size, number in zip(

@@ -14,7 +14,7 @@ from functools import cache
 
 from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.cpp import build
+from narrowgauge.ops.cpp import build, parts
 from narrowgauge.optim import masters, rules
 from narrowgauge.optim.step import DTYPES, MomentState, ParamStep
 
@@ -85,7 +85,7 @@ def step(param_steps: Sequence[ParamStep]) -> None:
     param_steps = [each for each in param_steps if each.elements]
     shared: dict[int, _Constants] = {}
     jobs = (_Job * len(param_steps))(*(_job(each, shared) for each in param_steps))
-    count = build.parts(sum(each.elements for each in param_steps))
+    count = parts(sum(each.elements for each in param_steps))
     # Python threads suffice: a ctypes call releases the GIL, and each thread steps its share of
     # tiles.
     build.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(param_steps), k, count))

@@ -37,11 +37,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from narrowgauge import addresses, manifest, storage
+from narrowgauge.diagnose.metrics_table import metric_of
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
 from narrowgauge.manifest import FACTS, NAME, SHARD_BYTES, Manifest
 from narrowgauge.storage import reading
 
-LOWER_IS_BETTER = frozenset({"loss"})
 Tensors = dict[str, dict[str, Tensor]]
 
 
@@ -339,7 +339,7 @@ class Best:
                 code="train.best",
             )
         value = float(found[self.metric])
-        sign = -1 if self.metric in LOWER_IS_BETTER else 1
+        sign = -1 if metric_of(self.metric).lower_is_better else 1
         loss = float(found.get("loss", math.nan))
         # Comparisons with the initial NaN are false, so the first evaluation is accepted by
         # `self.step` below.

@@ -241,7 +241,7 @@ def test_a_step_that_fails_in_the_reference_leaves_the_narrow_run(plain):
             raise RuntimeError("the loop's own")
         return step(batch)
 
-    loop.guard._step = fails
+    loop.guard._steps.step = fails
     with pytest.raises(RuntimeError, match="the loop's own") as error:
         loop.run(7)
     [note] = error.value.__notes__
@@ -292,7 +292,7 @@ def test_rates_that_a_loop_counts_itself_are_noticed(plain):
         loop.optimizer.param_groups[0]["lr"] = 1e-3 * 0.9 ** len(calls)
         return loss
 
-    loop.guard._step = counted
+    loop.guard._steps.step = counted
     with raises(ConfigError, "guard.learning-rates"):
         loop.run()
 
@@ -306,14 +306,14 @@ def test_batches_that_are_written_are_noticed(plain):
         batch["ids"][0].zero_()
         return loss
 
-    loop.guard._step = writes
+    loop.guard._steps.step = writes
     with raises(ConfigError, "guard.batch-written"):
         loop.run()
 
 
 def test_a_loss_that_is_none_is_refused_with_the_first_step(plain):
     loop = Loop()
-    loop.guard._step = lambda batch: None
+    loop.guard._steps.step = lambda batch: None
     with raises(ConfigError, "guard.step-result", "NoneType"):
         loop.guard({"ids": list(loop.batches[0])})
 
@@ -406,13 +406,13 @@ folder, dies_at = sys.argv[1], int(sys.argv[2])
 loop = Loop(where=folder + "/copies")
 if os.path.exists(folder + "/state.pt"):
     loop.load(torch.load(folder + "/state.pt", weights_only=False))
-steps, own = [], loop.guard._step
+steps, own = [], loop.guard._steps.step
 def step(batch):
     steps.append(batch)
     if len(steps) == dies_at:
         os.kill(os.getpid(), 9)
     return own(batch)
-loop.guard._step = step
+loop.guard._steps.step = step
 while loop.done < 14:
     loop.run(loop.done + 1)
     torch.save(loop.state(), folder + "/new.pt")

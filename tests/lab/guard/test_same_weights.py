@@ -175,13 +175,13 @@ def test_a_sound_loop_has_slopes_near_one_and_no_hooks_left(cpu):
 
 def test_the_first_losses_differ_by_the_forward_pass_alone(cpu):
     loop = Small()
-    held, seen = loop.guard._step, []
+    held, seen = loop.guard._steps.step, []
 
     def step(ids):
         seen.append(float(loss := held(ids)))
         return loss
 
-    loop.guard._step = step
+    loop.guard._steps.step = step
     [event] = loop.run(4)
     narrow, control, wide = seen[2], seen[4], seen[6]
     assert event["same"] == narrow - wide and abs(control - wide) < 1e-4

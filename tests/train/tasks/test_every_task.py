@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from narrowgauge import data
+from narrowgauge.diagnose.metrics_table import METRICS
 from narrowgauge.train import loop
 from narrowgauge.train.config.data_settings import EXAMPLES, TASKS
 from narrowgauge.train.config.settings import replace
@@ -36,6 +37,12 @@ def make_task(make, jobs):
         return make(job, folder, **changes)
 
     return settings
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_pages_and_records_know_every_metric_of_a_task(name):
+    """A new metric needs its range, its title and its better side in diagnose/metrics_table.py."""
+    assert set(TASKS[name].metrics) <= set(METRICS)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
