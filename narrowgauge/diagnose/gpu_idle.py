@@ -112,7 +112,7 @@ def advice(
             sentences.append(f"CUDA graphs would help, but cannot be had: {graphs_refused}.")
         if micro_batches > 1:
             sentences.append(
-                f"Take fewer accumulation steps: micro_batches = {micro_batches} makes micro-batches too small; lower it as far "
+                f"Take fewer accumulation steps: batch.micro_batches = {micro_batches} makes micro-batches too small; lower it as far "
                 "as memory allows (checkpointing and 8-bit states free some)."
             )
         else:

@@ -58,18 +58,18 @@ class Spec:
     kind: Kind | None = None
 
 
-def _refuse_rule(spec: Spec) -> Refusal | None:
-    return Refusal("operands", reason) if (reason := rules.refuse(spec.rule)) else None
+def _refuse_rule(spec: Spec, backend: str) -> Refusal | None:
+    return Refusal("operands", reason) if (reason := rules.refuse(spec.rule, backend)) else None
 
 
 def _refuse_triton(spec: Spec) -> Refusal | None:
-    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec)
+    return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec, "triton")
 
 
 def _refuse_native(spec: Spec) -> Refusal | None:
     if spec.device.type != "cpu":
         return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
-    if (refusal := _refuse_rule(spec)) is not None:
+    if (refusal := _refuse_rule(spec, "native")) is not None:
         return refusal
     return Refusal("toolchain", reason) if (reason := binding.refuse()) else None
 
@@ -146,7 +146,7 @@ def _choice(spec: Spec, backend: str) -> Choice[Spec]:
 
 def _spec(param_step: ParamStep) -> Spec:
     device = device_of(param_step.source, param_step.gradient, *param_step.tensors)
-    if device.type != "cuda" or device.wrapper or rules.refuse(param_step.rule):
+    if device.type != "cuda" or device.wrapper or rules.refuse(param_step.rule, "triton"):
         return Spec(device, param_step.rule)
     from narrowgauge.optim.triton.launch import kind_of
 

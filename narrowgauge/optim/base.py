@@ -20,6 +20,7 @@ never hidden: float32 states become non-finite in that element, quantized states
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from narrowgauge.optim.moments import States
 
 Backend = Literal["auto", "triton", "native", "torch"]
+# Pairs "first/second" are valid too, see states.py.
+StateName = Literal["fp32", "8bit", "fp8", "fp8-lm", "4bit"] | str
+Embeddings = Literal["fp32", "same"]
 
 
 class BackwardStepper(Protocol):
@@ -71,8 +75,41 @@ class GradientStore(Protocol):
     def clear(self) -> None: ...
 
 
+def _signature_of(kind: type[LowPrecisionOptimizer]) -> inspect.Signature:
+    """Signature of an optimizer's class, with the numbers of its rule by name and position."""
+    params, *shared = (
+        each
+        for each in list(inspect.signature(LowPrecisionOptimizer.__init__).parameters.values())[1:]
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    )
+    own = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value)
+        for name, value in kind.rule.numbers.items()
+    ]
+    return inspect.Signature([params, *own, *shared])
+
+
 class LowPrecisionOptimizer(torch.optim.Optimizer):
-    """Base class of AdamW, Lion and SGD.
+    """Base class of the optimizers: the constructor of every rule, its groups, step and states.
+
+        params      parameters, named parameters, groups, or a model (then `groups(model)`). A group
+                    may set its own `states`, and its own `rule` ("lion" or a `rules.Rule`) with
+                    that rule's options
+        numbers     numbers of the rule, also by position: `Rule.numbers`
+        states      format of both moments, with the bytes per parameter of AdamW: fp32 8, 8bit
+                    2.02, fp8 2.05, fp8-lm 3.02, 4bit 1.03. A pair such as "8bit/fp16" sets each
+                    moment, see states.py
+        master      master weights of 16-bit parameters, see masters.py; None if all parameters are
+                    float32 (else ConfigError)
+        embeddings  "fp32": parameters with the name of an embedding keep float32 states, because
+                    their rows have rare gradients and then move far; "same" treats them as any
+                    other. Names are known only from a model or named parameters
+        seed        seed of all stochastic rounding
+        backend     "triton": one kernel for many tensors, on NVIDIA GPUs; "native": step.cpp, on
+                    the CPU; "torch": plain torch in chunks. All compute the same numbers. "auto":
+                    the first available backend, with a warning if it is plain torch
+
+    Attributes:
 
     rule         update rule of groups that name no rule
     backend      "auto" or the name of a backend, see `backends`
@@ -85,8 +122,30 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
+    # For help() and inspect: the arguments of the class's own rule.
+    __signature__: ClassVar[inspect.Signature]
 
-    def __init__(self, params: Any, backend: Backend, **defaults: Any) -> None:
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "rule" in vars(cls):
+            cls.__signature__ = _signature_of(cls)
+
+    def __init__(
+        self,
+        params: Any,
+        *numbers: Any,
+        states: StateName = "fp32",
+        master: Master = None,
+        embeddings: Embeddings = "fp32",
+        seed: int = 0,
+        backend: Backend = "auto",
+        **named_numbers: Any,
+    ) -> None:
+        # Raises TypeError for unknown and repeated arguments, as a written signature would.
+        bound = self.__signature__.bind(params, *numbers, **named_numbers)
+        bound.apply_defaults()
+        defaults = {name: bound.arguments[name] for name in self.rule.numbers}
+        defaults |= {"states": states, "master": master, "embeddings": embeddings, "seed": seed}
         if backend not in ("auto", *backends.NAMES):
             names = ", ".join(map(repr, ("auto", *backends.NAMES)))
             raise OptionError(

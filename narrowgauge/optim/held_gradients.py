@@ -263,7 +263,7 @@ def hold_gradients(
     """
     if not isinstance(optimizer, LowPrecisionOptimizer):
         raise ConfigError(
-            f"hold_gradients: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
+            f"hold_gradients: {type(optimizer).__name__} cannot step one parameter. Use an optimizer of narrowgauge.optim; AdamW with "
             'states="fp32" is torch\'s AdamW.',
             code="hold-gradients.optimizer",
         )

@@ -23,12 +23,12 @@ then add up to a bounded sum. A moment below all codes leaves Adam without momen
 still moves. The method is error feedback (1-bit SGD, arXiv 1901.09847) with the error kept in the
 weight instead of a buffer.
 
-Later steps return the correction only at the same learning rate. If the rate falls, term j of K_t
-has the factor max(0, 1 - FALL j f), with f = lr_{t-1} / lr_t - 1. A constant or rising rate has
-f = 0.
+Later steps return the correction only at the same learning rate. If the rate falls, term j of
+AdamW's K_t has the factor max(0, 1 - FALL j f), with f = lr_{t-1} / lr_t - 1. A constant or rising
+rate has f = 0. SGD's lag has no such factor.
 
-Bound of m. With quantized states, m is clamped to the range that AdamW can reach. By
-Cauchy-Schwarz, over the gradients of steps 1 ... t,
+Bound of m. With quantized states, AdamW clamps m to the range that exact steps can reach. Lion and
+SGD have no bound. By Cauchy-Schwarz, over the gradients of steps 1 ... t,
 
     m_t^2 <= B_t^2 v_t    with    B_t^2 = (1 - b1)^2 / (1 - b2) sum_{i < t} (b1^2 / b2)^i
 
@@ -40,11 +40,14 @@ during a run, the bound uses the present ones.
 A rule belongs to the optimizer or to a parameter group (`rule=`), so one optimizer can step
 matrices and vectors by different rules. Every rule works with all state formats and masters. This
 file is the definition, which plain torch computes. The kernels in C++ and Triton implement the
-rules of BUILT_IN and refuse others.
+rules of BUILT_IN and refuse others. docs/architecture.md lists the files of a new rule.
 
 Scalars are computed in double precision and rounded once to float32. The order of operations is
 torch's, except that sqrt(v) is multiplied by the reciprocal of its correction: half a unit in the
 last place of the denominator.
+
+The settings of a run read the names and options of RULES without torch, so that --help is quick.
+So torch is imported inside the updates.
 """
 
 from __future__ import annotations
@@ -53,13 +56,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from narrowgauge.errors import OptionError, closest
-from narrowgauge.optim.moments import square_root
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Terms of K_t that are summed exactly; the rest is a geometric series.
 LAG_TERMS = 128
@@ -75,12 +77,14 @@ SLACK, MOST = 1 + 2.0**-8, 2.0**120
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Scalars of one step for the rules of BUILT_IN, shared with step.cpp and the Triton kernel.
+    """Scalars of one step, shared with step.cpp and the Triton kernel.
+
+    Rules with a kernel return these. A rule of plain torch may use them or return its own scalars.
 
     decay          1 - lr wd; the coupled weight decay in SGD
     step_size      negative
     correction     1 / sqrt(1 - beta2^t)
-    bound          B_t, see the module
+    bound          B_t of AdamW, see the module
     lag            K_t; for SGD the whole factor of the weight
     lag_of_decay   K_t if v decays too
     """
@@ -99,7 +103,9 @@ class Constants:
     nesterov: bool = False
 
 
-Updated = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Updated: TypeAlias = (
+    "tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +118,20 @@ class Rule:
     update       (weight, gradient, first moment, second moment, constants, clamps) -> (weight,
                  first, second, decays[, lag]), all float32 of one shape. decays: True where the
                  first moment only decays. lag: see the module, only if the weight is to be
-                 corrected. clamps: True if a moment is quantized, so m is clamped. A
-                 moment that the rule does not keep is zeros, and its result is ignored
+                 corrected. clamps: True if the rule keeps two moments and one is quantized,
+                 so a rule with a bound clamps m. A moment that the rule does not keep is
+                 zeros, and its result is ignored
     draws_first  round the first moment stochastically, regardless of `decays`
+    lags         True if update returns a lag for a quantized first moment
     kernel       number of the rule in step.cpp and in the Triton kernel; None: plain torch alone
                  computes it
+    backends     backends with a branch for `kernel`
     granularity  "element": update accepts any slice of a tensor; "matrix": it needs the whole
                  tensor, [rows, columns]
+    lr           default learning rate
+    weight_decay default weight decay
     options      options of a group beside lr and weight_decay, with their defaults
+    run_options  options with another default in a training run
     """
 
     name: str
@@ -127,9 +139,24 @@ class Rule:
     constants: Callable[[Mapping[str, Any], int], Any]
     update: Callable[[Tensor, Tensor, Tensor, Tensor, Any, bool], Updated] = field(compare=False)
     granularity: Literal["element", "matrix"] = "element"
+    lr: float = field(default=1e-3, compare=False)
+    weight_decay: float = field(default=0.0, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    run_options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     draws_first: bool = False
+    lags: bool = False
     kernel: int | None = None
+    backends: frozenset[str] = frozenset({"native", "triton"})
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Numbers of a group with their defaults, in the order of positional arguments.
+
+        Flags come last, as in torch.optim.SGD.
+        """
+        flags = {name: value for name, value in self.options.items() if isinstance(value, bool)}
+        others = {name: value for name, value in self.options.items() if name not in flags}
+        return {"lr": self.lr, **others, "weight_decay": self.weight_decay, **flags}
 
 
 def only_decays(g: Tensor, m: Tensor, share: float = 1.0) -> Tensor:
@@ -173,9 +200,10 @@ def fall(group: Mapping[str, Any]) -> float:
 
 
 @lru_cache(maxsize=64)
-def lags(beta1: float, beta2: float, step: int, fall: float = 0.0) -> tuple[float, float]:
+def lags(beta1: float, beta2: float, step: int | None, fall: float = 0.0) -> tuple[float, float]:
     """(K_t, K_t where v decays) of AdamW: LAG_TERMS terms and a geometric series for the rest.
 
+    step  None for a rule without bias corrections
     fall  of the learning rate, see the module
 
     If b1^2 >= b2, the second sum diverges, and the first is used instead.
@@ -183,7 +211,7 @@ def lags(beta1: float, beta2: float, step: int, fall: float = 0.0) -> tuple[floa
     # A constant v in place of a decaying one would leave a quarter of the error.
     ratio = beta1 / math.sqrt(beta2) if beta1**2 < beta2 else 1.0
     # The sums contain the bias corrections: without them the first steps were 50 lr wrong.
-    power, power2 = beta1**step, beta2**step
+    power, power2 = (0.0, 0.0) if step is None else (beta1**step, beta2**step)
     now, now2, falls, falls_both = 1 - power, math.sqrt(1 - power2), 1.0, 1.0
     total = total_of_decay = 0.0
     left = 1.0
@@ -227,6 +255,10 @@ def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
+    import torch
+
+    from narrowgauge.optim.moments import square_root
+
     decays = only_decays(g, m)
     m = m + (g - m) * c.one_minus_beta1
     # This order of products is torch's addcmul; another order changes the last bit.
@@ -253,6 +285,8 @@ def _lion_constants(group: Mapping[str, Any], step: int) -> Constants:
 
 
 def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
+    import torch
+
     direction = m + (g - m) * c.one_minus_beta1
     # NaN stays, unlike torch.sign
     sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
@@ -274,6 +308,8 @@ def _sgd_constants(group: Mapping[str, Any], step: int) -> Constants:
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
+    import torch
+
     # SGD's m is a sum of gradients, so a settled m is 1 / (1 - mu) gradients. Without the factor,
     # 4-bit tiles grow without end (weights walked 36 times too far).
     decays = only_decays(g, m, c.one_minus_beta1)
@@ -291,28 +327,29 @@ def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool)
 
 ADAMW = Rule(
     name="adamw", moments=("exp_avg", "exp_avg_sq"), constants=_adamw_constants, update=_adamw,
-    options={"betas": (0.9, 0.999), "eps": 1e-8}, kernel=0,
+    weight_decay=0.01, options={"betas": (0.9, 0.999), "eps": 1e-8}, run_options={"betas": (0.9, 0.95)}, lags=True,
+    kernel=0,
 )  # fmt: skip
 LION = Rule(
-    name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion, options={"betas": (0.9, 0.99)},
-    draws_first=True, kernel=1,
+    name="lion", moments=("exp_avg",), constants=_lion_constants, update=_lion,
+    lr=1e-4, options={"betas": (0.9, 0.99)}, run_options={"betas": (0.9, 0.95)}, draws_first=True, kernel=1,
 )  # fmt: skip
 SGD = Rule(
     name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
-    options={"momentum": 0.9, "nesterov": False}, kernel=2,
+    options={"momentum": 0.9, "nesterov": False}, lags=True, kernel=2,
 )  # fmt: skip
 # Rules with a name in groups, settings and saved states. BUILT_IN: those that kernels compute.
 RULES = {rule.name: rule for rule in (ADAMW, LION, SGD)}
 BUILT_IN = {name: rule for name, rule in RULES.items() if rule.kernel is not None}
 
 
-def refuse(rule: Rule) -> str:
-    """Reason why the kernels cannot compute the rule, or ''."""
-    return (
-        ""
-        if BUILT_IN.get(rule.name) is rule
-        else f"knows no rule {rule.name!r}, only {', '.join(BUILT_IN)}"
-    )
+def refuse(rule: Rule, backend: str) -> str:
+    """Reason why "native" or "triton" cannot compute the rule, or ''."""
+    own = BUILT_IN.get(rule.name)
+    if own is rule and backend in rule.backends:
+        return ""
+    other = "" if own is None or own is rule else ", which is not rules.RULES' own"
+    return f"has no kernel for rule {rule.name!r}{other}"
 
 
 def number(rule: Rule) -> int:

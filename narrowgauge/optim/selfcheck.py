@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from narrowgauge.optim.rules import Rule
 
 STEPS, SEED = 3, 20260614
-GROUP = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.9}
+GROUP = {"lr": 1e-2, "weight_decay": 0.1}
 
 Run = Callable[[Sequence[ParamStep], dict[Any, Any]], None]
 
@@ -79,7 +79,8 @@ def compare(run: Run, kinds: tuple[Kind], device: torch.device) -> Iterator[Comp
     expected, found = _samples(kind, torch.device("cpu")), _samples(kind, device)
     for step in range(1, STEPS + 1):
         for each in (*expected, *found):
-            each.constants = kind.rule.constants({**GROUP, "nesterov": kind.nesterov}, step)
+            group = {**kind.rule.options, **GROUP, "nesterov": kind.nesterov}
+            each.constants = kind.rule.constants(group, step)
             each.step_key = noise.step_key(SEED, step)
             each.gradient = _gradient(each, step, kind.gradient).to(each.weight.device)
         step_in_torch(expected)

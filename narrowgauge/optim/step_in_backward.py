@@ -319,7 +319,7 @@ def in_backward(
     """
     if not isinstance(optimizer, LowPrecisionOptimizer):
         raise ConfigError(
-            f"in_backward: {type(optimizer).__name__} cannot step one parameter. Use narrowgauge.optim.AdamW, Lion or SGD; "
+            f"in_backward: {type(optimizer).__name__} cannot step one parameter. Use an optimizer of narrowgauge.optim; AdamW with "
             'states="fp32" is torch\'s AdamW.',
             code="in-backward.optimizer",
         )

@@ -16,7 +16,7 @@ from narrowgauge.optim import (
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.optimizers import OPTIMIZERS
 from narrowgauge.optim.shards import is_sharded, local, local_gradient
-from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig, numbers_of_rule
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 
@@ -119,7 +119,8 @@ def _narrow(config: TrainConfig, model: nn.Module, precision: Precision) -> torc
         "master": _master(config, precision),
         "seed": config.seed,
     }
-    settings = {**_adam_settings(config), "momentum": config.beta1}
+    numbers = _adam_settings(config)
+    settings = {**numbers, "momentum": numbers_of_rule(config)["beta1"]}
     chosen = OPTIMIZERS[config.optimizer]
     known = {name: value for name, value in settings.items() if name in chosen.rule.options}
     return chosen(parts, lr=config.learning_rate, **known, **shared)
@@ -130,10 +131,11 @@ def _master(config: TrainConfig, precision: Precision) -> str | None:
 
 
 def _adam_settings(config: TrainConfig) -> dict[str, Any]:
+    numbers = numbers_of_rule(config)
     return {
         "lr": config.learning_rate,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.epsilon,
+        "betas": (numbers["beta1"], numbers["beta2"]),
+        "eps": numbers["epsilon"],
     }
 
 

@@ -22,8 +22,9 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import rules
 from narrowgauge.optim.clipping import clip_gradients, gradient_norm
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.optimizers import OPTIMIZERS
 from tests.compare import assert_same
-from tests.distributed.test_optimizers import BF16, FP32, OPTIMIZERS, gradient, placed, whole
+from tests.distributed.test_optimizers import BF16, FP32, gradient, placed, whole
 from tests.raising import raises
 
 STEPS = 2

@@ -16,10 +16,10 @@ import narrowgauge as ng
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim import param_groups, rules, shards
 from narrowgauge.optim.moments import STATES
+from narrowgauge.optim.optimizers import OPTIMIZERS
 from narrowgauge.optim.states import named
 from tests.compare import assert_same
 
-OPTIMIZERS = {"adamw": ng.optim.AdamW, "lion": ng.optim.Lion, "sgd": ng.optim.SGD}
 # Rows that 2, 3 and 4 ranks share unevenly; fewer rows than ranks; 3 axes; a vector whose shards begin within a block of noise; columns
 # that make whole tiles of 128 and 256 in two shards, the last one short.
 SHAPES = {

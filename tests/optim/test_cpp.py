@@ -6,7 +6,7 @@ import copy
 import functools
 import platform
 import warnings
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,19 +14,14 @@ from torch import nn
 
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.ops.cpp import build
-from narrowgauge.optim import SGD, AdamW, Lion, backends
+from narrowgauge.optim import SGD, AdamW, Lion, backends, rules
 from narrowgauge.optim.cpp import binding
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from tests.compare import assert_same
+from tests.optim.building import NATIVE
 from tests.raising import raises
 from tests.selection import needs_compiler
-
-BUILD: dict[str, Any] = {
-    "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
-    "lion": lambda p, **o: Lion(p, lr=1e-3, weight_decay=0.1, **o),
-    "sgd": lambda p, **o: SGD(p, lr=1e-2, nesterov=True, weight_decay=0.1, **o),
-}
 
 
 def weights(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -57,7 +52,7 @@ def gradients(parameters: list[nn.Parameter], step: int, dtype: torch.dtype) -> 
 
 
 @needs_compiler
-@pytest.mark.parametrize("rule", BUILD)
+@pytest.mark.parametrize("rule", NATIVE)
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(
     ("master", "dtype"),
@@ -70,7 +65,7 @@ def test_both_backends_compute_the_same_bits(rule, states, master, dtype):
     found = []
     for backend in ("native", "torch"):
         parameters = weights(dtype)
-        optimizer = BUILD[rule](parameters, states=states, master=master, backend=backend)
+        optimizer = NATIVE[rule](parameters, states=states, master=master, backend=backend)
         for step in range(3):
             gradients(parameters, step, dtype)
             optimizer.step()
@@ -87,9 +82,34 @@ def test_every_width_of_vectors_computes_the_same_bits(without, monkeypatch):
     """Builds the library twice (3 s each): 8 and 4 elements at a time, where the test above has what this processor has."""
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *without))
     monkeypatch.setattr(binding, "_library", functools.cache(binding._library.__wrapped__))
-    for rule in BUILD:
+    for rule in NATIVE:
         for states in STATES:
             test_both_backends_compute_the_same_bits(rule, states, None, torch.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"kernel": 77}, "no branch for rule 'lion' with kernel = 77"),
+        ({"draws_first": False}, "DRAWS and LAGS of rule 'lion'"),
+        ({"lags": True}, "DRAWS and LAGS of rule 'lion'"),
+    ],
+    ids=str,
+)
+def test_a_rule_without_its_branch_in_the_kernel_is_an_error(other, words, monkeypatch):
+    """A number without a branch computed the last one."""
+    rule = replace(rules.LION, **other)
+    for known in (rules.RULES, rules.BUILT_IN):
+        monkeypatch.setitem(known, "lion", rule)
+    monkeypatch.setattr(Lion, "rule", rule)
+    parameters = weights(torch.float32)
+    optimizer = Lion(parameters, states="8bit", backend="native")
+    gradients(parameters, 0, torch.float32)
+    before = [p.detach().clone() for p in parameters]
+    with raises(BackendError, "optim.kernel-rule", words):
+        optimizer.step()
+    assert_same([p.detach() for p in parameters], before)
 
 
 @needs_compiler

@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import narrowgauge as ng
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.optim import AdamW, Lion, rules, state_bytes
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.optimizers import OPTIMIZERS
+from narrowgauge.optim.states import named
 from narrowgauge.train.config.settings import TrainConfig
 from tests.compare import assert_same
+from tests.optim.building import build
+from tests.processes import ROOT
 from tests.raising import raises
 from tests.selection import needs_compiler
 
@@ -99,16 +103,17 @@ def test_every_state_and_master_works_with_a_new_rule_and_resumes(states, master
     dtype = torch.bfloat16 if master else torch.float32
     weight, straight, exact = (matrix(dtype=dtype) for _ in range(3))
 
-    def build(parameter: nn.Parameter, states: str) -> AdamW:
+    def centred(parameter: nn.Parameter, states: str) -> AdamW:
         return AdamW(
             [{"params": [parameter], "rule": CENTRED}], lr=0.1, states=states, master=master
         )  # type: ignore[arg-type]
 
-    first, uncut, wide = build(weight, states), build(straight, states), build(exact, "fp32")
+    first, uncut = centred(weight, states), centred(straight, states)
+    wide = centred(exact, "fp32")
     run(first, 0, 2)
     run(uncut, 0, 4)
     run(wide, 0, 4)
-    second = build(weight, states)
+    second = centred(weight, states)
     saved = first.state_dict()
     assert saved["param_groups"][0]["rule"] == "centred"
     second.load_state_dict(saved)
@@ -128,9 +133,20 @@ def test_kernels_refuse_rules_that_they_do_not_know():
     optimizer = AdamW([{"params": [parameter], "rule": impostor}])
     assert optimizer.computed_by(parameter).startswith(
         "torch ("
-    ) and "knows no rule 'adamw'" in optimizer.computed_by(parameter)
+    ) and "has no kernel for rule 'adamw', which is not" in optimizer.computed_by(parameter)
     run(optimizer, 0, 1)
-    assert rules.refuse(impostor) in str(state_bytes(optimizer))
+    assert rules.refuse(impostor, "native") in str(state_bytes(optimizer))
+
+
+@needs_compiler
+def test_a_rule_may_have_one_of_the_kernels(monkeypatch):
+    rule = replace(rules.SGD, backends=frozenset({"triton"}))
+    for known in (rules.RULES, rules.BUILT_IN):
+        monkeypatch.setitem(known, "sgd", rule)
+    assert not rules.refuse(rule, "triton")
+    assert rules.refuse(rule, "native") == "has no kernel for rule 'sgd'"
+    with raises(ConfigError, "optim.backend-unavailable", "has no kernel for rule 'sgd'"):
+        AdamW([{"params": [matrix()], "rule": "sgd"}], backend="native")
 
 
 def test_a_rule_survives_a_copy():
@@ -197,9 +213,61 @@ def test_the_previous_learning_rate_is_saved_and_a_damaged_one_is_refused():
             three.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_quantized_states_step_near_float32_states(name, states):
+    """Medians over elements after six steps: an error is below a fifth of the distance (4-bit states: a half)."""
+    found = []
+    for each in ("fp32", states):
+        weight = matrix()
+        run(build(name, [weight], states=each, backend="torch"), 0, 6)
+        found.append(weight.detach())
+    distance = (found[0] - matrix().detach()).abs().median()
+    error = (found[1] - found[0]).abs().median()
+    assert error < distance * (0.5 if states == "4bit" else 0.2)
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_that_is_not_finite_stays_visible(name, states, poison):
+    """In the element's weight or in its states, from the step that brings it to all later ones (exact)."""
+    for at in (0, 2):
+        weight = matrix(8, 1024)
+        optimizer = build(name, [weight], states=states, backend="torch")
+        tile = named(states).tile
+        for step in range(at + 3):
+            weight.grad = torch.full_like(weight, 0.1)
+            if step == at:
+                weight.grad[2, 300] = poison
+            optimizer.step()
+            if step < at:
+                continue
+            state = optimizer.state[weight]
+            scales = [x[2, 300 // tile] for key, x in state.items() if key.endswith("_scale")]
+            wide = [state[key][2, 300] for key in optimizer.rule.moments if not scales]
+            seen = torch.stack([x.float() for x in (weight.detach()[2, 300], *scales, *wide)])
+            assert not seen.isfinite().all(), f"step {step} after one with {poison} at {at}"
+
+
+@pytest.mark.parametrize("rule", rules.RULES.values(), ids=list(rules.RULES))
+def test_a_rule_says_if_it_lags(rule):
+    """Kernels read `lags`, plain torch reads what the update returns (exact)."""
+    zeros = torch.zeros(2, 256)
+    constants = rule.constants({**rule.numbers, "previous_lr": 0.0}, 1)
+    found = rule.update(zeros, zeros, zeros, zeros, constants, len(rule.moments) == 2)
+    assert rule.lags == (len(found) == 5)
+
+
 def test_every_rule_has_an_optimizer_and_a_setting():
     """A new rule is one object in RULES; these lists are derived from it, or compared with it here (exact)."""
     assert list(OPTIMIZERS) == list(rules.RULES)
+    page = (ROOT / "docs/optimizers.md").read_text(encoding="utf-8")
+    for name, kind in OPTIMIZERS.items():
+        assert getattr(ng.optim, kind.__name__) is kind and kind.__name__ in ng.optim.__all__
+        assert f"`{kind.__name__}`" in page or f".{kind.__name__}`" in page
+        defaults = kind([matrix()], backend="torch").defaults
+        assert {key: defaults[key] for key in rules.RULES[name].numbers} == kind.rule.numbers
     for name in rules.RULES:
         assert TrainConfig(optimizer=name).optimizer == name
     with raises(ConfigError, "config.optimizer", *rules.RULES):

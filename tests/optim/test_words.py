@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.optim import SGD, AdamW, Lion
+from narrowgauge.optim import SGD, AdamW
+from narrowgauge.optim.optimizers import OPTIMIZERS
 from tests.compare import assert_same
 from tests.raising import raises
 
 OURS: dict[type, set[str]] = {
-    each: set(inspect.signature(each).parameters) for each in (AdamW, Lion, SGD)
+    each: set(inspect.signature(each).parameters) for each in OPTIMIZERS.values()
 }
 THEIRS = {
     name: parameter.default

@@ -11,12 +11,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build, parts
 from narrowgauge.optim import masters, rules
 from narrowgauge.optim.step import DTYPES, MomentState, ParamStep
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.rules import Rule
 
 SOURCES = ("step.cpp", "floats.h", "vectors.h")
 _P, _L, _I, _U, _F = (
@@ -74,6 +78,26 @@ def refuse() -> str:
     return ""
 
 
+def _number(rule: Rule) -> int:
+    """Number of the rule in step.cpp.
+
+    Raises BackendError if step.cpp has no branch for it, or another one than the rule describes.
+    """
+    number = rules.number(rule)
+    flags = _library().narrowgauge_rule(number)
+    if flags < 0:
+        raise BackendError(
+            f"optim: step.cpp has no branch for rule {rule.name!r} with kernel = {number}.",
+            code="optim.kernel-rule",
+        )
+    if flags != rule.draws_first + 2 * rule.lags:
+        raise BackendError(
+            f"optim: DRAWS and LAGS of rule {rule.name!r} in step.cpp are not its draws_first and lags.",
+            code="optim.kernel-rule",
+        )
+    return number
+
+
 def step(param_steps: Sequence[ParamStep]) -> None:
     """Compute all steps, on as many threads as torch uses.
 
@@ -111,7 +135,7 @@ def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
     constants = shared.get(id(c))
     if constants is None:
         numbers = (getattr(c, name) for name in _CONSTANTS)
-        constants = shared[id(c)] = _Constants(*numbers, rules.number(param_step.rule), c.nesterov)
+        constants = shared[id(c)] = _Constants(*numbers, _number(param_step.rule), c.nesterov)
     job.gradient, job.gradient_dtype = address(gradient), DTYPES[gradient.dtype]
     job.noise, job.constants = param_step.noise_key, ctypes.addressof(constants)
     # The key costs a hash per parameter and step, so it is computed only if the weight draws noise.
@@ -132,7 +156,8 @@ def _library() -> ctypes.CDLL:
     )
     library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), _L, _L, _L)
     library.narrowgauge_step.restype = None
-    library.narrowgauge_job_bytes.restype = _L
+    library.narrowgauge_job_bytes.restype = library.narrowgauge_rule.restype = _L
+    library.narrowgauge_rule.argtypes = (_L,)
     # Both sides declare the struct, so its sizes must agree.
     assert library.narrowgauge_job_bytes() == ctypes.sizeof(_Job)
     return library

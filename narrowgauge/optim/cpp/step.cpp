@@ -328,16 +328,21 @@ struct Linear4 : ByVector<Linear4, 4> {
 
 // ---- rules: rules.py has the equations ----
 //
-// step(w, g, m, v, decays) updates w, m and v, and sets `decays` where m is clamped. HOLDS: m or v
-// is quantized, so m is clamped. Returns the lag by which the second pass corrects w for the
-// rounding of m, if the rule LAGS.
+// only_decays(c, g, m) is true where the first moment only decays. step(w, g, m, v, decays) updates
+// w, m and v, and sets `decays` where m is clamped. HOLDS: m or v is quantized, so m is clamped.
+// Returns the lag by which the second pass corrects w for the rounding of m, if the rule LAGS.
+// DRAWS and LAGS are `draws_first` and `lags` of the rule: the binding compares them.
+
+// `rules.only_decays` for a moment that is an average of gradients.
+inline I average_decays(F g, F m) { return magnitude(g) * 4.f <= magnitude(m); }
 
 // With a quantized first moment, AdamW is split between the passes: sqrt(v) in the first, the
 // quotient in the second. Their latencies then overlap with other work. `moments` returns the root
 // and sets `lag` to the factor of the rate.
 
 template <bool HOLDS> struct AdamW {
-  static constexpr bool LAGS = HOLDS, DRAWS = false, SUMS = false, HALVES = true;
+  static constexpr bool LAGS = HOLDS, DRAWS = false, HALVES = true;
+  static I only_decays(const Constants&, F g, F m) { return average_decays(g, m); }
   // Without this split the first pass waited for a root and then a quotient, half of its time.
   static F moments(const Constants& c, F g, F& m, F& v, I& decays, F& lag) {
     m = m + c.one_minus_beta1 * (g - m);
@@ -365,7 +370,8 @@ template <bool HOLDS> struct AdamW {
 };
 
 struct Lion {
-  static constexpr bool LAGS = false, DRAWS = true, SUMS = false, HALVES = false;
+  static constexpr bool LAGS = false, DRAWS = true, HALVES = false;
+  static I only_decays(const Constants&, F g, F m) { return average_decays(g, m); }
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F direction = m + c.one_minus_beta1 * (g - m);
     w = w * c.decay + c.step_size * (direction > 0.f ? all(1.f) : (direction < 0.f ? all(-1.f) : direction));
@@ -375,8 +381,9 @@ struct Lion {
 };
 
 struct Sgd {
-  // SUMS: m is a sum of gradients, not an average.
-  static constexpr bool LAGS = true, DRAWS = false, SUMS = true, HALVES = false;
+  static constexpr bool LAGS = true, DRAWS = false, HALVES = false;
+  // m is a sum of gradients, not an average.
+  static I only_decays(const Constants& c, F g, F m) { return magnitude(g) * 4.f <= magnitude(m) * c.one_minus_beta1; }
   static F step(const Constants& c, F& w, F g, F& m, F&, I&) {
     const F d = g + c.decay * w;
     m = m * c.beta1 + d;
@@ -607,7 +614,7 @@ void update(const Job& job, const Constants& c, const Place& at, int n, float* w
       const int part = p * LANES;
       F w = load<F>(w_at + part), x = first_moments[p], y = second_moments[p];
       const F g = load<F>(g_at + part);
-      I decays = magnitude(g) * 4.f <= (RULE::SUMS ? magnitude(x) * c.one_minus_beta1 : magnitude(x));
+      I decays = RULE::only_decays(c, g, x);
       F lag;
       if constexpr (RULE::HALVES && FIRST::IS_NARROW) {
         store(tile.root + i + part, RULE::moments(c, g, x, y, decays, lag));
@@ -700,7 +707,8 @@ template <class FIRST, class SECOND> Step step_of_rule(int rule) {
   switch (rule) {
     case ADAMW: return step_tiles<AdamW<FIRST::IS_NARROW || SECOND::IS_NARROW>, FIRST, SECOND>;
     case LION: return step_tiles<Lion, FIRST, None>;
-    default: return step_tiles<Sgd, FIRST, None>;
+    case SGD: return step_tiles<Sgd, FIRST, None>;
+    default: return nullptr;
   }
 }
 
@@ -728,6 +736,16 @@ Step step_of(const Job& job) {
 }  // namespace
 
 extern "C" int64_t narrowgauge_job_bytes() { return sizeof(Job); }
+
+// DRAWS + 2 LAGS of a rule, or -1 if this file has no branch for its number.
+extern "C" int64_t narrowgauge_rule(int64_t rule) {
+  switch (rule) {
+    case ADAMW: return AdamW<true>::DRAWS + 2 * AdamW<true>::LAGS;
+    case LION: return Lion::DRAWS + 2 * Lion::LAGS;
+    case SGD: return Sgd::DRAWS + 2 * Sgd::LAGS;
+    default: return -1;
+  }
+}
 
 // Steps part `part` of `parts` of every job: a run of whole tiles, so threads share no data.
 extern "C" void narrowgauge_step(const Job* jobs, int64_t count, int64_t part, int64_t parts) {

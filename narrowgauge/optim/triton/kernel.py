@@ -64,6 +64,7 @@ STOCHASTIC = tl.constexpr(masters.KINDS["stochastic"])
 
 ADAMW = tl.constexpr(rules.ADAMW.kernel)
 LION = tl.constexpr(rules.LION.kernel)
+SGD = tl.constexpr(rules.SGD.kernel)
 
 AMAX = tl.constexpr(launch.AMAX)
 CODES = tl.constexpr(launch.CODES)
@@ -223,9 +224,10 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND
         _constant(step_args, 3),
     )
     step_size = _constant(step_args, 5)
-    decays = tl.abs(g) * 4.0 <= tl.abs(m)
+    tl.static_assert(F.rule == ADAMW or F.rule == LION or F.rule == SGD, "no branch for this rule")
     lag = m
     if F.rule == ADAMW:
+        decays = tl.abs(g) * 4.0 <= tl.abs(m)
         m = m + (g - m) * one_minus_beta1
         v = v * _constant(step_args, 2) + g * one_minus_beta2 * g
         root = tl.sqrt_rn(v)
@@ -243,6 +245,7 @@ def _updated(w, g, m, v, step_args, F: tl.constexpr, FIRST: tl.constexpr, SECOND
         else:
             w = w * decay + tl.div_rn(m * step_size, bottom)
     elif F.rule == LION:
+        decays = tl.abs(g) * 4.0 <= tl.abs(m)
         direction = m + (g - m) * one_minus_beta1
         # NaN stays NaN, unlike in a sign function.
         sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))
@@ -422,8 +425,8 @@ def _taken(
     w, m, v, decays, lag = _updated(w, g, m, v, head, F, FIRST, SECOND)
     # Both moments of an element share one random number, as in the definition.
     noise = noise_bits(key, first, within)
-    LAGS: tl.constexpr = FIRST.has_scale and F.rule != LION
-    lost = _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST, F.rule == LION, LAGS)
+    LAGS: tl.constexpr = FIRST.has_scale and F.lags
+    lost = _write_moment(m, noise, decays, line, 7, place, tables, F, FIRST, F.draws_first, LAGS)
     _write_moment(v, noise, decays, line, 10, place, tables, F, SECOND, True, False)
     if LAGS:
         w = w + lost * lag

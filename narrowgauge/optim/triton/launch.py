@@ -62,7 +62,7 @@ HISTORY_BLOCK, HISTORY_WARPS = 1024, 4
 class Form:
     """Compile-time constants of the kernel; sizes and step-dependent numbers are excluded.
 
-    rule, nesterov          see `rules`
+    rule, nesterov, draws_first, lags     see `rules`
     weight, gradient        dtype numbers: 0 float32, 1 bfloat16, 2 float16
     master                  number of the master, see `masters.KINDS`
     tile, tiles             elements that share a scale; tiles of a program
@@ -76,6 +76,8 @@ class Form:
 
     rule: int
     nesterov: bool
+    draws_first: bool
+    lags: bool
     first: Moment
     second: Moment
     weight: int
@@ -113,7 +115,8 @@ def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
         EXPANDING_ELEMENTS if kind.first.expands or kind.second.expands or crowded else ELEMENTS
     )
     return Form(
-        rule=rules.number(kind.rule), nesterov=kind.nesterov, first=kind.first, second=kind.second,
+        rule=rules.number(kind.rule), nesterov=kind.nesterov, draws_first=kind.rule.draws_first,
+        lags=kind.rule.lags, first=kind.first, second=kind.second,
         weight=DTYPES[kind.weight], gradient=DTYPES[kind.gradient], master=masters.KINDS[kind.master],
         tile=kind.tile, tiles=elements // kind.tile, aligned=kind.aligned, shift=kind.shift,
         # A larger hint would give a thread 16 adjacent 8-bit codes, and so 16 adjacent float32

@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 from functools import partial
 
+from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config.data_settings import GENERATING
 from narrowgauge.train.config.rules import COUNT, COUNT_OR_ZERO, OneOf, OneOrPair, Range, setting
 
 MAX_INT = 2**63 - 1  # largest integer that TOML guarantees and torch accepts as a seed
+UNSET, AS_THE_RULE = -1.0, "-1: as the rule of the updates has it in a run."
+# Numbers of rules without such an option. They are written to config.toml and have no effect.
+WITHOUT_OPTION = {"betas": (0.9, 0.95), "momentum": 0.9, "eps": 1e-8}
 TRAINING, OPTIMIZER = (partial(setting, name) for name in ("training", "optimizer"))
 
 
@@ -29,14 +33,14 @@ class OptimizerSettings:
     """Table `[optimizer]`: learning rate, update rule and states."""
 
     # fmt: off
-    optimizer: str = OPTIMIZER("adamw", "Rule of the updates.", OneOf(("adamw", "lion", "sgd")), key="name", short=True)
+    optimizer: str = OPTIMIZER("adamw", "Rule of the updates.", OneOf(tuple(RULES)), key="name", short=True)
     learning_rate: float = OPTIMIZER(1e-3, "Peak learning rate.", Range(0, 1, open_low=True))
     min_learning_rate: float = OPTIMIZER(0.0, "Learning rate after the last step.", Range(0, 1))
     warmup_steps: int = OPTIMIZER(20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
-    weight_decay: float = OPTIMIZER(0.1, "Decoupled weight decay of AdamW.", Range(0, 1))
-    beta1: float = OPTIMIZER(0.9, "Decay of the first moment; SGD's momentum.", Range(0, 1, open_high=True))
-    beta2: float = OPTIMIZER(0.95, "AdamW's decay of the second moment; Lion's of its only one.", Range(0, 1, open_high=True))
-    epsilon: float = OPTIMIZER(1e-8, "AdamW's guard against division by zero.", Range(0, 1, open_low=True))
+    weight_decay: float = OPTIMIZER(0.1, "Weight decay of matrices, as the rule of the updates has it.", Range(0, 1))
+    beta1: float = OPTIMIZER(UNSET, f"First beta, or the momentum; {AS_THE_RULE}", Range(0, 1, open_high=True, unset=UNSET))
+    beta2: float = OPTIMIZER(UNSET, f"Second beta; {AS_THE_RULE}", Range(0, 1, open_high=True, unset=UNSET))
+    epsilon: float = OPTIMIZER(UNSET, f"Guard against division by zero; {AS_THE_RULE}", Range(0, 1, open_low=True, unset=UNSET))
     clip: float = OPTIMIZER(1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
     clip_by: str = OPTIMIZER("",
         "What a step in backward is clipped by: the norm of the step before, of a first forward and backward pass, "

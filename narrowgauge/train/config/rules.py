@@ -21,23 +21,29 @@ TABLE = Mapping[str, str]  # type of a setting, besides bool, int, float and str
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; an open end excludes its bound."""
+    """Numbers from `low` to `high`; an open end excludes its bound.
+
+    unset  value outside the range that leaves the number to another setting, or None
+    """
 
     low: float
     high: float
     open_low: bool = False
     open_high: bool = False
+    unset: float | None = None
 
     def refuse(self, value: float) -> str:
         """The rule in words if `value` breaks it, else ''."""
         is_end = (self.open_low and value == self.low) or (self.open_high and value == self.high)
-        return "" if self.low <= value <= self.high and not is_end else str(self)
+        is_inside = self.low <= value <= self.high and not is_end
+        return "" if is_inside or value == self.unset else str(self)
 
     def __str__(self) -> str:
+        unset = "" if self.unset is None else f", or {self.unset:g}"
         if not (self.open_low or self.open_high):
-            return f"from {self.low} to {self.high}"
+            return f"from {self.low} to {self.high}{unset}"
         low = f"above {self.low}" if self.open_low else f"at least {self.low}"
-        return f"{low} and {'below' if self.open_high else 'at most'} {self.high}"
+        return f"{low} and {'below' if self.open_high else 'at most'} {self.high}{unset}"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from narrowgauge.diagnose import guard_settings
 from narrowgauge.errors import ConfigError
+from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config import parallel_syntax, switch_syntax
 from narrowgauge.train.config.data_checks import task_checks
 from narrowgauge.train.config.data_settings import GENERATING, TASKS, DataSettings
@@ -25,7 +26,12 @@ from narrowgauge.train.config.machine_settings import (
     MemorySettings,
     ParallelSettings,
 )
-from narrowgauge.train.config.optimizer_settings import OptimizerSettings, TrainingSettings
+from narrowgauge.train.config.optimizer_settings import (
+    UNSET,
+    WITHOUT_OPTION,
+    OptimizerSettings,
+    TrainingSettings,
+)
 from narrowgauge.train.config.recipe_settings import FUSED_SAVES, NO_RECIPE, RecipeSettings
 from narrowgauge.train.config.rules import (
     TABLE,
@@ -106,7 +112,7 @@ def by_path() -> dict[str, Field[Any]]:
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """The same configuration with derived defaults: kv_heads, intermediate_size, cache."""
+    """The same configuration with derived defaults: sizes, cache, and numbers of the rule."""
     is_vit = TASKS[config.task].source == "images"
     # 8/3 gives a gated MLP with three matrices the parameters of an ungated one with 4x width.
     usual = 4 * config.hidden_size if is_vit else math.ceil(8 * config.hidden_size / 3 / 64) * 64
@@ -115,7 +121,20 @@ def resolved(config: TrainConfig) -> TrainConfig:
     )
     if not config.model and not is_vit:
         sizes["kv_heads"] = config.kv_heads or config.heads
-    return replace(config, cache=config.cache or str(Path(config.output).parent / "cache"), **sizes)
+    cache = config.cache or str(Path(config.output).parent / "cache")
+    return replace(config, cache=cache, **sizes, **numbers_of_rule(config))
+
+
+def numbers_of_rule(config: TrainConfig) -> dict[str, Any]:
+    """beta1, beta2 and epsilon of a run: the settings, or the rule's own where they are unset."""
+    rule = RULES[config.optimizer]
+    own = {**WITHOUT_OPTION, **rule.options, **rule.run_options}
+    beta1, beta2 = own["betas"]
+    if "momentum" in rule.options:
+        beta1 = own["momentum"]
+    defaults = {"beta1": beta1, "beta2": beta2, "epsilon": own["eps"]}
+    given = {name: getattr(config, name) for name in defaults}
+    return {name: defaults[name] if value == UNSET else value for name, value in given.items()}
 
 
 # Rules between settings, checked after each value on its own

