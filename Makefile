@@ -42,11 +42,13 @@ train: $(INSTALLED) ## train the demo model of examples/demo.toml and write its 
 train-2: $(INSTALLED) ## the same on two processes: torchrun, each with half of every batch
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)
 
-# worksteal: a process that is done takes tests from another, so no test may count on those before it in its file.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# worksteal: a process that is done takes tests from another, so no test may count on those before it in its file. Byte code is kept
+# whatever the shell says: each of the processes that tests start would compile the package again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# What it lists at the end is what to shorten next, or to mark slow where another test sees the same fault.
 test: $(INSTALLED) ## the test suite in WORKERS processes (2); tests that need a GPU are skipped, with a line, where there is none
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" --durations=20 --durations-min=3 $(ARGS)
 
 test-slow: $(INSTALLED) ## the tests that `make test` leaves out: whole matrices of casts and GPUs, long runs, benchmarks
 	$(PYTEST) -m "slow and not ranks" $(ARGS)

@@ -95,7 +95,7 @@ def looks(run: Path, steps: int, base: str) -> Iterator[dict[str, Any]]:
     from narrowgauge.lab.reopen import reopened
     from narrowgauge.nn.linear import QLinear
     from narrowgauge.train import checkpoint_ref
-    from narrowgauge.train.loop import prepare
+    from narrowgauge.train.preparation import prepare
 
     config, task = prepare(checkpoint_ref.settings_of(run))
     inputs: dict[str, torch.Tensor] = {}

@@ -20,8 +20,9 @@ maximum, 2.13 saturates and turns infinity into 448. Values passed to that cast 
 representable, and for these all releases agree.
 
 float64 input is converted to float32 first (two roundings). Formats are data: a new format is a
-constant at the end of this file. Casts, kernels, GEMMs, optimizer-independent tests and reports read
-its fields or iterate over `ALL`, and name no format.
+constant above `ALL`. Casts, GEMMs, tests and reports read its fields or iterate over `ALL`. Formats
+are named only where a unit of a GPU is made for them (ops/mm/spec.py, ops/triton/cast_constants.py);
+others are computed without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The named recipes. A new recipe is one constant here, above ALL, with its name and its summary.
 
     get("fp8-current")    the recipe
-    names()               all names, in the order of the table in the README
+    names()               all names, in the order of the table in docs/recipes.md
 
 If published implementations disagree, a comment gives the choice made here and its reason. The
 other choice is one `dataclasses.replace` away.

@@ -35,6 +35,10 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, Reason
 
+# Key in the `__dict__` of a model that `distribute` was given: its DistributedState. It stands here
+# so that a snapshot reads it without importing torch.distributed, which takes a second.
+DISTRIBUTED_STATE = "_narrowgauge_distributed_state"
+
 
 def require_module(model: object, verb: str) -> None:
     """Raise ConfigError if `model` is not an nn.Module. verb: function named in the message."""

@@ -14,6 +14,16 @@ needs_compiler = pytest.mark.skipif(
     shutil.which(compiler_name()) is None, reason="needs a C++ compiler"
 )
 
+# For a test that takes the fixture `cpu` and a second or more: the CPU without fast instructions waits for the slow suite.
+slow_on_a_plain_cpu = pytest.mark.parametrize(
+    "cpu",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="plain-cpu"),
+        pytest.param(True, id="fast-cpu"),
+    ],
+    indirect=True,
+)
+
 
 def quick(chosen: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """All the cases for `parametrize`; those that are not chosen are marked slow.

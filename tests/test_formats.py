@@ -190,7 +190,8 @@ def test_a_million_random_bit_patterns(format):
     if format not in KNOWN_TO_ML_DTYPES:
         few = x[number][:50_000]
         assert_same(format.round(few) + 0.0, nearest_by_search(few, format) + 0.0)
-        assert (format.round(x[~number]) == 0).all()
+        at_nan = format.round(x[~number])
+        assert at_nan.isnan().all() if has_nan(format) else (at_nan == 0).all()
         return
     expected = codes_by_ml_dtypes(x[number].clamp(-format.max, format.max), format)
     assert_same(codes(format, x)[number], expected)
@@ -514,6 +515,7 @@ def digests_under_flush_to_zero(module: str) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_flush_to_zero_changes_nothing():
     assert digests_under_flush_to_zero("tests.test_formats") == digests()
 
@@ -634,8 +636,8 @@ def test_bit_splitting_is_stochastic_rounding_of_the_whole():
 
 # --- a format of one's own ---------------------------------------------------------------------------------------------------------
 
-E3M4 = FloatFormat(
-    name="e3m4",
+IEEE_E3M4 = FloatFormat(
+    name="ieee-e3m4",
     bits=8,
     exponent=3,
     mantissa=4,
@@ -648,7 +650,7 @@ E3M4 = FloatFormat(
 
 def test_codes_above_the_largest_are_no_numbers():
     """As IEEE's E3M4 has them: 0x70 to 0x7f and their negatives; the numbers are those of ml_dtypes (exact)."""
-    values = E3M4.values()
+    values = IEEE_E3M4.values()
     assert (
         values[:0x70].isfinite().all()
         and values[0x6F] == 15.5
@@ -660,8 +662,10 @@ def test_codes_above_the_largest_are_no_numbers():
     )
     assert_same(values[:0x70], theirs)
     x = torch.tensor([0.0, -0.0, 15.5, 17.0, -math.inf, math.nan, 0.2, 2.0**-6, 1e-9])
-    assert_same(E3M4.decode(E3M4.encode(x)), E3M4.round(x), any_nan=True)
-    assert int(E3M4.encode(x).max()) <= 0xFF and E3M4.decode(E3M4.encode(x))[3] == 15.5
+    assert_same(IEEE_E3M4.decode(IEEE_E3M4.encode(x)), IEEE_E3M4.round(x), any_nan=True)
+    assert (
+        int(IEEE_E3M4.encode(x).max()) <= 0xFF and IEEE_E3M4.decode(IEEE_E3M4.encode(x))[3] == 15.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -676,7 +680,7 @@ def test_codes_above_the_largest_are_no_numbers():
 )
 def test_a_format_whose_codes_do_not_fit_is_refused(changes, code, values):
     with raises(ConfigError, code, *values):
-        replace(E3M4, **changes)
+        replace(IEEE_E3M4, **changes)
 
 
 def test_every_constant_is_in_the_registry():

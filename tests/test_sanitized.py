@@ -28,6 +28,7 @@ def test_every_part_runs(part, capsys):
         assert len(lines) >= 20 and not any("refused" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_fused_models_run(capsys):
     pytest.importorskip("transformers")
     assert sanitized.main(["--plain", "--only", "fused"]) == 0

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from narrowgauge.cli.train import FILE, configuration, refuse_unknown_recipes, signature_of
+from narrowgauge.cli.flags import FILE, configuration, refuse_unknown_recipes, signature_of
 from narrowgauge.errors import OutOfMemoryError
 from narrowgauge.train.console import counting
 from narrowgauge.train.planning import cache

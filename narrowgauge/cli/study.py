@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from narrowgauge.cli.train import FILE, from_flags, say_former, signature_of
+from narrowgauge.cli.flags import FILE, from_flags, say_former, signature_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 

@@ -9,7 +9,7 @@ hooks, tied weights and users stay the same. Patterns are shell wildcards and ra
 names (see `structure`). A pattern without a leading `*` also matches the end of a name, from a dot
 on: "mlp.up_proj" matches "model.layers.0.mlp.up_proj".
 
-Output heads and routers (see KEPT) keep their precision unless the last part of a pattern names
+Output heads and routers (`kept_layers.KEPT`) keep their precision unless the last part of a pattern names
 them in letters: their errors go straight into the loss or flip a discrete choice. Embeddings and
 norms are no Linears and are unchanged. `embeddings` quantizes looked-up rows.
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import get_args
 
 from torch import nn
@@ -36,9 +35,10 @@ from narrowgauge.conversion.embeddings import (
     restore_embeddings,
 )
 from narrowgauge.conversion.fast_path import refuse_fast_path
+from narrowgauge.conversion.kept_layers import LEFT_BY, output_head, reason_to_keep, wide_by_policy
 from narrowgauge.conversion.products import Some, composed, parse
 from narrowgauge.conversion.warned import warn
-from narrowgauge.errors import ConfigError, Reason, closest
+from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
@@ -46,19 +46,10 @@ from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.embedding import Codes, QEmbedding
 from narrowgauge.nn.linear import QLinear, WeightCodes
-from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.recipe import Recipe
-from narrowgauge.structure import blocks, expanded, matches, require_module
+from narrowgauge.structure import matches, require_module
 
-HEADS = ("lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
-ROUTERS = ("router", "gate", "shared_expert_gate")
-# Last part of a layer's name -> the reason why it keeps its precision.
-KEPT = dict.fromkeys(HEADS, "output head") | dict.fromkeys(
-    ROUTERS, "router: a small error flips which expert is chosen"
-)
-LEFT_BY = "_narrowgauge_left_by"  # attribute of an ordinary Linear: the pattern that leaves it so
 _WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
-SMALLEST = ALIGNMENT  # below one hardware tile, padding costs more than a low-precision GEMM saves
 
 Patterns = str | Recipe | Some | Mapping[str, "str | Recipe | Some | None"]
 
@@ -77,7 +68,7 @@ def convert(
 ) -> nn.Module:
     """Assign recipes to the Linears of `model`, in place, and return the model.
 
-    recipe        a name or Recipe for all Linears that KEPT does not exclude; or pattern -> name,
+    recipe        a name or Recipe for all Linears that kept_layers.KEPT does not exclude; or pattern -> name,
                   Recipe or None (ordinary Linear), later patterns win; "NAME:PRODUCTS" for some
                   GEMMs of a layer. None turns every QLinear back into an nn.Linear. "auto": the
                   fastest recipe for each layer's sizes (conversion/auto.py); the model must have
@@ -318,24 +309,6 @@ def _matching(
     return {name: list(by_pattern) for name, by_pattern in found.items()}
 
 
-def wide_by_policy(model: nn.Module, recipe: Recipe, pattern: str) -> dict[str, str]:
-    """Layer -> reason, for layers that the recipe's `wide_blocks` keeps in bf16.
-
-    A pattern that names a block's number overrides the policy.
-    """
-    if recipe.wide_blocks is None:
-        return {}
-    # A part with a digit may stand for a block's number: "layers.5.*" does, "layers.*" does not.
-    parts = {part for each in expanded(pattern) for part in each.split(".")}
-    numbers = [part for part in parts if any(map(str.isdigit, part))]
-    return {
-        name: f"{block}: {recipe.name} keeps the {recipe.wide_blocks}"
-        for name, block in blocks(model).items()
-        if block.index in recipe.wide_blocks.indices(block.count)
-        and not any(fnmatchcase(str(block.index), part) for part in numbers)
-    }
-
-
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
     """Inside the block, every QLinear computes as nn.Linear and embeddings are unquantized."""
@@ -409,46 +382,3 @@ def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
     others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
     hint = f" Its {others} Conv1D layers are no nn.Linear: replace them first. {_WITHOUT}"
     return "; ".join(words) + "." + hint * (others > 0)
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    """Return the head that a transformers model declares (BERT: `cls.predictions.decoder`)."""
-    find = getattr(model, "get_output_embeddings", None)
-    return find() if callable(find) else None
-
-
-def reason_to_keep(
-    name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None
-) -> str | None:
-    """Return the reason why a Linear keeps its precision although a pattern matches it, or None.
-
-    name      dotted name of the layer
-    matching  patterns that match it
-    head      the model's output head, if it declares one
-    """
-    if type(layer) not in (nn.Linear, QLinear):
-        if nn.utils.parametrize.is_parametrized(layer):
-            return Reason(
-                "parametrized", "it is parametrized: convert it first, and parametrize it then"
-            )
-        kind = type(layer).__name__
-        # A subclass is excluded even with nn.Linear's forward: its owner may
-        # read the weight directly.
-        if type(layer).forward is not nn.Linear.forward:
-            return Reason("own-forward", f"{kind} has a forward of its own")
-        return Reason(
-            "own-class",
-            f"{kind} is a class of its own: its weight may be read without calling it, as torch's attention does",
-        )
-    if min(layer.in_features, layer.out_features) < SMALLEST:
-        return Reason("too-small", f"fewer than {SMALLEST} features on one side")
-    last = name.rpartition(".")[2]
-    # "lm_head" and "*.gate" name the layer in letters; "*" and "layers.*" do not.
-    in_letters = any(
-        character.isalnum() for pattern in matching for character in pattern.rpartition(".")[2]
-    )
-    return (
-        Reason("kept", KEPT.get(last, "output head"))
-        if (last in KEPT or layer is head) and not in_letters
-        else None
-    )

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.conversion import wide_by_policy
+from narrowgauge.conversion.kept_layers import wide_by_policy
 from narrowgauge.conversion.products import mixed
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.nn.linear import QLinear

@@ -58,7 +58,7 @@ class Task(ABC):
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Any]:
-        """Yields each row's arrays, or with `windows` a list per row.
+        """Yields each row's arrays, or a list per row if the task `splits_into_windows`.
 
         Raises DataError with the row.
         """
@@ -73,7 +73,15 @@ class Task(ABC):
 
     @staticmethod
     def item(arrays: Item) -> Item:
-        """Converts stored arrays to an example for the collator, at least input_ids and labels."""
+        """Converts stored arrays to an example for the collator, at least input_ids and labels.
+
+        The collator pads `labels` by their kind (`collate.Collator._labels`):
+
+            a scalar         a class
+            floats           numbers of the row, such as targets of a regression
+            a tuple          positions of a span
+            other integers   one class per token, padded as the tokens are
+        """
         return arrays
 
     @staticmethod

@@ -1,4 +1,9 @@
 """Diagnosis of runs: comparisons, verdicts, tensor statistics, non-finite numbers, GPU idle time.
 
-Nothing is imported here: `runs` and `compare` need Python alone, the other modules need torch.
+Only the table of former places is imported here: `runs` and `compare` need Python alone, the other
+modules need torch.
 """
+
+from narrowgauge.diagnose import moved
+
+moved.serve()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge import __version__, recipes
-from narrowgauge.ops.mm import plan
+from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.selfcheck import RESULTS
 from narrowgauge.recipe import Gemm, Recipe
@@ -118,10 +118,8 @@ def _verdict(recipe: Recipe, device: torch.device) -> str:
         elif gemm == Gemm() or how.expand is None:
             words = "Triton" if how.choice.kernel.name == "triton" else "native"
         else:
-            reasons = "; ".join(how.choice.reasons)
-            words = f"emulated exactly in {str(how.expand).removeprefix('torch.')}" + (
-                f": {reasons}" if reasons else ""
-            )
+            reasons = why_emulated(gemm, device) or "an operand has 16 bits"
+            words = f"emulated exactly in {str(how.expand).removeprefix('torch.')}: {reasons}"
         parts.setdefault(words, []).append(name)
     if len(parts) == 1:
         return next(iter(parts))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from torch import nn
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.structure import DISTRIBUTED_STATE
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,9 +33,6 @@ __all__ = ["distribute", "distributed_state"]
 
 Weights = Literal["16bit", "codes"]
 Activations = Literal["16bit", "fp8"]
-# Key in the `__dict__` of a distributed model.
-ATTRIBUTE = "_narrowgauge_distributed_state"
-
 
 Model = TypeVar("Model")
 
@@ -88,7 +86,7 @@ def distribute(
 
 def distributed_state(model: nn.Module) -> DistributedState:
     """Return the state that `distribute` attached to the model; ConfigError if there is none."""
-    found: DistributedState | None = model.__dict__.get(ATTRIBUTE)
+    found: DistributedState | None = model.__dict__.get(DISTRIBUTED_STATE)
     if found is None:
         raise ConfigError(
             f"distributed_state: this {type(model).__name__} was not distributed. Pass the module that distribute was given.",

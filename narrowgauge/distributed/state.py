@@ -26,13 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.distributed.torch_private import has_compiled, in_backward, is_shape_inference
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.ops.quantize.amax_state import SEEN
 from narrowgauge.ops.random import Stream, hashed
 from narrowgauge.ops.rng import own_generators, seed_of, seed_own, set_own
-from narrowgauge.structure import plain_name
+from narrowgauge.structure import DISTRIBUTED_STATE, plain_name
 
 if TYPE_CHECKING:
     from narrowgauge.distributed.gradient_state import Gradients
@@ -128,14 +127,14 @@ class DistributedState:
     def attach(self, model: nn.Module) -> Topology:
         """Register the forward hooks on the model and replace an earlier state's hooks."""
         assert self.detect is not None
-        before = model.__dict__.get(ATTRIBUTE)
+        before = model.__dict__.get(DISTRIBUTED_STATE)
         for handle in before._hooks if isinstance(before, DistributedState) else ():
             handle.remove()
         # Before FSDP's pre-forward hook: its all-gather of codes needs the scales exchanged here.
         first = model.register_forward_pre_hook(self.begin_forward, prepend=True)
         last = model.register_forward_hook(self.end_forward, always_call=True)
         self._hooks = [first, last]
-        model.__dict__[ATTRIBUTE] = self
+        model.__dict__[DISTRIBUTED_STATE] = self
         return self.detect(self, model)
 
     def add_hook(self, handle: Any) -> None:

@@ -8,7 +8,7 @@ from narrowgauge.lab.blame import CONFIRMED, Blame
 from narrowgauge.lab.blamed import STEPS, blame_run, logged_baseline
 from narrowgauge.lab.reopen import reopened
 from narrowgauge.train.checkpoint_ref import CheckpointRef, settings_of
-from narrowgauge.train.loop import prepare
+from narrowgauge.train.preparation import prepare
 from narrowgauge.train.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.storage import reading
 from narrowgauge.train import checkpoint_ref
 from narrowgauge.train.console import clock, tell
-from narrowgauge.train.loop import prepare
 from narrowgauge.train.parallel.ranks import under_torchrun
+from narrowgauge.train.preparation import prepare
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import StopRequest
 

@@ -43,7 +43,7 @@ from narrowgauge.snapshot import snapshot_bytes
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.console import Console, clock
 from narrowgauge.train.guard_state import KEY, Unguarded, known_of
-from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
+from narrowgauge.train.recipe_schedule import RecipeSwitch, chosen_recipe, with_switch
 
 if TYPE_CHECKING:
     from narrowgauge.lab.guard.result import GuardResult

@@ -5,15 +5,14 @@ saved it. A view counts its whole storage. Parameters and buffers are not counte
 anyway.
 
 Tensors saved without autograd (codes, outputs saved by selective checkpointing) are reported
-through `report_saved`. Weight casts that layers cache for the step are counted at the end, even
+through `saved_reports.report_saved`. Weight casts that layers cache for the step are counted at the end, even
 before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.memory.saved_reports import detached, reporting
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 
@@ -88,35 +88,6 @@ class Meter:
             if not reference.expired():
                 by_module[module] = by_module.get(module, 0) + count
         return SavedBytes(total=sum(by_module.values()), by_module=by_module)
-
-
-_ACTIVE: ContextVar[Callable[[Tensor], None] | None] = ContextVar("narrowgauge_noted", default=None)
-
-
-@contextmanager
-def reporting(callback: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `callback` with every tensor reported by `report_saved` inside this context."""
-    token = _ACTIVE.set(callback)
-    try:
-        yield
-    finally:
-        _ACTIVE.reset(token)
-
-
-def report_saved(*tensors: Tensor) -> None:
-    """Report tensors saved for backward without autograd, if a measurement is active."""
-    if (callback := _ACTIVE.get()) is not None:
-        for tensor in tensors:
-            callback(tensor)
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """Return the tensor in a form that a saved-tensor hook may hold: detached unless it is a leaf.
-
-    An operation that saves its own result would otherwise hold itself, and leak if backward never
-    runs.
-    """
-    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def saved_bytes(

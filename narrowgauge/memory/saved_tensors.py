@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, forward_of
-from narrowgauge.memory.measure import detached, report_saved
+from narrowgauge.memory.saved_reports import detached, report_saved
 
 MATMULS: frozenset[Any] = frozenset(
     {

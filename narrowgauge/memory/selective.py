@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from narrowgauge.memory.measure import report_saved
 from narrowgauge.memory.recomputation import checkpointed
+from narrowgauge.memory.saved_reports import report_saved
 from narrowgauge.nn.saved_outputs import KEEPER
 
 # Not every release of torch has all of them.

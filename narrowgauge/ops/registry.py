@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -32,7 +32,6 @@ from torch import Tensor
 
 from narrowgauge.addresses import dry_run_on, wrapper
 from narrowgauge.errors import BackendError, closest
-from narrowgauge.recipe import Cast
 
 Spec = TypeVar("Spec")
 # True if torch.compile can pass frozen dataclasses to functions whose results it treats as
@@ -263,12 +262,12 @@ class Registry(Generic[Spec]):
             kind = kernel.check().kind(spec)
             if kind is None:
                 return None
-            # Before torch 2.13 Dynamo passes a Cast without its fields to `failure`, a constant
+            # Before torch 2.13 Dynamo passes a dataclass (a Cast) without its fields to `failure`, a constant
             # function.
             if (
                 not TAKES_DATACLASSES
                 and torch.compiler.is_compiling()
-                and any(isinstance(each, Cast) for each in kind)
+                and any(is_dataclass(each) for each in kind)
             ):
                 return Refusal("compiling", _CANNOT_NAME)
             reason = failure(device.type, device.index, *kind)

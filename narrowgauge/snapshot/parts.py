@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed import ATTRIBUTE
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.structure import DISTRIBUTED_STATE
 
 if TYPE_CHECKING:
     from narrowgauge.nn.converted_state import ConvertedState
@@ -277,7 +277,9 @@ def _members(training: Training) -> list[Any]:
 
 def _agreements(training: Training) -> list[Any]:
     attached = [
-        each.__dict__[ATTRIBUTE] for each in training.model.modules() if ATTRIBUTE in each.__dict__
+        each.__dict__[DISTRIBUTED_STATE]
+        for each in training.model.modules()
+        if DISTRIBUTED_STATE in each.__dict__
     ]
     return list(
         {id(each): each for each in [*attached, *training.agreements] if each is not None}.values()

@@ -15,7 +15,7 @@ from narrowgauge.diagnose.runs import decode
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.checkpoint import state
-from narrowgauge.train.model import RecipeSwitch, chosen_recipe, with_switch
+from narrowgauge.train.recipe_schedule import RecipeSwitch, chosen_recipe, with_switch
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig

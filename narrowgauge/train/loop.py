@@ -15,7 +15,6 @@ import narrowgauge
 from narrowgauge import storage
 from narrowgauge.errors import (
     ConfigError,
-    DataError,
     NarrowgaugeError,
     NumericsError,
     OutOfMemoryError,
@@ -43,9 +42,10 @@ from narrowgauge.train.parallel.checkpoints import trained_weights
 from narrowgauge.train.parallel.ranks import EndedElsewhere, Ranks, restarted, under_torchrun
 from narrowgauge.train.parallel.spread import shared
 from narrowgauge.train.planning import of_run
+from narrowgauge.train.preparation import prepare_on_ranks
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import AgreedStop, StopRequest
-from narrowgauge.train.tasks import TrainTask, task_class
+from narrowgauge.train.tasks import TrainTask
 from narrowgauge.train.trainer import Trainer
 
 Stop = StopRequest | AgreedStop
@@ -206,26 +206,6 @@ def _write_report(folder: RunFolder) -> None:
     if folder.run.exists():
         with storage.refusals("write the report to", folder.path):
             tell(f"Report: {page.write(folder.path)}")
-
-
-def prepare_on_ranks(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, TrainTask]:
-    """Calls `prepare` on rank 0 first, then on the others, which find its result in the cache.
-
-    Raises DataError if ranks differ in data or number of steps.
-    """
-    found = ranks.first(lambda: prepare(config)) or prepare(config)
-    ranks.refuse_differences(found[1].identity | {"steps": found[0].steps}, "data", DataError)
-    return found
-
-
-def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
-    """Prepares the task's data. Returns (configuration with epochs converted to steps, task)."""
-    task = task_class(config.task).prepare(config)
-    if config.epochs:
-        config = replace(config, steps=task.steps(config.epochs), epochs=0)
-    for note in (*task.notes, *run_metadata.notes(config)):
-        tell_note(note)
-    return config, task
 
 
 def _begin_branch(

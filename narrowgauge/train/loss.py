@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from narrowgauge.addresses import holds_numbers, identity
 from narrowgauge.data import IGNORED, valid_targets
 from narrowgauge.errors import ConfigError, DataError, Reason
-from narrowgauge.memory import chunked_cross_entropy
+from narrowgauge.memory.loss import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 from narrowgauge.recipe import Gemm

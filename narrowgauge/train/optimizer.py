@@ -7,15 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import memory
-from narrowgauge.optim import (
-    Precision,
-    groups,
-    refuse_silent_failures,
-    state_bytes,
-)
 from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.optim.checks import refuse_silent_failures
 from narrowgauge.optim.optimizers import OPTIMIZERS
+from narrowgauge.optim.param_groups import groups
+from narrowgauge.optim.precision import Precision
 from narrowgauge.optim.shards import is_sharded, local, local_gradient
+from narrowgauge.optim.size import state_bytes
 from narrowgauge.train.config.settings import TrainConfig, numbers_of_rule
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.counters import Counters
     from narrowgauge.train.metrics import MetricsLog
-    from narrowgauge.train.model import RecipeSchedule
     from narrowgauge.train.parallel.stage_state import WholeNumbers
     from narrowgauge.train.passes import Passes
+    from narrowgauge.train.recipe_schedule import RecipeSchedule
     from narrowgauge.train.run_folder import RunFolder
     from narrowgauge.train.tasks import TrainTask
     from narrowgauge.train.tasks.feed import SkippingFeed

@@ -6,7 +6,6 @@ The keys of run.json are in docs/architecture.md.
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 
 import narrowgauge
-from narrowgauge import recipes
 from narrowgauge.conversion import auto
 from narrowgauge.conversion.description import describe, without_numbers
 from narrowgauge.conversion.embeddings import quantized_embeddings
@@ -25,52 +23,12 @@ from narrowgauge.fuse import fusions
 from narrowgauge.nn.float32_modules import SOFTMAX, kept_modules, summary
 from narrowgauge.optim import state_bytes
 from narrowgauge.train.attention import softmax_words
-from narrowgauge.train.config import recipe_syntax
-from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.device import device_name
 from narrowgauge.train.optimizer import cast_summary
 from narrowgauge.train.trainer import Trainer
 
-# Above common learning rates of AdamW for full fine-tuning: 5e-5 for BERT and MiniLM, 1e-5 to 3e-4
-# for others.
-HIGH_FOR_PRETRAINED = 5e-4
 DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def notes(config: TrainConfig) -> Iterator[str]:
-    """Yields a sentence for each setting that is valid but may surprise.
-
-    The steps of `config` must be known.
-    """
-    pretrained = config.model and not config.from_scratch
-    if pretrained and config.optimizer == "adamw" and config.learning_rate > HIGH_FOR_PRETRAINED:
-        yield (
-            f"optimizer.learning_rate = {config.learning_rate:g} is one for random weights; pretrained ones may forget what they know. "
-            "Fine-tuning usually takes 1e-5 to 3e-4, as --optimizer.learning-rate 5e-5."
-        )
-    if config.warmup_steps >= config.steps:
-        yield (
-            f"optimizer.warmup_steps = {config.warmup_steps} does not end within the {config.steps} steps of the run: the learning rate "
-            "rises to the last step. Lower warmup_steps, or train longer."
-        )
-    own, other = (
-        recipes.SHORTHANDS.get(name, (name,))[0] for name in (config.recipe, config.compare)
-    )
-    if own == other and not (
-        config.layers_recipe or config.embedding_codes or config.switch or config.save
-    ):
-        yield (
-            f"compare = {config.compare!r} is the recipe of the run itself: the same numbers are computed twice. Name another, as bf16."
-        )
-    names = recipe_syntax.names(config.recipe, config.layers_recipe) - {recipes.AUTO, NO_RECIPE}
-    sampling = sorted(name for name in names if recipes.get(name).samplers())
-    if config.compile and sampling:
-        yield (
-            f"device.compile = true with {', '.join(sampling)}: code is made anew whenever a layer begins or ceases to sample its rows, "
-            "and after eight times PyTorch leaves the model uncompiled. Leave compile out, or take a recipe that samples nothing, "
-            "as int4-hq-bs."
-        )
 
 
 def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:

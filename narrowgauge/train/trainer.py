@@ -33,9 +33,9 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.deferred import MOST, QueuedStep, SkipFlags, StepQueue, waits
 from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.model import RecipeSwitch
 from narrowgauge.train.observation import Observation
 from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.recipe_schedule import RecipeSwitch
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
 from narrowgauge.train.tasks import StepBatch, TrainTask

@@ -30,7 +30,7 @@ from tests.processes import ROOT
 from tests.selection import quick
 
 pytest.importorskip("cyclopts")
-from narrowgauge.cli import train  # isort: skip
+from narrowgauge.cli import flags as cli_flags  # isort: skip
 from narrowgauge.cli.recipes import LEGEND  # isort: skip
 from tests.raising import cli_raises
 
@@ -234,8 +234,8 @@ def test_every_setting_has_a_flag_that_the_help_shows(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # long flags wrap in a narrow terminal
     assert cli.main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in str(train.FILE.help).split())
-    flags = {train.flag(key_of(each)) for each in by_path().values()}
+    assert all(word in shown for word in str(cli_flags.FILE.help).split())
+    flags = {cli_flags.flag(key_of(each)) for each in by_path().values()}
     assert set(re.findall(r"(?m)^│ (--[a-z.0-9-]+)", shown)) - PARTS == flags
     for group in (*toml.TABLES, "run"):
         assert f"─ {group} ─" in shown
@@ -294,9 +294,9 @@ def test_every_flag_of_a_task_reaches_its_setting(loop, each, name_of):
         part
         for name, given in settings.items()
         if name != each.name
-        for part in (train.flag(name_of(TrainConfig.__dataclass_fields__[name])), str(given))
+        for part in (cli_flags.flag(name_of(TrainConfig.__dataclass_fields__[name])), str(given))
     ]
-    own = train.flag(name_of(each))
+    own = cli_flags.flag(name_of(each))
     flag = f"--no-{own[2:]}" if value is False else own
     assert cli.main(["train", *flags, flag, *([text] if text else [])]) == 0
     settings["packing"] = int(settings.get("packing", 0))
@@ -314,7 +314,7 @@ def test_every_flag_reaches_its_setting(loop, name_of):
     ]
     expected = {each.name: other_value(each)[1] for each in plain}
     arguments = [
-        text for each in plain for text in (train.flag(name_of(each)), other_value(each)[0])
+        text for each in plain for text in (cli_flags.flag(name_of(each)), other_value(each)[0])
     ]
     switches = [
         "--log.tensorboard",
@@ -392,8 +392,8 @@ def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys, each):
         }:
             if typo not in known:
                 total += 1
-                assert cli.main(["train", train.flag(typo) + "=1"]) == 2
-                right += f"Did you mean {train.flag(key)}?" in capsys.readouterr().err
+                assert cli.main(["train", cli_flags.flag(typo) + "=1"]) == 2
+                right += f"Did you mean {cli_flags.flag(key)}?" in capsys.readouterr().err
     assert total > 80 // each and total - right <= max(2, 0.05 * total)
 
 

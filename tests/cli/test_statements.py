@@ -14,7 +14,7 @@ from narrowgauge.data import records
 from narrowgauge.data import tokenizer as tokenizers
 from narrowgauge.errors import DataError
 from narrowgauge.lab.reopen import reopened
-from narrowgauge.train import loop
+from narrowgauge.train import loop, preparation
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint_ref import CheckpointRef
 from tests.raising import raises
@@ -137,6 +137,7 @@ def test_probes_of_killed_processes_go(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [".probe-mine"]
 
 
+@pytest.mark.slow
 def test_superseded_best_weights_go_when_a_killed_run_goes_on(tmp_path: Path, text: Path) -> None:
     """Killed after the checkpoint that names step 4 as the best was saved, and before the best weights of an earlier step were removed."""
     config = tiny.settings(
@@ -146,7 +147,7 @@ def test_superseded_best_weights_go_when_a_killed_run_goes_on(tmp_path: Path, te
     [kept] = os.listdir(tmp_path / "run" / "best")
     weights = {"weights": store.load(tmp_path / "run" / "best" / kept).tensors["weights"]}
     store.save(tmp_path / "run" / "best", 1, weights, {})
-    with reopened(CheckpointRef(tmp_path / "run"), config, loop.prepare(config)[1]):
+    with reopened(CheckpointRef(tmp_path / "run"), config, preparation.prepare(config)[1]):
         pass
     assert len(os.listdir(tmp_path / "run" / "best")) == 2, "who reads a run alone removes nothing"
     assert loop.run(replace(config, steps=6, resume=True)) == 0

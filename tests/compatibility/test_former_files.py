@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import narrowgauge as ng
 from narrowgauge.cli import main
 from narrowgauge.optim.transfer import transfer
 from tests.compatibility.write import RUNS, SETTINGS, model_of, optimizer_of, rules, weight_of
@@ -88,8 +87,21 @@ def test_runs_of_a_former_tree_are_compared(folder, capsys):
     assert all(name in words for name in RUNS)
 
 
-@pytest.mark.parametrize("recipe", ng.recipes.names())
+# Of the recipes that a tree had: newer ones are not among its files.
+STORED = sorted(
+    {
+        key.removeprefix("model/")
+        for tree in TREES
+        for key in torch.load(tree / "states.pt", weights_only=True)
+        if key.startswith("model/")
+    }
+)
+
+
+@pytest.mark.parametrize("recipe", STORED)
 def test_a_model_loads_its_state(stored, recipe):
+    if f"model/{recipe}" not in stored:
+        pytest.skip("this tree did not have the recipe yet")
     state = stored[f"model/{recipe}"]
     model = model_of(recipe)
     model.load_state_dict(state)

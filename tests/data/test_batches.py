@@ -39,6 +39,7 @@ SIZES = st.tuples(st.integers(2, 200), st.integers(1, 12), st.integers(1, 9)).fi
 )
 
 
+@pytest.mark.slow
 @given(SIZES, st.integers(-5, 2**40))
 def test_an_epoch_reads_every_window_once(size, seed):
     tokens, length, batch_size = size

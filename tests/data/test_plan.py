@@ -392,6 +392,7 @@ def test_every_batch_has_the_share_of_each_stratum(classes):
     assert off() > 4
 
 
+@pytest.mark.slow
 @given(
     lengths=LENGTHS,
     labels=st.lists(st.integers(0, 5), min_size=150, max_size=150),

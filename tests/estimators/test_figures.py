@@ -73,7 +73,8 @@ def test_the_variance_of_grad_weight_is_predicted(keep, sigma):
     assert estimators.predicted(gy, x, keep) == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("sigma", quick(estimators.SIGMAS[1:2], estimators.SIGMAS))
+@pytest.mark.slow
+@pytest.mark.parametrize("sigma", estimators.SIGMAS)
 def test_the_variance_of_grad_input_is_predicted(sigma):
     """Within 10 %, from the gradient alone: a weight of 128 x 128 normal numbers keeps the sizes of rows."""
     gy, _ = estimators.operands(sigma, seed=1)

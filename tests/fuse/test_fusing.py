@@ -436,6 +436,7 @@ def test_a_reader_that_never_comes_shows():
     assert found.unused_cast_share == 1 and "100% of its casts were read by nobody" in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated"
 )  # Dynamo's own use of autograd.Function

@@ -15,7 +15,7 @@ from narrowgauge.lab.blame_checkpoint import blame_checkpoint
 from narrowgauge.lab.blamed import blame_run, logged_baseline
 from narrowgauge.train.checkpoint_ref import CheckpointRef
 from tests.raising import cli_raises, coded
-from tests.selection import quick
+from tests.selection import quick, slow_on_a_plain_cpu
 from tests.train import tiny
 
 SICK = {
@@ -49,6 +49,7 @@ class Said:
         self.lines.append(str(text))
 
 
+@slow_on_a_plain_cpu
 @pytest.mark.parametrize("settings", quick(RUNS[:1], RUNS), ids=str)
 def test_a_run_that_is_looked_at_ends_as_the_run_that_is_not(make, before_step, settings, cpu):
     plain = make("plain", **settings)

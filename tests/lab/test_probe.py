@@ -11,7 +11,7 @@ from narrowgauge.conversion.switching import switched
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab import probe, training
 from tests.raising import raises
-from tests.selection import quick
+from tests.selection import quick, slow_on_a_plain_cpu
 from tests.train import tiny
 from tests.train.test_deferred import late, seen  # noqa: F401
 from tests.train.test_loop import Poison, in_forward, installed  # noqa: F401
@@ -69,6 +69,7 @@ def same(config, reference):
     assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
 
 
+@slow_on_a_plain_cpu
 @pytest.mark.parametrize("settings", quick(RUNS[1:2], RUNS), ids=str)
 def test_a_run_with_a_stretch_is_the_run_without(make, stretches, settings, cpu):
     reference, config = make("reference", **settings), make("stretched", **settings)
@@ -87,7 +88,8 @@ def test_a_run_with_a_stretch_is_the_run_without(make, stretches, settings, cpu)
     assert control.losses != wide.losses or "step_in_backward" in settings
 
 
-@pytest.mark.parametrize("settings", quick(["bf16"], ["bf16", "fp8-delayed"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", ["bf16", "fp8-delayed"])
 def test_without_a_change_a_stretch_is_what_the_run_does_next(make, stretches, settings):
     """Loss and norm of each step, to the bit."""
     config = make(recipe=settings, micro_batches=2)
@@ -100,7 +102,7 @@ def test_without_a_change_a_stretch_is_what_the_run_does_next(make, stretches, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", quick(["fp8-delayed"], ["fp8-delayed", "mxfp8"]))
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
 def test_a_stretch_with_one_product_in_16_bits(make, stretches, recipe):
     reference, config = make("reference", recipe=recipe), make("stretched", recipe=recipe)
     assert training.run(reference) == 0

@@ -23,7 +23,7 @@ from narrowgauge.train.config.settings import replace
 from narrowgauge.train.guard_state import KEY
 from tests.lab.killed_guard import SICK, hurt
 from tests.raising import coded, raises, with_code
-from tests.selection import quick
+from tests.selection import quick, slow_on_a_plain_cpu
 from tests.train import tiny
 from tests.train.test_deferred import late  # noqa: F401
 from tests.train.test_loop import Poison, in_forward, installed  # noqa: F401
@@ -54,6 +54,7 @@ def checks(config):
     return tiny.events(Path(config.output), "guard")
 
 
+@slow_on_a_plain_cpu
 @pytest.mark.parametrize("settings", quick(RUNS[:1], RUNS), ids=str)
 def test_without_an_alarm_a_guarded_run_is_the_run(make, settings, capfd, cpu):
     common = {**settings, "steps": 12, "eval_every": 5}
@@ -123,6 +124,7 @@ def moments(before_step):
     return install
 
 
+@pytest.mark.slow
 def test_the_reference_becomes_the_run_and_stays(make, sick, moments, capfd):
     """As a run that was in BF16 from where the check with the alarm began; the next check tries narrow numbers again."""
     config = make("guarded", **SICK)

@@ -272,6 +272,7 @@ def test_bad_requests_are_refused_in_words():
         checkpoint(model, "full")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_it_compiles(policy):

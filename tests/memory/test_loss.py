@@ -246,6 +246,7 @@ def test_bad_input_is_refused_in_words():
         chunked_cross_entropy(x, weight, targets, softcap=-1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated"
 )  # Dynamo's own use of autograd.Function

@@ -86,6 +86,7 @@ def test_no_product_and_no_cast_of_a_weight_is_repeated(name, monkeypatch):
         assert found["selective"].get("cast of w") == found["none"].get("cast of w")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_torch_does_not_see(monkeypatch):
     calls: Counter[str] = Counter()
     launch = triton.launch

@@ -203,6 +203,7 @@ def test_a_sample_is_gathered_weighed_and_spread():
     assert_same(spread, torch.stack((torch.zeros(3), rows[1] / 2, torch.zeros(3), rows[3] * 2)))
 
 
+@pytest.mark.slow
 def test_it_compiles_into_one_graph():
     """Traced; tests/nn/test_straight_through.py has Inductor generate code for a recipe's whole backward."""
 

@@ -15,6 +15,7 @@ from narrowgauge.nn import state_loading
 from narrowgauge.nn.step_watch import PATIENCE
 from tests.compare import assert_same
 from tests.raising import require, with_code
+from tests.selection import quick
 
 
 @pytest.mark.parametrize("name", ["int4-hq-lss", "int4-lsq-luq", "fp8-delayed"])
@@ -218,7 +219,7 @@ def test_a_parametrized_weight_is_computed_once_in_a_forward(name: str) -> None:
     "ignore:.*should not be instantiated"
 )  # Dynamo's own use of autograd.Function
 @pytest.mark.parametrize("written", ["in place", "through data", "in a copy"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", quick([False], [False, True]))
 def test_evaluation_scales_a_weight_that_was_written_by_itself(
     written: str, compiled: bool
 ) -> None:

@@ -412,7 +412,8 @@ def train_late(
     return said
 
 
-@pytest.mark.parametrize("kind", quick(list(OPTIMIZERS)[:1], OPTIMIZERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_that_an_optimizer_does_not_hold_are_told_of_once(kind: str) -> None:
     assert train_late(kind, late=True, steps=40) == [WATCHED]
     assert train_late(kind, late=True, steps=40, lr=0.0) == [WATCHED], (

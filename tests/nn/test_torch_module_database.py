@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge import conversion
+from narrowgauge.conversion import kept_layers
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
@@ -48,7 +48,7 @@ UNCHANGED = {
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers of the database have 3 to 10 features, and `convert` leaves those below 16 as they are."""
-    monkeypatch.setattr(conversion, "SMALLEST", 1)
+    monkeypatch.setattr(kept_layers, "SMALLEST", 1)
 
 
 def infos() -> dict[str, Any]:

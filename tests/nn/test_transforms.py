@@ -389,7 +389,7 @@ REFUSED: dict[str, tuple[Run, Coded]] = {
 @pytest.mark.parametrize(
     ("name", "recipe"),
     quick(
-        [(name, recipe) for name in REFUSED for recipe in QUICK],
+        [(name, QUICK[0]) for name in REFUSED],
         [(name, recipe) for name in REFUSED for recipe in RECIPES],
     ),
 )

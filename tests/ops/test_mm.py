@@ -141,6 +141,7 @@ def test_products_of_recipes(gemm, shape):
             assert_product(out, lhs, rhs, b)
 
 
+@pytest.mark.slow
 @given(
     m=st.integers(0, 20),
     n=st.integers(0, 20),

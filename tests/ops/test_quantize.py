@@ -427,6 +427,7 @@ def test_tile_amax_wants_two_axes():
 # --- errors stay within what the format promises ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     x=matrices(special=(0.0, -0.0, 1e-40, 2.0**-126, 1e-30, 1e30), dtypes=(torch.float32,)),
     cast=casts.filter(

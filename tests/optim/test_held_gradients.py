@@ -68,6 +68,7 @@ def test_a_step_is_the_ordinary_one_of_gradients_cast_to_fp8(clip):
     assert_same(*found)
 
 
+@pytest.mark.slow
 def test_later_micro_batches_sum_without_bias():
     """Eight are rounded to nearest; the mean of 64 draws of those behind them is their sum (z-scores, false alarm 1e-5)."""
     generator = torch.Generator().manual_seed(2)

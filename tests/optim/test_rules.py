@@ -22,7 +22,7 @@ from tests.compare import assert_same
 from tests.optim.building import build
 from tests.processes import ROOT
 from tests.raising import raises
-from tests.selection import needs_compiler
+from tests.selection import needs_compiler, quick
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:narrowgauge.optim steps in plain torch"
@@ -96,7 +96,7 @@ def test_a_rule_of_whole_matrices_sees_them_whole():
     torch.testing.assert_close(weight.detach(), truth, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("states", quick(["8bit", "4bit"], STATES))
 @pytest.mark.parametrize("master", KINDS, ids=str)
 def test_every_state_and_master_works_with_a_new_rule_and_resumes(states, master):
     """Steps near those of float32 states (4bit: 12 dB), and the same bits after a state was saved by name and loaded."""

@@ -15,7 +15,7 @@ import narrowgauge as ng
 from narrowgauge.ops.registry import Device, cpu_facts
 from narrowgauge.plan import Step, count, replay
 from narrowgauge.train.attention import use_attention_of_whole_rows
-from tests.selection import quick
+from tests.selection import quick, slow_on_a_plain_cpu
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,6 +108,7 @@ def allocated(build: Callable[[], Step]) -> int:
     return most
 
 
+@slow_on_a_plain_cpu
 @pytest.mark.parametrize(
     ("recipe", "states", "checkpointing"),
     quick(

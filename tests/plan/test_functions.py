@@ -35,6 +35,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True)
 
 
+@pytest.mark.slow
 def test_layers_are_carried_on():
     """A function of the number of layers gives what a whole model gives (within a thousandth), and parts by hand (exact)."""
     x = torch.zeros(32, 64)

@@ -171,6 +171,7 @@ def test_no_product_is_lost(recipe):
     )
 
 
+@pytest.mark.slow
 def test_products_in_four_bits_count_both_codes_of_a_byte():
     b200 = card("b200")
     products = [

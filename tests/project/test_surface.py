@@ -64,7 +64,9 @@ def render(sections: dict[str, list[str]]) -> str:
 def test_the_surface_is_as_recorded(section):
     expected = parse(SNAPSHOT.read_text(encoding="utf-8"))[section]
     actual = sorted(SECTIONS[section]())
-    diff = difflib.unified_diff(expected, actual, "tests/surface.txt", "the code", n=0, lineterm="")
+    diff = difflib.unified_diff(
+        expected, actual, "tests/project/surface.txt", "the code", n=0, lineterm=""
+    )
     assert actual == expected, "\n".join([f"{section} changed:", *diff, HOW_TO_UPDATE])
 
 
@@ -78,7 +80,7 @@ def test_the_snapshot_survives_a_round_trip():
     sections = {title: ["a", "b-c"] for title in SECTIONS}
     assert parse(render(sections)) == sections
     text = SNAPSHOT.read_text(encoding="utf-8")
-    assert render(parse(text)) == text, "tests/surface.txt was edited by hand"
+    assert render(parse(text)) == text, "tests/project/surface.txt was edited by hand"
 
 
 def update() -> None:

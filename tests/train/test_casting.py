@@ -13,7 +13,6 @@ from narrowgauge.ops.registry import Choice
 from narrowgauge.optim import AdamW, precast_weights
 from narrowgauge.train import loop
 from tests.optim.test_precast_weights import WRITING
-from tests.selection import quick
 from tests.train.tiny import losses, settings
 
 
@@ -21,7 +20,8 @@ def told(folder) -> list[str]:
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))["weight_casts"]
 
 
-@pytest.mark.parametrize("recipe", quick(["fp8-delayed"], ["fp8-delayed", "fp8-current"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
 def test_a_run_whose_step_casts_learns_what_one_without_does(
     text, tmp_path, monkeypatch, cpu, recipe
 ):

@@ -57,6 +57,7 @@ def test_it_changes_the_numbers_and_none_means_as_before(make):
     assert abs(losses["int8"][6] - losses[""][6]) < 0.02 * losses[""][6]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(make, before_step):
     assert training.run(make("whole", embedding_codes="int4", checkpoint_every=3)) == 0
 

@@ -13,7 +13,6 @@ from narrowgauge.diagnose import gpu_idle
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import launches, loop, passes, trainer
 from tests.raising import raises
-from tests.selection import quick
 from tests.test_cuda_graphs import Recorder
 from tests.train.tiny import events, losses, settings
 
@@ -71,9 +70,8 @@ def test_a_fused_run_learns_what_another_does(text, tmp_path):
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
 
 
-@pytest.mark.parametrize(
-    ("tensor_every", "step"), quick([(3, 4)], [(0, 3), (3, 4)])
-)  # step 3 is the one asked for
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor_every", "step"), [(0, 3), (3, 4)])  # step 3 is the one asked for
 def test_the_idle_time_of_a_step_is_logged_and_said(
     text, tmp_path, monkeypatch, capsys, with_report, tensor_every, step
 ):

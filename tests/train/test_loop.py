@@ -691,6 +691,7 @@ def test_float16_does_not_skip_a_loss_that_is_not_finite(make, installed):
         loop.run(make(precision="amp-fp16"))
 
 
+@pytest.mark.slow
 def test_a_reference_that_fails_leaves_the_report_of_both(make, installed, with_report):
     config = make(recipe="mxfp8", compare="bf16", steps=3)
     models = []

@@ -166,6 +166,7 @@ def test_one_micro_batch_may_be_empty_of_targets():
     assert targets_of_step([empty, full], 1) == 24
 
 
+@pytest.mark.slow
 def test_whole_runs_agree_however_their_batches_are_cut(make):
     seen = []
     for parts in (1, 4):

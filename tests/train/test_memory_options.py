@@ -27,7 +27,8 @@ def finished(make, name, **changes):
     return loop.Path(config.output)
 
 
-@pytest.mark.parametrize("chosen", quick(["sqrt"], ["selective", "sqrt", "budget:3MiB"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["selective", "sqrt", "budget:3MiB"])
 def test_checkpointing_changes_no_bit(make, chosen):
     plain = finished(make, "plain", recipe="fp8-delayed")
     again = finished(make, "again", recipe="fp8-delayed", checkpointing=chosen)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.model import CAUSAL_LM, pretrained
+from narrowgauge.train.pretrained import CAUSAL_LM, pretrained
 from tests.raising import raises
 
 SIZES = LlamaConfig(

@@ -20,7 +20,7 @@ from narrowgauge import manifest
 from narrowgauge.diagnose import compare
 from narrowgauge.diagnose.runs import decode, read_metrics, read_run
 from narrowgauge.errors import CheckpointError, ConfigError, NarrowgaugeError
-from narrowgauge.train import loop
+from narrowgauge.train import loop, preparation
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.checkpoint.state import unusable
 from narrowgauge.train.checkpoint.store import Best
@@ -49,7 +49,7 @@ def finished(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(finished):
-    return loop.prepare(finished)
+    return preparation.prepare(finished)
 
 
 @pytest.fixture

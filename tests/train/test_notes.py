@@ -3,7 +3,7 @@
 import pytest
 
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.run_metadata import notes
+from narrowgauge.train.preparation import notes
 
 FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps": 100}
 

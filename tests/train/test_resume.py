@@ -353,6 +353,7 @@ def test_changed_data(finished, own_text, tmp_path, text):
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.slow
 def test_changed_data_with_the_same_tokenizer(finished, own_text, tmp_path):
     """Through the command line, where the data's path is the same and its content is not."""
     own = replace(finished, output=str(tmp_path / "first"), data=str(own_text), steps=1)

@@ -135,6 +135,7 @@ class MoreCounters(counters.Counters):
     planted: int = 0
 
 
+@pytest.mark.slow
 def test_a_probe_restores_it(make, before_step, planted, monkeypatch):
     monkeypatch.setattr(assembly, "Counters", MoreCounters)
     seen = []

@@ -41,7 +41,8 @@ def assert_resumed(config, reference, before_step):
     assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
 
 
-@pytest.mark.parametrize("settings", quick(RUNS[:1], RUNS), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", RUNS, ids=str)
 def test_two_passes_are_the_ordinary_run(make, settings):
     folders = []
     for name, changes in (("after", {}), ("inside", {**INSIDE, "clip_by": "two-pass"})):
@@ -103,9 +104,7 @@ def test_two_ranks_with_shards_are_clipped_alike(ranks, make, clip_by):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    quick(
-        [{"held_gradients": "fp8"}], [{"held_gradients": "fp8"}, {**INSIDE, "clip_by": "two-pass"}]
-    ),
+    [{"held_gradients": "fp8"}, {**INSIDE, "clip_by": "two-pass"}],
     ids=str,
 )
 def test_sums_in_fp8_resume_exactly_and_learn_as_sums_of_16_bits(make, before_step, changes):

@@ -149,6 +149,7 @@ def test_a_switch_changes_its_step_and_none_before(make):
     assert [step for step in left if left[step] != right[step]] == [4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_switch_is_told_everywhere(make, capsys):
     """Console, metrics, run.json, config.toml and the report."""
     config = make("told", recipe="mxfp4", switch="fp8-row@50%:backward")

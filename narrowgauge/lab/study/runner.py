@@ -28,7 +28,7 @@ from narrowgauge.lab.study.progress import Progress
 from narrowgauge.report import groups, several
 from narrowgauge.report.run_data import read_alone
 from narrowgauge.storage import reading
-from narrowgauge.train import loop
+from narrowgauge.train import preparation
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import NO_RECIPE
 from narrowgauge.train.console import tell
@@ -77,7 +77,7 @@ def run(study: Study) -> Result:
         folder.refuse(study, stored)
         tell(f"Reading {study.config.data} ...")
         # Before any run starts: faulty data are reported once, and the cache is filled.
-        config, task = loop.prepare(study.settings_of(study.jobs()[0]))
+        config, task = preparation.prepare(study.settings_of(study.jobs()[0]))
         identity = dict(task.identity)
         folder.refuse_data(stored, identity)
         before = stored or {}

@@ -33,7 +33,6 @@ from narrowgauge.formats import IntFormat
 from narrowgauge.ops.flat_cast import FlatCast, flatten_cast, is_flattenable, plain, unflatten_cast
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.quantize import definition as quantization
-from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import Check, Comparison, spread_normal
 from narrowgauge.recipe import Cast
@@ -89,7 +88,7 @@ def _operand(rows: int, cast: Cast, with_nan: bool) -> tuple[QTensor, Tensor]:
     if with_nan:
         x[rows // 2, CONTRACTED // 3] = float("nan")
     q = quantization.quantize(x, cast, None, None, None)
-    return q, dequantize(q)
+    return q, quantization.dequantize(q)
 
 
 def _examples() -> Iterator[MmSpec]:

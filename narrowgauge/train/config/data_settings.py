@@ -36,7 +36,8 @@ class TaskEntry:
     default_metric  metric that selects the best weights if `best` is empty; '' saves none
     loss_unit       unit of the loss in reports
     f1_over         the items over which F1 is computed, for its title in reports
-    checks          rules between the task's settings
+    checks          rules between the task's settings: (is broken, its keys, message). The error's
+                    code is "config." and the first key
     """
 
     name: str

@@ -25,8 +25,9 @@ from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
-from narrowgauge.train.loop import prepare
-from narrowgauge.train.model import build, recipe_switches
+from narrowgauge.train.model import build
+from narrowgauge.train.preparation import prepare
+from narrowgauge.train.recipe_schedule import recipe_switches
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.scoring import narrow_forward
 

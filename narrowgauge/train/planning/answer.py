@@ -21,8 +21,7 @@ from narrowgauge.plan.room import KEPT_FREE, Room
 from narrowgauge.plan.tally import repeated
 from narrowgauge.plan.text import gib
 from narrowgauge.train.config import parallel_syntax
-from narrowgauge.train.planning.shapes import Shape, largest, task_of
-from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES
+from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, ROAD, SQRT, Technique, lines
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from narrowgauge.plan.forecast import Forecast
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.planning.counts import Counts
+    from narrowgauge.train.tasks import Shape
 
 MOST_ROWS = 2**16
 MOST_CHANGES = 3  # suggestions in an answer; each suffices alone
@@ -52,9 +52,7 @@ class Answers:
 
     def shape(self) -> Shape:
         """Shape of the largest micro-batch that the settings allow."""
-        task, _ = task_of(self.config)
-        copies = parallel_syntax.named(self.config.parallel).data
-        return largest(self.config, task, self.config.micro_batches * copies)
+        return Source.of(self.config, parallel_syntax.named(self.config.parallel).data).shape
 
     def answer(self, table: bool = False) -> dict[str, Any]:
         """JSON answer with the keys that docs/planner.md documents. table: adds rows of `table`."""

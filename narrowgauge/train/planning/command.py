@@ -21,7 +21,6 @@ from narrowgauge.train.planning.answer import Answers
 from narrowgauge.train.planning.counts import Counts, silent
 from narrowgauge.train.planning.measured import measured
 from narrowgauge.train.planning.policy import chosen
-from narrowgauge.train.planning.shapes import largest, task_of
 from narrowgauge.train.planning.steps import Source, without_values
 
 if TYPE_CHECKING:
@@ -77,10 +76,7 @@ def _refuse_layout(config: TrainConfig) -> None:
         stages_of_rank = pipeline.SCHEDULES[config.schedule][1]
         pipeline.refuse(config, config.micro_batches, sizes.pp, sizes.pp * stages_of_rank)
     if sizes.tp > 1:
-        task, kind = task_of(config)
-        source = Source(
-            config, task, kind, largest(config, task, config.micro_batches * sizes.data)
-        )
+        source = Source.of(config, sizes.data)
         # plan_of reads module names and sizes only, so a meta model of one layer suffices.
         with without_values(), torch.device("meta"):
             tensor_plans.plan_of(source.model(1), sizes.tp)

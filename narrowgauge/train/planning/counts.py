@@ -18,13 +18,13 @@ from narrowgauge.plan.tally import as_rows, from_rows
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.planning import cache, guard
 from narrowgauge.train.planning.depth import layers_of
-from narrowgauge.train.planning.shapes import Shape, largest, task_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
 
 if TYPE_CHECKING:
     from narrowgauge.ops.registry import Device
     from narrowgauge.train.config.parallel_syntax import Layout
     from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.tasks import Shape
 
 
 def silent(number: int) -> None:
@@ -59,16 +59,15 @@ class Counts:
             )
         refuse(config)
         sizes = parallel_syntax.named(config.parallel)
-        task, kind = task_of(config)
-        shape = shape or largest(config, task, config.micro_batches * sizes.data)
-        question = [cache.question_of(config), asdict(shape), asdict(self.device), self.full]
+        source = Source.of(config, sizes.data, shape)
+        question = [cache.question_of(config), asdict(source.shape), asdict(self.device), self.full]
         key = repr(question)
         if key not in self.known:
             found = _from_json(cache.load(question))
             if found is None:
                 self.tell(len(self.known) + 1)
                 with generators_kept(), _of_the_model(config):
-                    found = self._counted(Source(config, task, kind, shape), sizes)
+                    found = self._counted(source, sizes)
                 cache.store(question, _as_json(found))
             self.known[key] = found
         return self.known[key]

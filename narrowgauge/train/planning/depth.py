@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge import recipes
 from narrowgauge.train.config import recipe_syntax
-from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.pretrained import ModelClass, own_configuration
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig

@@ -12,7 +12,6 @@ from narrowgauge.plan.allocations import most_allocated
 from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.device import chosen_device, device_name
 from narrowgauge.train.planning.counts import Counts, generators_kept
-from narrowgauge.train.planning.shapes import largest, task_of
 from narrowgauge.train.planning.steps import Source
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ def measured(config: TrainConfig) -> dict[str, Any]:
     """
     device = chosen_device(config.device)
     copies = parallel_syntax.named(config.parallel)
-    task, kind = task_of(config)
-    source = Source(config, task, kind, largest(config, task, config.micro_batches * copies.data))
+    source = Source.of(config, copies.data)
     # full=True: an extrapolation error would be mistaken for an error of the trace.
     planned = second_step(Counts(device_facts(device.type, device.index), full=True).whole(source))
     try:

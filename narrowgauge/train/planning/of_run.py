@@ -18,7 +18,7 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.timing.cards import CONTEXT
 from narrowgauge.plan.text import gib
 from narrowgauge.train.planning.counts import Counts
-from narrowgauge.train.planning.shapes import Shape
+from narrowgauge.train.tasks import Shape
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig

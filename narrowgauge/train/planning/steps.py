@@ -16,24 +16,55 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from narrowgauge import data
 from narrowgauge.optim import precision as precisions
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.plan import Step
 from narrowgauge.train import step, stepping
-from narrowgauge.train.model import ModelClass, build, own_configuration, pretrained
+from narrowgauge.train.model import build
 from narrowgauge.train.optimizer import build_optimizer, cast_in_step
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.planning.depth import with_layers
-from narrowgauge.train.planning.shapes import Shape, batch_of
+from narrowgauge.train.pretrained import ModelClass, own_configuration, pretrained
+from narrowgauge.train.tasks import Shape, TrainTask, task_class
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.loss import Batch
-    from narrowgauge.train.tasks.task import TrainTask
 
 HOST = torch.device("cpu")  # device of all fake tensors, whatever device they simulate
 MOST_MICRO_BATCHES = 2  # micro-batches that are traced; later ones equal the second
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Stand-in for a tokenizer, with the largest vocabulary that the settings allow."""
+
+    words: int
+    bos_token_id: int = 0
+    eos_token_id: int = 0
+    pad_token_id: int = 0
+    model_max_length: int = 10**30
+
+    def __len__(self) -> int:
+        return self.words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def task_of(config: TrainConfig) -> tuple[TrainTask, ModelClass]:
+    """(task without data, model class) of a configuration."""
+    # A pretrained model's own vocabulary size is used.
+    words = (
+        0
+        if config.model
+        else len(data.load(config.tokenizer))
+        if config.tokenizer
+        else config.vocab_size
+    )
+    return task_class(config.task).without_data(config, Vocabulary(words))
 
 
 @dataclass(frozen=True)
@@ -50,6 +81,17 @@ class Source:
     task: TrainTask
     model_class: ModelClass
     shape: Shape
+
+    @classmethod
+    def of(cls, config: TrainConfig, copies: int = 1, shape: Shape | None = None) -> Source:
+        """The inputs that a configuration defines.
+
+        copies  ranks that share the step's micro-batches among them
+        shape   shape of a micro-batch; None: the largest that the settings allow
+        """
+        task, model_class = task_of(config)
+        shape = shape or task.largest_micro_batch(config.micro_batches * copies)
+        return cls(config, task, model_class, shape)
 
     def model(self, layers: int) -> Any:
         """Float32 model with `layers` blocks in each stack; 0: its own number."""
@@ -72,7 +114,7 @@ class Source:
         place   device of real tensors
         real    use real tensors instead of fake ones
         """
-        batch = batch_of(self.config, self.task, self.shape)
+        batch = self.task.dummy_batch(self.shape)
         return partial(self._build, layers, place, real, batch)
 
     def _build(self, layers: int, place: torch.device, real: bool, given: Batch) -> Step:

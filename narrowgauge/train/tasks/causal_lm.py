@@ -26,7 +26,7 @@ from narrowgauge.data.chat import Span, answers, check_messages
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.data.tokenizer import end_of_text
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.model import CAUSAL_LM, ModelClass
+from narrowgauge.train.pretrained import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.text import sample

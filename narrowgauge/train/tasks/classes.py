@@ -8,7 +8,7 @@ from typing import Any
 from narrowgauge import data
 from narrowgauge.errors import DataError
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.pretrained import ModelClass, own_configuration
 
 SHOWN_CLASSES = 10
 MOST_CLASSES = 1000  # a column with more distinct labels probably holds texts or numbers

@@ -15,7 +15,7 @@ from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.strata import strata_of
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError, closest
-from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.pretrained import ModelClass, own_configuration
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.classes import (
     PROBLEM,

@@ -67,13 +67,13 @@ from narrowgauge.train.tasks.image_model import (
 )
 from narrowgauge.train.tasks.reading import few_notes, header, split_places
 from narrowgauge.train.tasks.table import subset_by_hash
-from narrowgauge.train.tasks.task import Readings, TrainTask
+from narrowgauge.train.tasks.task import Readings, Shape, TrainTask
 
 if TYPE_CHECKING:
     from narrowgauge.data.batches import Indices
     from narrowgauge.data.image_sizes import Preprocessing
     from narrowgauge.train.loss import Batch
-    from narrowgauge.train.model import ModelClass
+    from narrowgauge.train.pretrained import ModelClass
 
 FORMAT = 1  # version of the arrays' layout; part of the key
 ARRAYS: dict[str, np.dtype[Any]] = {"pixels": np.dtype("u1"), "labels": np.dtype("<i4")}
@@ -368,8 +368,7 @@ class ImageTask(TrainTask):
         return cls(config, preprocessing, notes, model_class, train, validation, known)
 
     @classmethod
-    def without_data(cls, config: TrainConfig) -> Self:
-        """Task for `plan`: builds models, objectives and batches, but has no images."""
+    def without_data(cls, config: TrainConfig, tokenizer: Any) -> tuple[Self, ModelClass]:
         preprocessing, _ = preprocessing_of(config)
         given = config.classes.split(",")
         # `classes` holds a number or a list of names; 0 means that the configuration does not
@@ -385,13 +384,16 @@ class ImageTask(TrainTask):
             **sizes_from(config, preprocessing),
         )
         nothing: Any = None
-        return cls(config, preprocessing, [], model_class, nothing, nothing, {})
+        return cls(config, preprocessing, [], model_class, nothing, nothing, {}), model_class
 
-    def dummy_batch(self, rows: int) -> Batch:
-        """A batch of `rows` zero images, for `plan`."""
+    def largest_micro_batch(self, parts: int) -> Shape:
+        """As wide as the number of patches."""
+        return Shape(-(-self.config.batch_size // parts), self.patches)
+
+    def dummy_batch(self, shape: Shape) -> Batch:
         size = self.tokenizer
-        pixels = torch.zeros(rows, size.channels, size.height, size.width)
-        return {"pixel_values": pixels, "labels": torch.zeros(rows, dtype=torch.int64)}
+        pixels = torch.zeros(shape.rows, size.channels, size.height, size.width)
+        return {"pixel_values": pixels, "labels": torch.zeros(shape.rows, dtype=torch.int64)}
 
     @cached_property
     def identity(self) -> dict[str, str]:

@@ -21,8 +21,8 @@ from narrowgauge.data.image_sizes import FILE
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config.settings import TrainConfig, resolved
-from narrowgauge.train.model import ModelClass, own_configuration, pretrained
 from narrowgauge.train.model_files import file_of
+from narrowgauge.train.pretrained import ModelClass, own_configuration, pretrained
 
 IMAGE_CLASSIFIER = ModelClass(
     transformers.AutoModelForImageClassification, "model that classifies pictures", new=True

@@ -37,7 +37,7 @@ from narrowgauge.data.tables import Record, refuse_half_a_pair
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.loss import Batch, whole_logits
-from narrowgauge.train.model import ModelClass
+from narrowgauge.train.pretrained import ModelClass
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of
 from narrowgauge.train.tasks.trivial import counts_of, entropy

@@ -51,7 +51,7 @@ from narrowgauge.data.example_arrays import GROUP, GROUPS, ExampleArrays, group_
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.model import ModelClass
+from narrowgauge.train.pretrained import ModelClass
 from narrowgauge.train.tasks.reading import longest_example
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of

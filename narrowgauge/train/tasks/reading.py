@@ -18,7 +18,7 @@ from narrowgauge.data.batches import Indices
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig, resolved
-from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.pretrained import ModelClass, own_configuration
 from narrowgauge.train.tasks.task import SPLIT_SEED
 
 FEW = 20  # validation examples below which a note warns

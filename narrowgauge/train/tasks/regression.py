@@ -28,7 +28,7 @@ from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.strata import strata_of
 from narrowgauge.data.task import Encoded, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
-from narrowgauge.train.model import ModelClass
+from narrowgauge.train.pretrained import ModelClass
 from narrowgauge.train.tasks.classes import padding_id, with_labels
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.task import Readings, total_of

@@ -17,7 +17,7 @@ from narrowgauge import data
 from narrowgauge.data.cache import token_dtype
 from narrowgauge.data.task import Encoded, Notes, Task
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.model import SEQ2SEQ, ModelClass
+from narrowgauge.train.pretrained import SEQ2SEQ, ModelClass
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.table import TableTask
 from narrowgauge.train.tasks.translation import Translation

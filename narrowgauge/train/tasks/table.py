@@ -17,18 +17,20 @@ import numpy as np
 from narrowgauge import data
 from narrowgauge.conversion import suspended
 from narrowgauge.data.batches import Indices
+from narrowgauge.data.rows import round_up
 from narrowgauge.errors import Reason
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import ModelClass, check_sizes, pretrained
+from narrowgauge.train.pretrained import ModelClass, check_sizes, pretrained
 from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.reading import longest_example, read
-from narrowgauge.train.tasks.task import Readings, TrainTask
+from narrowgauge.train.tasks.task import Readings, Shape, TrainTask
 
 EVAL_ORDER = b"evaluation"
 # tokens_per_forward is rounded to this many tokens: runs on nearly the same data then share the
 # measurements of recipe "auto".
 ALIGNED = 16
+SOMEWHERE = 2048  # tokens of an example if neither settings nor model define a limit
 WORTH_A_WORD = 20.0  # percent of padding from which `preview` suggests other settings
 # Factors of micro_batches that `preview` tries; it suggests the first that divides the batch and
 # pads less.
@@ -84,9 +86,53 @@ class TableTask(TrainTask):
     def config_without_data(cls, config: TrainConfig) -> TrainConfig:
         """Configuration for a plan without data.
 
-        Settings that `roles` would otherwise read from the data are filled in.
+        Settings that `columns_and_model` would otherwise read from the data are filled in.
         """
         return config
+
+    @classmethod
+    def without_data(cls, config: TrainConfig, tokenizer: Any) -> tuple[Self, ModelClass]:
+        config = cls.config_without_data(config)
+        _, model_class = cls.columns_and_model(config, tokenizer)
+        longest = longest_example(config, model_class, tokenizer)
+        nothing: Any = None
+        return cls(config, tokenizer, [], model_class, nothing, nothing, longest, {}), model_class
+
+    def largest_micro_batch(self, parts: int) -> Shape:
+        """As wide as the longest allowed example; batches of real tables are narrower.
+
+        The width is max_length or the model's number of positions.
+        """
+        config, longest = self.config, self.longest
+        note = f"as wide as an example may be, {longest or SOMEWHERE} tokens: set max_length to plan for shorter ones"
+        if longest is None:
+            note = f"the settings tell no longest example, {SOMEWHERE} tokens are taken: set max_length"
+        if config.packing:
+            rows = (
+                config.token_budget // config.packing if config.token_budget else config.batch_size
+            )
+            return Shape(max(1, -(-rows // parts)), config.packing)
+        width, several = round_up(longest or SOMEWHERE, config.pad_multiple), self.rows_per_example
+        if not config.token_budget:
+            return Shape(-(-config.batch_size // parts) * several, width, note)
+        # An example wider than the budget is never batched.
+        width = min(width, config.token_budget)
+        # Multiple choice: whole questions only, each with `several` rows.
+        return Shape(
+            max(1, config.token_budget // width // parts // several) * several, width, note
+        )
+
+    def dummy_batch(self, shape: Shape) -> Batch:
+        rows, width = shape.rows, shape.width
+        example, collate = self.dummy_example(width), data.Collator(pad_id=0, widths=(width,))
+        if self.config.packing:
+            # Two documents in each row, so that the block-diagonal attention mask is built.
+            halves = [
+                {name: part[:size] for name, part in example.items()}
+                for size in (width // 2, width - width // 2)
+            ]
+            return collate([halves] * rows)
+        return collate([example] * max(1, rows // self.rows_per_example))
 
     def dummy_example(self, width: int) -> dict[str, Any]:
         """A meaningless example of `width` tokens, for a plan without data."""

@@ -40,7 +40,7 @@ from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.tables import Record, refuse_half_a_pair
 from narrowgauge.data.task import Encoded, Notes, Task
 from narrowgauge.errors import ConfigError, DataError, closest
-from narrowgauge.train.model import ModelClass, own_configuration
+from narrowgauge.train.pretrained import ModelClass, own_configuration
 from narrowgauge.train.tasks.classes import MOST_CLASSES, SHOWN_CLASSES, with_labels
 from narrowgauge.train.tasks.reading import header
 from narrowgauge.train.tasks.table import TableTask

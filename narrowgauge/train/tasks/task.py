@@ -5,12 +5,14 @@ changes. A `Feed` yields the batches of one run and keeps the position. The trai
 does not depend on the task. `task_class` finds a task by its name.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,13 +20,16 @@ from torch import Tensor
 from narrowgauge import data
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.train.config.data_settings import TASKS, TaskEntry
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Batch, Objective, aligned_loss, whole_logits
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.pretrained import ModelClass
 
 # A constant, not the run's seed: runs of different seeds must share their held-out rows, or
 # their validation losses cannot be compared.
 SPLIT_SEED = 0
-CLASSES: dict[str, type["TrainTask"]] = {}  # name -> class, of all task files imported so far
+CLASSES: dict[str, type[TrainTask]] = {}  # name -> class, of all task files imported so far
 # batch, device -> (loss, logits or another output that a metric reads)
 Compute = Callable[[Batch, torch.device], tuple[Tensor, Tensor | None]]
 # batch, output of Compute -> the values that a metric needs, copied to the host
@@ -69,6 +74,19 @@ class StepBatch:
     inputs: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     examples: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a micro-batch, and a note if real batches may be smaller."""
+
+    rows: int
+    width: int
+    note: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
 
 
 class Feed(ABC):
@@ -152,6 +170,22 @@ class TrainTask(ABC):
 
         Raises DataError for faulty data and ConfigError for settings that do not fit them.
         """
+
+    @classmethod
+    @abstractmethod
+    def without_data(cls, config: TrainConfig, tokenizer: Any) -> tuple[Self, ModelClass]:
+        """(task without data, its model class), for `narrowgauge plan`.
+
+        Such a task builds models, objectives and dummy batches only.
+        """
+
+    @abstractmethod
+    def largest_micro_batch(self, parts: int) -> Shape:
+        """Shape of the largest of a step's `parts` micro-batches."""
+
+    @abstractmethod
+    def dummy_batch(self, shape: Shape) -> Batch:
+        """A micro-batch of this shape before `align`, with meaningless contents."""
 
     @property
     def best(self) -> str:

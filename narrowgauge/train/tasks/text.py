@@ -19,9 +19,9 @@ from narrowgauge import data
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.loss import Batch
-from narrowgauge.train.model import language_model
+from narrowgauge.train.pretrained import CAUSAL_LM, ModelClass, language_model
 from narrowgauge.train.tasks import trivial
-from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, StepBatch, TrainTask
+from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, Shape, StepBatch, TrainTask
 
 TEMPERATURE = 0.8
 TOP_K = 40
@@ -74,6 +74,18 @@ class TextTask(TrainTask):
             column=column,
         )
         return cls(config, tokenizer, [*notes, *corpus.summary["notes"]], corpus)
+
+    @classmethod
+    def without_data(cls, config: TrainConfig, tokenizer: Any) -> tuple[Self, ModelClass]:
+        nothing: Any = None
+        return cls(config, tokenizer, [], nothing), CAUSAL_LM
+
+    def largest_micro_batch(self, parts: int) -> Shape:
+        return Shape(-(-self.config.batch_size // parts), self.config.sequence_length)
+
+    def dummy_batch(self, shape: Shape) -> Batch:
+        ids = torch.ones(shape.rows, shape.width, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids.clone()}
 
     def _batches(self) -> data.CausalBatches:
         config = self.config

@@ -11,6 +11,7 @@ from narrowgauge.ops.registry import Device
 from tests.small_model import Model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "acts"), [("int4-lsq-luq", False), ("fp8-current", True)])
 def test_a_lower_loss_takes_no_narrow_run_to_bf16_where_weights_grow_into_steps(
     recipe, acts, device_is

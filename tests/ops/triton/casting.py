@@ -240,12 +240,12 @@ KINDS = (
 SLOW = (
     "check delayed", "left out e4m3 tensor fp32 delayed", "left out e5m2", "take int8", "broken",
     "step 8bit stochastic bfloat16", "step 4bit None", "poison e4m3 tensor fp32 delayed", "take e4m3 tensor fp32 delayed",
-    "training fp8-delayed 2", "training fp8-current 1",
+    "training fp8-delayed", "training fp8-current 1", "step fp8-lm", "step fp8 fp16-scaled",
 )  # fmt: skip
 
 
 def is_quick(name: str) -> bool:
-    """Every state, master, cast and shape occurs; those left out are more pairs of them."""
+    """Every master and shape occurs, scales of the step and of earlier ones; the others are more pairs of them."""
     return not name.startswith(SLOW)
 
 

@@ -382,6 +382,17 @@ SLOW = (
     "adamw fp8-lm None",
     "poison nan fp",
     "poison nan 4bit",
+    "poison inf",
+    "poison 1e+38",
+    "replayed",
+    "left out adamw 4bit",
+    "adamw 8bit fp16-scaled bfloat16",
+    "adamw 8bit bf16-remainder",
+    "adamw fp8 None",
+    "adamw 4bit None",
+    "adamw fp16/e4m3 fp32",
+    "sgd fp8",
+    "check 4bit",
 )
 
 

@@ -20,6 +20,7 @@ from tests.raising import raises
 
 pytest.importorskip("cyclopts")
 from narrowgauge import cli
+from narrowgauge.cli import flags as cli_flags
 from narrowgauge.cli import train
 
 FLAT = json.loads((Path(__file__).parent / "flat_keys.json").read_text(encoding="utf-8"))
@@ -67,10 +68,10 @@ def test_a_former_flag_sets_what_it_set(key, field, default, monkeypatch):
     _, value = other(default)
     text = "a=b" if value == {"a": "b"} else str(value)
     for name in {key, path_of(FIELDS[field]), key_of(FIELDS[field])}:
-        flag = train.flag(name)
+        flag = cli_flags.flag(name)
         own = [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, text]
         assert cli.main(["train", *own]) == 0
-        assert values(train.from_flags(given.pop())) == {field: value}
+        assert values(cli_flags.from_flags(given.pop())) == {field: value}
 
 
 def test_two_keys_of_one_setting_agree_or_are_refused():
@@ -84,17 +85,20 @@ def test_two_keys_of_one_setting_agree_or_are_refused():
     ):
         toml.settings("layers = 2\n[model]\nlayers = 3", "tiny.toml")
     with raises(ConfigError, "config.both-keys", "--layers = 2", "--model.layers, which is 3"):
-        train.from_flags({"layers": 3, f"{train.FORMERLY}layers": 2})
+        cli_flags.from_flags({"layers": 3, f"{cli_flags.FORMERLY}layers": 2})
     # A flag overrides the file, whichever key either of them uses.
-    for text, flag in (("layers = 2", "layers"), ("model.layers = 2", f"{train.FORMERLY}layers")):
+    for text, flag in (
+        ("layers = 2", "layers"),
+        ("model.layers = 2", f"{cli_flags.FORMERLY}layers"),
+    ):
         file = toml.settings(text, "tiny.toml")
-        assert toml.build(file, train.from_flags({flag: 3})).layers == 3
+        assert toml.build(file, cli_flags.from_flags({flag: 3})).layers == 3
 
 
 def test_former_names_are_told_once_on_stderr(tmp_path, capsys, monkeypatch):
     file = tmp_path / "flat.toml"
     file.write_text("batch_size = 4\nsteps = 3\nrecipe = 'bf16'\n[recipes]\nlm_head = 'bf16'\n")
-    config = train.configuration(str(file), {f"{train.FORMERLY}warmup_steps": 1})
+    config = cli_flags.configuration(str(file), {f"{cli_flags.FORMERLY}warmup_steps": 1})
     assert (config.batch_size, config.steps, config.warmup_steps) == (4, 3, 1)
     assert config.layers_recipe == {"lm_head": "bf16"}
     said = capsys.readouterr().err
@@ -107,7 +111,7 @@ def test_former_names_are_told_once_on_stderr(tmp_path, capsys, monkeypatch):
     ):
         assert words in said
     monkeypatch.setenv("RANK", "1")  # torchrun: one rank says it for all
-    train.configuration(str(file), {})
+    cli_flags.configuration(str(file), {})
     assert capsys.readouterr().err == ""
 
 
@@ -120,7 +124,7 @@ def test_parts_of_guard_and_parallel_are_keys_and_flags_of_their_own():
     assert layout.parallel == "fsdp=2,tp=2,sp"
     # A part overrides that part of the whole; the whole overrides all parts that were given before.
     file = toml.settings("guard = 'every=40,steps=4,then=stay'", "x")
-    flags = train.from_flags({f"guard{train.PART}every": "60"})
+    flags = cli_flags.from_flags({f"guard{cli_flags.PART}every": "60"})
     assert toml.build(file, flags).guard == "steps=4,then=stay,every=60"
     assert toml.build(flags, file).guard == "every=40,steps=4,then=stay"
 

@@ -212,6 +212,7 @@ def test_float16_of_weights_trained_in_bfloat16_is_warned_of(trained, capsys) ->
     assert "WARNING: " in told.err and "65,504" in told.err and "Scored in float16." in told.out
 
 
+@pytest.mark.slow
 def test_weights_alone_have_no_narrow_score_where_steps_were_learnt(make, tmp_path) -> None:
     config = make(recipe="int4-hq-lss", best="loss", steps=2, eval_every=1)
     assert training.run(config) == 0

@@ -22,11 +22,10 @@ from narrowgauge.train.planning import cache, of_run
 from narrowgauge.train.planning.answer import Answers
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.planning.measured import second_step
-from narrowgauge.train.planning.shapes import largest, task_of
 from narrowgauge.train.planning.steps import Source
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, lines
 from tests.raising import cli_raises, coded, raises
-from tests.selection import quick
+from tests.selection import quick, slow_on_a_plain_cpu
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,8 +54,7 @@ def settings(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 def source(config: TrainConfig) -> Source:
-    task, kind = task_of(config)
-    return Source(config, task, kind, largest(config, task, config.micro_batches))
+    return Source.of(config)
 
 
 def folder(path: Path, config: Any) -> str:
@@ -159,6 +157,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@slow_on_a_plain_cpu
 @pytest.mark.parametrize(
     ("name", "changes"),
     quick(RUNS[:1], RUNS),
@@ -418,6 +417,7 @@ def test_entries_belong_to_their_question(own_cache):
     assert cache.load({"a": 1}) is None
 
 
+@pytest.mark.slow
 def test_auto_is_refused(settings):
     with raises(ConfigError, "plan.auto-recipe"):
         Counts(cpu_facts()).of(settings(recipe="auto"))

@@ -7,7 +7,6 @@ from importlib import import_module
 
 import pytest
 
-from narrowgauge.train.config.data_settings import TASKS
 from tests.train.tasks import folders
 
 
@@ -29,7 +28,6 @@ def place(tmp_path_factory):
     folders.chats(folder / "chats.jsonl")
     folders.pairs(folder / "pairs.jsonl")
     folders.pictures(folder / "pictures")
-    folders.scores(folder / "scores.jsonl")
     folders.two_texts(folder / "two-texts.jsonl")
     folders.questions(folder / "questions.jsonl", unanswerable=5)
     folders.tagged(folder / "tagged.jsonl")
@@ -57,9 +55,6 @@ def jobs(place):
             "task": "causal-lm", "model": place / "llama", "data": place / "chats.jsonl", "messages_column": "messages",
             "token_budget": 256,
         },
-        "regression": {
-            "task": "regression", "model": place / "bert", "data": place / "scores.jsonl", "label_column": "score,green",
-        },
         "pictures": {"task": "image-classification", "model": place / "vit", "data": place / "pictures"},
         "t5": {"task": "seq2seq", "model": place / "t5", "data": place / "pairs.jsonl"},
         "questions": {
@@ -74,10 +69,9 @@ def jobs(place):
         },
         "marian": {"task": "seq2seq", "model": place / "marian", "data": place / "pairs.jsonl"},
     }  # fmt: skip
-    others = set(TASKS) - {"text", *(settings["task"] for settings in known.values())}
     return known | {
         name: import_module(f"tests.train.tasks.test_{name.replace('-', '_')}").job(place)
-        for name in sorted(others)
+        for name in folders.WITH_OWN_JOB
     }
 
 

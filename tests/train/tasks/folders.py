@@ -28,6 +28,11 @@ from transformers import (
 from narrowgauge.train.config.data_settings import TASKS
 from narrowgauge.train.config.settings import TrainConfig
 
+# Tasks whose tests share the jobs of conftest.py; any other brings its own, `job(place)`.
+SHARED = (
+    "classification", "causal-lm", "seq2seq", "question-answering", "tagging", "multiple-choice", "image-classification",
+)  # fmt: skip
+WITH_OWN_JOB = sorted(set(TASKS) - {"text", *SHARED})
 COLOURS = ["red", "green", "blue", "grey"]
 THINGS = ["tile", "scale", "code", "amax", "row"]
 TEMPLATE = (

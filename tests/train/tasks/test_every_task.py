@@ -16,7 +16,7 @@ from narrowgauge.diagnose.metrics_table import METRICS
 from narrowgauge.train import loop
 from narrowgauge.train.config.data_settings import EXAMPLES, TASKS
 from narrowgauge.train.config.settings import replace
-from narrowgauge.train.planning import shapes
+from narrowgauge.train.planning.steps import task_of
 from narrowgauge.train.tasks import task_class
 from narrowgauge.train.tasks.losses import count_targets, step_loss
 from narrowgauge.train.tasks.table import TableTask
@@ -90,9 +90,9 @@ def test_a_plan_has_batches_of_the_same_form(make_task, name):
     config = make_task(name)
     real = task_class(name).prepare(config)
     model = real.model()
-    planned, model_class = shapes.task_of(config)
-    shape = shapes.largest(config, planned, config.micro_batches)
-    batch = planned.align(shapes.batch_of(config, planned, shape), model)
+    planned, model_class = task_of(config)
+    shape = planned.largest_micro_batch(config.micro_batches)
+    batch = planned.align(planned.dummy_batch(shape), model)
     drawn = real.feed(model).probe()
     assert model_class.auto is real.model_class.auto
     assert {key: (each.dtype, each.ndim) for key, each in drawn.items() if key in batch} == {

@@ -46,6 +46,7 @@ def run_json(config):
     return json.loads(Path(config.output, "run.json").read_text("utf-8"))
 
 
+@pytest.mark.slow
 def test_it_learns_colours_and_transformers_loads_it(make, place, capfd, with_report):
     """From a checkpoint of five classes, in 30 steps of fp8-row; its predictions by transformers' own processor."""
     config = make(

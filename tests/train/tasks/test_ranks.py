@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from narrowgauge.diagnose.metrics_table import METRICS
 from narrowgauge.train import loop
 from narrowgauge.train.parallel import spread
 from tests.selection import quick
 from tests.train import tiny
+from tests.train.tasks import folders
 from tests.train.test_torchrun import trained
 
 JOBS = [
@@ -23,9 +25,9 @@ JOBS = [
     "questions",
     "tags",
     "choices",
-    "regression",
     "pictures",
     "translated",
+    *folders.WITH_OWN_JOB,
 ]
 
 
@@ -58,23 +60,7 @@ def same_on_two_ranks(ranks, make, job, layout, **changes):
     assert ranks(2)(trained, config) == [0, 0]
     first, second = Path(config.output), Path(reference.output)
     for kind in ("step", "eval"):
-        keys = {
-            "loss",
-            "grad_norm",
-            "tokens",
-            "positions",
-            "inputs",
-            "examples",
-            "mcc",
-            "accuracy",
-            "perplexity",
-            "f1",
-            "exact_match",
-            "pearson",
-            "spearman",
-            "bleu",
-            "chrf",
-        }
+        keys = {"grad_norm", "tokens", "positions", "inputs", "examples", *METRICS}
         ours, theirs = (
             [
                 {key: event[key] for key in keys & event.keys()}

@@ -20,6 +20,19 @@ from tests.train import tiny
 from tests.train.tasks import folders
 
 
+def job(place: Path) -> dict[str, object]:
+    """Settings of a tiny run, with which the tests of all tasks run this one."""
+    table = place / "scores.jsonl"
+    if not table.exists():
+        folders.scores(table)
+    return {
+        "task": "regression",
+        "model": place / "bert",
+        "data": table,
+        "label_column": "score,green",
+    }
+
+
 @pytest.mark.slow
 def test_it_learns(make, tmp_path, capfd, with_report):
     """Whether 400 sentences are red, green or both, in 80 steps of fp8-row from random weights."""

@@ -14,7 +14,6 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train import loop
 from narrowgauge.train.config.settings import TrainConfig, replace
 from narrowgauge.train.tasks.translation import Translation, generated
-from tests.selection import quick
 from tests.train import tiny
 from tests.train.tasks import folders
 
@@ -36,7 +35,8 @@ def without_clocks(folder):
     return [{**event, "elapsed_s": 0} for event in tiny.events(folder, "eval")]
 
 
-@pytest.mark.parametrize("beams", quick([1], [1, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
 def test_scores_are_those_of_the_exported_model_a_row_at_a_time(make, place, beams):
     """In float32 and without padding; chrF of what a model of four steps writes is not 0."""
     config = make(

@@ -1,1 +1,0 @@
-"""Former place of modules of `narrowgauge.lab`."""
