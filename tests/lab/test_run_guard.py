@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -16,11 +17,13 @@ from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
 from narrowgauge.diagnose.runs import decode, encode
 from narrowgauge.errors import ConfigError, OutOfMemoryError, StorageError
-from narrowgauge.lab import probe, training
+from narrowgauge.lab import probe, run_guard, training
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.train import checkpoint_ref
+from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.guard_state import KEY
+from tests.compare import assert_same
 from tests.lab.killed_guard import SICK, hurt
 from tests.raising import coded, raises, with_code
 from tests.selection import quick, slow_on_a_plain_cpu
@@ -151,6 +154,25 @@ def test_the_reference_becomes_the_run_and_stays(make, sick, moments, capfd):
     assert alarm["then"] == "stay" and f"step 10: guard: {alarm['sentence']}" in said
     assert "4 checks, 3 of them alarms; 4 steps that did not count, 20.0" in said
     assert not Path(config.output, "guard").exists()
+
+
+def test_the_cause_of_an_alarm_is_looked_for_at_the_runs_own_end(make, sick, monkeypatch):
+    """At the end of the reference, amax histories are as old as the check."""
+    found = []
+    monkeypatch.setattr(
+        run_guard,
+        "blame_run",
+        lambda trainer, *_, **__: found.append(copy.deepcopy(trainer.collected()[0])),
+    )
+    common = {**SICK, "recipe": "fp8-delayed", "steps": 10}
+    config, reference = make("guarded", **common), make("reference", **{**common, "guard": ""})
+    assert training.run(config) == training.run(reference) == 0
+    [tensors] = found
+    assert [each["then"] for each in checks(config)] == ["", "stay"]
+    saved = store.load(Path(reference.output, "checkpoints/step-00000010")).tensors
+    assert tensors.keys() == saved.keys()
+    for kind, own in saved.items():
+        assert_same(dict(sorted(tensors[kind].items())), dict(sorted(own.items())))
 
 
 @pytest.mark.slow
