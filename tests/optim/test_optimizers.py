@@ -32,6 +32,8 @@ from tests.processes import ROOT
 from tests.raising import coded, raises
 
 RULES = OPTIMIZERS
+# A rule without a kernel warns once, in the test that steps it first.
+IN_PLAIN_TORCH = pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch")
 
 
 def matrix(dtype: torch.dtype = torch.float32, rows: int = 16, columns: int = 300) -> nn.Parameter:
@@ -123,6 +125,7 @@ def test_states_of_torchs_adamw_are_taken_up():
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@IN_PLAIN_TORCH
 @pytest.mark.parametrize("master", KINDS, ids=str)
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("rule", RULES)
@@ -519,6 +522,7 @@ def test_a_sparse_gradient_is_refused():
         AdamW(embedding.parameters()).step()
 
 
+@IN_PLAIN_TORCH
 @pytest.mark.parametrize("kind", RULES.values(), ids=RULES)
 def test_no_parameters_are_refused_in_words(kind):
     frozen = nn.Linear(3, 2).requires_grad_(False)
