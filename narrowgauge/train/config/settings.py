@@ -273,7 +273,7 @@ def _training_checks(c: TrainConfig) -> list[Check]:
          "'parameter' "
          "(each by its own norm), or optimizer.clip = 0."),
         *_excluded_in_backward(c),
-        ("/" in c.states and c.optimizer != "adamw", "states optimizer",
+        ("/" in c.states and len(RULES[c.optimizer].moments) < 2, "states optimizer",
          f"optimizer.states = {c.states!r}: names two moments, and {c.optimizer} keeps one. Give one, as optimizer.states = "
          f"{c.states.partition('/')[0]!r}."),
         (c.keep_float32 and not c.precision.startswith("bf16-o"), "keep_float32 precision",
