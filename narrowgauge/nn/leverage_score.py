@@ -36,7 +36,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.nn.amax_history import LayerState
-from narrowgauge.ops.chunking import map_rows
+from narrowgauge.ops.chunking import row_chunks
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import LeverageScore
@@ -73,10 +73,13 @@ def row_norms(x: Tensor) -> Tensor:
     """
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], dtype=torch.float64)
-    amax = map_rows(lambda some: some.to(torch.float32).abs().amax().reshape(1), x).amax()
+    chunks = row_chunks(x)
+    amax = torch.stack([x[each].to(torch.float32).abs().amax() for each in chunks]).amax()
     unit = torch.where(amax == 0, 1.0, amax)
     # Scale before squaring: squares of numbers below 1e-19 or above 1e19 leave float32's range.
-    norms = map_rows(lambda some: torch.linalg.vector_norm(some.to(torch.float32) / unit, dim=1), x)
+    norms = torch.cat(
+        [torch.linalg.vector_norm(x[each].to(torch.float32) / unit, dim=1) for each in chunks]
+    )
     return norms.to(torch.float64) * unit.to(torch.float64)
 
 

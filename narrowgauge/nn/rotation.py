@@ -45,6 +45,8 @@ class Rotation:
         """
         if hadamard is None:
             return NONE
+        if hadamard.signs == "none":
+            return cls(hadamard, kernel=kernel)
         from narrowgauge.ops.hadamard import draw_signs
 
         is_random = hadamard.signs == "random"

@@ -11,9 +11,6 @@ a CPU, which has enough memory, and in compiled code, where the compiler fuses t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from narrowgauge.addresses import PIECE, is_compiling, type_of
@@ -36,12 +33,3 @@ def row_chunks(x: Tensor, multiple_of: int = 1) -> list[slice]:
     least = -(-rows // MAX_CHUNKS // multiple_of)
     size = max(PIECE // columns // multiple_of, least, 1) * multiple_of
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def map_rows(work: Callable[[Tensor], Tensor], x: Tensor, multiple_of: int = 1) -> Tensor:
-    """Return work(x), computed chunk by chunk.
-
-    The first axis of work(x) must be the first axis of x, or that length divided by a constant.
-    """
-    slices = row_chunks(x, multiple_of)
-    return work(x) if len(slices) == 1 else torch.cat([work(x[each]) for each in slices])

@@ -179,10 +179,13 @@ def test_codes_are_made_once_and_never_for_another_tensor_or_version(monkeypatch
     from narrowgauge.nn import straight_through
 
     made = []
-    encode = straight_through.encode
-    monkeypatch.setattr(
-        straight_through, "encode", lambda y, *a, **o: made.append(len(y)) or encode(y, *a, **o)
-    )
+    encode = straight_through.CodedOperand._code
+
+    def counting(self, *given, **options):
+        made.append(len(self.tensor))
+        return encode(self, *given, **options)
+
+    monkeypatch.setattr(straight_through.CodedOperand, "_code", counting)
     model = built("int4-hq-bs").eval()
     x = torch.randn(TOKENS, WIDTH)
 

@@ -23,27 +23,27 @@ from tests.compare import assert_same
 
 
 def test_the_three_products_stand_on_one_page():
-    """82 statements; docstrings and comments may grow."""
-    assert statements(Path(linear_function.__file__).read_text(encoding="utf-8")) <= 82
+    """83 statements, the guard of imports for annotations included; docstrings may grow."""
+    assert statements(Path(linear_function.__file__).read_text(encoding="utf-8")) <= 83
 
 
 # Recipe -> the most calls, and moves between files, of one forward and backward pass.
 CALLS = {
-    "bf16": (121, 55),
-    "fp8-delayed": (202, 97),
-    "fp8-current": (149, 63),
-    "fp8-current-fast": (149, 63),
-    "fp8-row": (169, 74),
-    "fp8-block": (161, 69),
-    "mxfp8": (197, 82),
-    "int8": (169, 74),
-    "int4-hq-bs": (274, 168),
-    "int4-hq-lss": (341, 211),
-    "int4-lsq-luq": (269, 148),
-    "int4-minmax-sr": (282, 168),
-    "int4-row-sr": (303, 177),
-    "nvfp4": (470, 215),
-    "mxfp4": (449, 216),
+    "bf16": (115, 49),
+    "fp8-delayed": (193, 88),
+    "fp8-current": (143, 57),
+    "fp8-current-fast": (143, 57),
+    "fp8-row": (163, 68),
+    "fp8-block": (155, 63),
+    "mxfp8": (191, 76),
+    "int8": (163, 68),
+    "int4-hq-bs": (273, 167),
+    "int4-hq-lss": (332, 202),
+    "int4-lsq-luq": (265, 144),
+    "int4-minmax-sr": (281, 167),
+    "int4-row-sr": (300, 174),
+    "nvfp4": (464, 209),
+    "mxfp4": (442, 209),
 }
 
 

@@ -42,7 +42,7 @@ summation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,40 +50,44 @@ from torch import Tensor
 from narrowgauge.errors import ShapeError
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.hadamard import cpp, definition
-from narrowgauge.ops.hadamard.definition import Codes, hadamard_matrix, unpack_bits
+from narrowgauge.ops.hadamard.definition import EncodedRows, hadamard_matrix, unpack_bits
 from narrowgauge.ops.registry import Device, Kernel, Registry, device_of, facts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from narrowgauge.formats import Format
     from narrowgauge.ops.random import Stream
     from narrowgauge.recipe import Hadamard
 
 __all__ = [
-    "KERNELS", "Codes", "Functions", "decode", "draw_signs", "encode", "hadamard_matrix", "plan",
+    "KERNELS", "EncodedRows", "Functions", "decode", "draw_signs", "encode", "hadamard_matrix", "plan",
     "rotate", "rotated_length", "unpack_bits", "unrotate",
 ]  # fmt: skip
 
 
-class Functions(Protocol):
-    """The functions of a kernel. They check no arguments; the module docstring has their meaning."""
+class Functions(NamedTuple):
+    """The functions of a kernel. They check no arguments; the module docstring has their meaning.
 
-    def rotate(self, x: Tensor, block: int, signs: Tensor | None) -> Tensor: ...
+    A tuple and not the module that defines them: plans are copied and pickled.
+    """
 
-    def unrotate(
-        self, y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None
-    ) -> Tensor: ...
-
-    def encode(
-        self, y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
-
-    def decode(self, packed: Tensor, format: Format, length: int) -> Tensor: ...
+    rotate: Callable[[Tensor, int, Tensor | None], Tensor]
+    unrotate: Callable[[Tensor, int, int, Tensor | None, Tensor | None], Tensor]
+    encode: Callable[
+        [Tensor, Tensor, Format, bool, bool], tuple[Tensor, Tensor | None, Tensor | None]
+    ]
+    decode: Callable[[Tensor, Format, int], Tensor]
 
 
+_CPP = Functions(cpp.rotate, cpp.unrotate, cpp.encode, cpp.decode)
+_DEFINITION = Functions(
+    definition.rotate, definition.unrotate, definition.encode, definition.decode
+)
 # `run` of a kernel returns its functions: one choice serves all four.
 KERNELS: Registry[Device] = Registry("hadamard")
-KERNELS.register(Kernel("native-cpp", lambda device: int4.refuse(device.type), lambda: cpp))
-KERNELS.register(Kernel("reference", lambda device: None, lambda: definition, by_torch=True))
+KERNELS.register(Kernel("native-cpp", lambda device: int4.refuse(device.type), lambda: _CPP))
+KERNELS.register(Kernel("reference", lambda device: None, lambda: _DEFINITION, by_torch=True))
 
 
 def plan(device: torch.device, hidden_by: str = "") -> Functions:
@@ -190,9 +194,9 @@ def encode(
     packed: bool = False,
     bits: bool = False,
     backend: str | None = None,
-) -> Codes:
-    """Encode y [outer, n]. Codes.packed and Codes.bits are None unless they are requested."""
-    return Codes(*_functions(backend, y, scale).encode(y, scale, format, packed, bits))
+) -> EncodedRows:
+    """Encode y [outer, n]. `packed` and `bits` are None unless they are requested."""
+    return EncodedRows(*_functions(backend, y, scale).encode(y, scale, format, packed, bits))
 
 
 @torch.no_grad()

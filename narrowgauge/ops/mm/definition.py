@@ -225,11 +225,11 @@ def _float_mm(lhs: Tensor, rhs: Tensor) -> Tensor:
     # Two alternatives lost. `torch.backends.mkldnn.matmul.fp32_precision = "bf16"` keeps float32 on
     # CPUs without AMX, and is global, so GEMMs of other threads would be rounded.
     # torch.mm(out_dtype=float32) has no CPU kernel.
-    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if _uses_onednn(lhs) else None
     is_small = m >= 16 and n >= 16 and k <= 128 and m * n * k <= 1 << 18
-    if linear is None or is_small or 0 in (m, n, k):
+    if is_small or 0 in (m, n, k) or not _uses_onednn(lhs):
         return torch.mm(lhs, rhs.T)
-    return linear(lhs, rhs, None, "none", [], "")
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return torch.mm(lhs, rhs.T) if linear is None else linear(lhs, rhs, None, "none", [], "")
 
 
 def _uses_onednn(operand: Tensor) -> bool:

@@ -303,7 +303,7 @@ class ChoicesTask(TableTask):
         ids = super().dummy_example(width)["input_ids"]
         return {"input_ids": [ids] * self.rows_per_example, "labels": 0}
 
-    def epoch(self, number: int) -> data.Plan:
+    def epoch(self, number: int) -> data.EpochPlan:
         plan, batching = super().epoch(number), self._batching
         steps: Any = plan.steps
         # The generic planner counts one row for each example, so padding is counted again over the

@@ -173,14 +173,14 @@ class TableTask(TrainTask):
         return self.train.strata if self.config.stratify else None
 
     @cached_property
-    def _plan(self) -> data.Plan:
+    def _plan(self) -> data.EpochPlan:
         """Plan of the first epoch."""
         return self.epoch(0)
 
-    def epoch(self, number: int) -> data.Plan:
+    def epoch(self, number: int) -> data.EpochPlan:
         return self._planned(self._batching, number, self.config.micro_batches)
 
-    def _planned(self, batching: data.Batching, number: int, micro_batches: int) -> data.Plan:
+    def _planned(self, batching: data.Batching, number: int, micro_batches: int) -> data.EpochPlan:
         return data.plan(
             self.train.lengths, batching, number, strata=self._strata, micro_batches=micro_batches
         )
