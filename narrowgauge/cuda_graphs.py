@@ -257,7 +257,7 @@ class Graphs:
         except RuntimeError as error:
             raise BackendError(
                 f"cuda graphs: {name} cannot be captured: {str(error).strip().splitlines()[0]} Something in it waits for the "
-                "device, or allocates where a graph may not. Train without --cuda-graph.",
+                "device, or allocates where a graph may not. Train without --device.cuda-graph.",
                 code="cuda-graphs.capture",
             ) from error
         finally:

@@ -483,6 +483,6 @@ class Trainer:
         raise NumericsError(
             f"step {number}: loss {loss}, gradient norm {grad_norm}. It appeared first at {where}. "
             f"The weights are those of step {self.step}; nothing was saved since the last checkpoint. "
-            "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'.",
+            "Lower the learning rate, or give that layer a wider recipe with --recipe.layers 'NAME=bf16'.",
             code="loss.not-finite",
         )

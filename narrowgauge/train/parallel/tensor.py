@@ -196,7 +196,7 @@ def _refuse_cut_tiles(model: nn.Module, ways: int) -> None:
         ):
             raise ConfigError(
                 f"parallel with tp={ways}: {name!r} {list(layer.weight.shape)} follows {layer.recipe.name}, and ranks would cut its "
-                f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipes '{name}=fp8-row'.",
+                f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipe.layers '{name}=fp8-row'.",
                 code="tensor-parallel.tiles",
             )
 

@@ -286,8 +286,8 @@ class ChoicesTask(TableTask):
         most, longest = task.rows_per_example, task.data_facts["longest"]
         if 0 < config.token_budget < most * longest and config.too_long != "skip":
             raise DataError(
-                f"token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
-                f"{most * (longest + 15)} or more, or too_long = 'skip'.",
+                f"batch.token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
+                f"{most * (longest + 15)} or more, or data.too_long = 'skip'.",
                 code="choices.token-budget",
             )
         return task

@@ -253,7 +253,7 @@ class TableTask(TrainTask):
         later = (
             "; models that began at random learnt to write later so" if self.entry.generates else ""
         )
-        return [f"{said} batch_order = 'length' would pad {sorted_:.0f} %{later}."]
+        return [f"{said} batch.order = 'length' would pad {sorted_:.0f} %{later}."]
 
     def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         """The example's text for the console, with learnt tokens highlighted."""
@@ -261,7 +261,7 @@ class TableTask(TrainTask):
 
     def model(self) -> Any:
         model = pretrained(self.config, self.model_class)
-        check_sizes(model, self.tokenizer, "max_length", self.config.max_length)
+        check_sizes(model, self.tokenizer, "data.max_length", self.config.max_length)
         return model
 
     def feed(self, model: Any) -> "TableFeed":
