@@ -24,7 +24,7 @@ SETTINGS = """
 import inspect, sys
 from dataclasses import fields
 from typing import Annotated
-from narrowgauge.train.config.settings import TABLE, TrainConfig, key_of
+from narrowgauge.train.config.settings import TABLE, TrainConfig
 """
 PROGRAMS = {
     "argparse": """
@@ -32,7 +32,7 @@ import argparse
 parser = argparse.ArgumentParser(allow_abbrev=False)
 for each in fields(TrainConfig):
     kind = {"action": argparse.BooleanOptionalAction} if each.type is bool else {"type": str if each.type is TABLE else each.type}
-    parser.add_argument("--" + key_of(each).replace("_", "-"), default=argparse.SUPPRESS, help=each.metadata["help"], **kind)
+    parser.add_argument("--" + each.name.replace("_", "-"), default=argparse.SUPPRESS, help=each.metadata["help"], **kind)
 print(vars(parser.parse_args()))
 """,
     "cyclopts": """

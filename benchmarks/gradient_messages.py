@@ -38,7 +38,7 @@ from narrowgauge.distributed import messages, shared_scale
 from narrowgauge.distributed.ddp_gradients import Fp8AllReduceHook
 from narrowgauge.distributed.gradient_state import Gradients
 from narrowgauge.distributed.messages import Link
-from narrowgauge.distributed.shared_scale import Controller, Layout
+from narrowgauge.distributed.shared_scale import BufferLayout, Controller
 from narrowgauge.formats import E4M3
 
 NODE = 8
@@ -198,9 +198,9 @@ def fp8_two_hops(each: list[Tensor]) -> Tensor:
             ThreadLink(within[node], local),
             ThreadLink(across[local], node),
         )
-        return hook.reduced(each[rank].reshape(-1), Layout(("w",), (each[rank].numel(),))).view(
-            each[rank].shape
-        )
+        return hook.reduced(
+            each[rank].reshape(-1), BufferLayout(("w",), (each[rank].numel(),))
+        ).view(each[rank].shape)
 
     return _same(on_threads(len(each), reduced))
 
@@ -213,7 +213,7 @@ def fp8_lm_reduce_scatter(each: list[Tensor], mu: float) -> Tensor:
         controller.load_state_dict({"w": mu}, ["w"])
         rows = messages.as_rows(each[rank], len(each))
         return shared_scale.reduce_scatter(
-            rows, Layout(("w",), (rows.numel(),)), ThreadLink(meeting, rank), controller
+            rows, BufferLayout(("w",), (rows.numel(),)), ThreadLink(meeting, rank), controller
         )
 
     return _whole(on_threads(len(each), reduced), each[0])

@@ -21,13 +21,14 @@ from typing import Any
 from benchmarks.harness import RESULTS, record
 
 LLAMA = (
-    "--hidden-size=4096 --layers=32 --heads=32 --kv-heads=8 --intermediate-size=14336 --vocab-size=128256 --sequence-length=4096 "
-    "--batch-size=1 --precision=bf16-o3"
+    "--model.hidden-size=4096 --model.layers=32 --model.heads=32 --model.kv-heads=8 --model.intermediate-size=14336 "
+    "--data.vocab-size=128256 --model.sequence-length=4096 "
+    "--batch.size=1 --recipe.precision=bf16-o3"
 )
 QUESTIONS = {
-    "fits": "--card h100 --states 8bit",
+    "fits": "--card h100 --optimizer.states 8bit",
     "does not fit": "--card h100",
-    "table": "--card rtx-4090 --states fp32 --table",
+    "table": "--card rtx-4090 --optimizer.states fp32 --table",
 }
 
 

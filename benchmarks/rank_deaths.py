@@ -11,7 +11,7 @@ comes at a random moment, on a random rank:
 
 A row has the seconds from the fault to the line that names the rank (or torchrun), the seconds until the
 last rank and sentinel had ended, and the processes that were alive 15 s after the fault; of ranks that
-stop or hang, which the run waits for, 15 s after --timeout-s (20 s there, 600 s elsewhere).
+stop or hang, which the run waits for, 15 s after --parallel.timeout-s (20 s there, 600 s elsewhere).
 
 Without --torchrun an agent of the benchmark forks ranks with their imports made, hosts the store and
 ends the other ranks by SIGTERM once one has failed, and by SIGKILL after 30 s, as torchrun does.
@@ -63,7 +63,7 @@ MOMENTS = {
 }
 LAYOUTS = {2: ("dp", "fsdp", "tp=2", "pp=2"), 3: ("dp", "fsdp")}
 STEPS, EVERY = 40, 10
-OWN = ("--steps", "--eval-every", "--batch-size")  # that a trial chooses
+OWN = ("--training.steps", "--evaluation.every", "--batch.size")  # that a trial chooses
 ORPHAN_S, HANG_TIMEOUT_S, BEGIN_S, AGENT_KILL_S = 15.0, 20.0, 240.0, 30.0
 
 
@@ -212,19 +212,19 @@ def trial(fault: dict[str, Any], place: Path, text: Path) -> dict[str, Any]:
         "train",
         *common,
         f"--data={text}",
-        f"--cache={text.parent / 'cache'}",
+        f"--data.cache={text.parent / 'cache'}",
         f"--output={output}",
     ]
     arguments += [
-        f"--steps={STEPS}",
-        f"--eval-every={EVERY}",
-        f"--checkpoint-every={EVERY}",
-        "--micro-batches=2",
+        f"--training.steps={STEPS}",
+        f"--evaluation.every={EVERY}",
+        f"--checkpoint.every={EVERY}",
+        "--batch.micro-batches=2",
     ]
     arguments += [
         f"--parallel={fault['parallel']}",
-        f"--timeout-s={timeout_s:g}",
-        f"--batch-size={4 * fault['world']}",
+        f"--parallel.timeout-s={timeout_s:g}",
+        f"--batch.size={4 * fault['world']}",
     ]
     begun = (
         _by_torchrun(fault, place, arguments)

@@ -27,26 +27,26 @@ from benchmarks.harness import RESULTS, record
 from narrowgauge.diagnose.runs import read_metrics
 
 RECIPES = ("bf16", "fp8-current", "int4-hq-bs")
-SETTINGS = """task = "seq2seq"
-model = "{folder}/model"
-from_scratch = true
-data = "{folder}/train.jsonl"
-validation_data = "{folder}/val.jsonl"
-source_column = "en"
-target_column = "de"
-max_length = 48
-too_long = "truncate"
+SETTINGS = """task.name = "seq2seq"
+model.name = "{folder}/model"
+model.from_scratch = true
+data.source = "{folder}/train.jsonl"
+data.validation_data = "{folder}/val.jsonl"
+data.columns.source = "en"
+data.columns.target = "de"
+data.max_length = 48
+data.too_long = "truncate"
 device = "cpu"
-batch_size = 32
-steps = {steps}
-warmup_steps = 25
-learning_rate = 3e-3
-eval_every = {every}
-eval_tokens = 20000
-checkpoint_every = 50
-tensor_every = 0
-sample_tokens = 0
-best = "none"
+batch.size = 32
+training.steps = {steps}
+optimizer.warmup_steps = 25
+optimizer.learning_rate = 3e-3
+evaluation.every = {every}
+evaluation.tokens = 20000
+checkpoint.every = 50
+log.tensor_every = 0
+evaluation.sample_tokens = 0
+task.best = "none"
 """
 
 

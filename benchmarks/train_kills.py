@@ -44,9 +44,15 @@ MOST_SAVES = 5
 BEGIN_S = 300.0
 PATIENCE_S = 60.0
 AGENT_S = 8.0
-SIZES = "--hidden-size=32 --layers=2 --heads=2 --intermediate-size=48 --sequence-length=16 --vocab-size=300 --batch-size=4"
-RUN = "--steps=1000000 --warmup-steps=2 --eval-every=0 --eval-tokens=256 --tensor-every=0 --sample-tokens=0"
-SETTINGS = f"{SIZES} {RUN} --threads=1 --device=cpu --recipe=fp8-delayed".split()
+SIZES = (
+    "--model.hidden-size=32 --model.layers=2 --model.heads=2 --model.intermediate-size=48 --model.sequence-length=16 "
+    "--data.vocab-size=300 --batch.size=4"
+)
+RUN = (
+    "--training.steps=1000000 --optimizer.warmup-steps=2 --evaluation.every=0 --evaluation.tokens=256 --log.tensor-every=0 "
+    "--evaluation.sample-tokens=0"
+)
+SETTINGS = f"{SIZES} {RUN} --device.threads=1 --device=cpu --recipe=fp8-delayed".split()
 
 
 def _rank(arguments: list[str], variables: dict[str, str], said: str) -> None:
@@ -72,10 +78,10 @@ class Start:
             "train",
             *SETTINGS,
             f"--data={place / 'text'}",
-            f"--cache={place / 'cache'}",
+            f"--data.cache={place / 'cache'}",
             *more,
         ]
-        arguments += ["--parallel=fsdp", f"--micro-batches={2 // world}"]
+        arguments += ["--parallel=fsdp", f"--batch.micro-batches={2 // world}"]
         self.said = place / "said.txt"
         self.said.write_text("", encoding="utf-8")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -134,7 +140,9 @@ def rounds(place: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
         world = rng.choice(WORLDS)
         before, size = told(output), _bytes(output)
         start = Start(
-            place, world, (f"--output={output}", "--resume", "--checkpoint-every=1", "--keep=2")
+            place,
+            world,
+            (f"--output={output}", "--resume", "--checkpoint.every=1", "--checkpoint.keep=2"),
         )
         until_s = time.monotonic() + BEGIN_S
         saves, any_moment = rng.randrange(2, MOST_SAVES + 1), rng.random() < AT_ANY_MOMENT
@@ -240,7 +248,7 @@ def differences(place: Path) -> list[str]:
     last = store.newest_valid(killed / "checkpoints")[0]
     assert last is not None
     saved = calm / "checkpoints" / last.path.name
-    start = Start(place, 1, (f"--output={calm}", f"--checkpoint-every={last.step}"))
+    start = Start(place, 1, (f"--output={calm}", f"--checkpoint.every={last.step}"))
     while not saved.exists():
         time.sleep(0.2)
         if not start.processes[0].is_alive():

@@ -53,7 +53,7 @@ Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """The content of one graph.
 
     run             run(**inputs) in eager mode; also captured, unless `record` is given
@@ -222,7 +222,7 @@ class Graphs:
         self._noted: set[tuple[str, str]] = set()
         self._parts: dict[Any, _PartState] = {}
 
-    def run(self, name: str, part: Part, inputs: Batch | None = None) -> None:
+    def run(self, name: str, part: GraphPart, inputs: Batch | None = None) -> None:
         """Run the part on these inputs, eagerly or by replaying its graph."""
         inputs = inputs or {}
         key = (
@@ -247,7 +247,9 @@ class Graphs:
         part.before_replay()
         state.replay()
 
-    def _captured(self, name: str, part: Part, static: dict[str, Tensor]) -> Callable[[], None]:
+    def _captured(
+        self, name: str, part: GraphPart, static: dict[str, Tensor]
+    ) -> Callable[[], None]:
         call = part.record or part.run
         part.around_capture()
         try:
@@ -255,13 +257,13 @@ class Graphs:
         except RuntimeError as error:
             raise BackendError(
                 f"cuda graphs: {name} cannot be captured: {str(error).strip().splitlines()[0]} Something in it waits for the "
-                "device, or allocates where a graph may not. Train without --cuda-graph.",
+                "device, or allocates where a graph may not. Train without --device.cuda-graph.",
                 code="cuda-graphs.capture",
             ) from error
         finally:
             part.around_capture()
 
-    def _stays_eager(self, name: str, part: Part, key: Any) -> bool:
+    def _stays_eager(self, name: str, part: GraphPart, key: Any) -> bool:
         """True if this part or this shape is not captured.
 
         The first time, adds the reason to `notes`.
@@ -392,9 +394,11 @@ class GraphedStep:
         # a step with one micro-batch: the other graphs read its memory and would see casts of older
         # weights.
         if self._taken == 0 and (self._casts or self._shares_casts()):
-            self.graphs.run(WEIGHT_CASTS, Part(lambda: None, self._cast_weights))
+            self.graphs.run(WEIGHT_CASTS, GraphPart(lambda: None, self._cast_weights))
         self._taken += 1
-        part = Part(self._forward_and_backward, around_capture=self._forget, ready=self._may_record)
+        part = GraphPart(
+            self._forward_and_backward, around_capture=self._forget, ready=self._may_record
+        )
         self.graphs.run(FORWARD_BACKWARD, part, batch)
 
     def readings(self) -> Tensor:
@@ -402,15 +406,15 @@ class GraphedStep:
 
         Every step returns the same tensor: read it before the next step.
         """
-        self.graphs.run("clipping", Part(self._clip))
+        self.graphs.run("clipping", GraphPart(self._clip))
         return self._readings
 
     def update(self) -> None:
         """Run the optimizer and `advance`, then zero the gradients and the loss."""
         eager, replayed = partial(self._update, self.optimizer.step), self._replayed
-        part = Part(eager)
+        part = GraphPart(eager)
         if replayed is not None:
-            part = Part(
+            part = GraphPart(
                 eager,
                 partial(self._update, replayed.capture),
                 replayed.before_replay,

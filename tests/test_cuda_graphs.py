@@ -18,8 +18,8 @@ from narrowgauge.cuda_graphs import (
     FORWARD_BACKWARD,
     WEIGHT_CASTS,
     GraphedStep,
+    GraphPart,
     Graphs,
-    Part,
     make_capturable,
     refuse,
 )
@@ -229,7 +229,7 @@ def test_one_graph_per_shape_after_the_warm_up():
     recorder = Recorder()
     graphs, ran = Graphs(recorder, CPU, warmup=2), []
     for rows in (4, 4, 4, 6, 4, 6, 6, 6):
-        graphs.run("part", Part(lambda x: ran.append(len(x))), {"x": torch.zeros(rows, 2)})
+        graphs.run("part", GraphPart(lambda x: ran.append(len(x))), {"x": torch.zeros(rows, 2)})
     assert ran == [4, 4, 4, 6, 4, 6, 6, 6]
     assert (recorder.warmed, recorder.captures, recorder.replays) == (
         4,
@@ -237,7 +237,7 @@ def test_one_graph_per_shape_after_the_warm_up():
         4,
     ) and graphs.captured == {"part": 2}
     graphs.clear()
-    graphs.run("part", Part(lambda x: None), {"x": torch.zeros(4, 2)})
+    graphs.run("part", GraphPart(lambda x: None), {"x": torch.zeros(4, 2)})
     assert recorder.warmed == 5 and graphs.captured == {}
 
 
@@ -247,10 +247,10 @@ def test_another_dtype_is_another_graph_and_inputs_are_copied():
     for value in (1.0, 2.0, 3.0):
         graphs.run(
             "part",
-            Part(lambda x: seen.append((x.data_ptr(), x.item()))),
+            GraphPart(lambda x: seen.append((x.data_ptr(), x.item()))),
             {"x": torch.full((1,), value)},
         )
-    graphs.run("part", Part(lambda x: None), {"x": torch.ones(1, dtype=torch.float64)})
+    graphs.run("part", GraphPart(lambda x: None), {"x": torch.ones(1, dtype=torch.float64)})
     assert [value for _, value in seen] == [1.0, 2.0, 3.0] and seen[1][0] == seen[2][0], (
         "replays read the same memory"
     )
@@ -261,7 +261,7 @@ def test_more_shapes_than_there_is_room_for_stay_eager_and_say_so():
     recorder = Recorder()
     graphs = Graphs(recorder, CPU, warmup=1, most_shapes=2)
     for rows in (1, 1, 2, 2, 3, 3, 4, 4):
-        graphs.run("part", Part(lambda x: None), {"x": torch.zeros(rows)})
+        graphs.run("part", GraphPart(lambda x: None), {"x": torch.zeros(rows)})
     assert recorder.captures == 2 and recorder.warmed == 6
     assert graphs.notes == [
         "part: more than 2 shapes of micro-batches, the others stay eager, such as x [3]. Lower length_buckets."
@@ -476,6 +476,6 @@ def test_replays_draw_new_numbers():
     recorded = Graphs(graphs.CudaRecorder(device), device, warmup=1)
     values = []
     for _ in range(4):
-        recorded.run("noise", Part(lambda: drawn.copy_(torch.rand(8, device=device))))
+        recorded.run("noise", GraphPart(lambda: drawn.copy_(torch.rand(8, device=device))))
         values.append(drawn.tolist())
     assert len({tuple(each) for each in values}) == 4 and recorded.captured == {"noise": 1}

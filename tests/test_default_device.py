@@ -78,10 +78,14 @@ def test_formats(name: str) -> None:
 
 
 def test_checks_compute_their_truth_on_the_cpu() -> None:
-    def compare(run: object, kind: object, device: torch.device) -> list[selfcheck.Comparison]:
-        return [selfcheck.Comparison("number", torch.ones(3, device=device), torch.ones(3))]
+    def compare(
+        run: object, kind: object, device: torch.device
+    ) -> list[selfcheck.OutputComparison]:
+        return [selfcheck.OutputComparison("number", torch.ones(3, device=device), torch.ones(3))]
 
-    check: selfcheck.Check[None] = selfcheck.Check(lambda spec: None, compare, lambda: ())
+    check: selfcheck.KernelCheck[None] = selfcheck.KernelCheck(
+        lambda spec: None, compare, lambda: ()
+    )
     with torch.device("meta"):
         result = selfcheck.examine("op", print, check, None, CPU)
     assert result.reason is None

@@ -13,9 +13,10 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import (
     EXIT_INTERRUPTED,
     ConfigError,
@@ -85,23 +86,28 @@ def as_typed(message: str, arguments: Sequence[str]) -> str:
     flags.
     """
     typed = {
-        found[1].replace("-", "_")
+        _path(found[1].replace("-", "_")): found[0]
         for each in arguments
-        if (found := re.match(r"--([a-z0-9][a-z0-9-]*)", each))
+        if (found := re.match(r"--([a-z0-9][a-z0-9.-]*)", each))
     }
     # The message may start with a rank, and name several settings before its colon.
     where = re.match(
-        r"(?s)((?:rank \d+: )?)((?:[a-z_0-9]+ = (?:'[^']*'|\"[^\"]*\"|[^:;,]*)[,;]? ?(?:and )?)+)(:.*)",
+        r"(?s)((?:rank \d+: )?)((?:[a-z_0-9.]+ = (?:'[^']*'|\"[^\"]*\"|[^:;,]*)[,;]? ?(?:and )?)+)(:.*)",
         message,
     )
     if where is None:
         return message
-    named = re.sub(r"\b([a-z][a-z_0-9]*) = ", lambda key: _flag_or_key(key[1], typed), where[2])
+    named = re.sub(r"\b([a-z][a-z_0-9.]*) = ", lambda key: _flag_or_key(key[1], typed), where[2])
     return f"{where[1]}{named}{where[3]}"
 
 
-def _flag_or_key(key: str, typed: Collection[str]) -> str:
-    return f"--{key.replace('_', '-')} " if key in typed else f"{key} = "
+def _flag_or_key(key: str, typed: Mapping[str, str]) -> str:
+    return f"{typed[_path(key)]} " if _path(key) in typed else f"{key} = "
+
+
+def _path(key: str) -> str:
+    """Full name of a setting, of which a message or a flag may have a former or short one."""
+    return FORMER.get(key, key)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -1,6 +1,8 @@
 """A flag for every setting of `TrainConfig`, and the configuration that flags and a TOML file give.
 
-Flags override the TOML file.
+Flags override the TOML file. The setting `hidden_size` of the table `[model]` is the flag
+`--model.hidden-size`. Former flags, such as `--hidden-size`, are hidden and understood for one
+release.
 
 With --resume and no CONFIG, the settings come from the run folder's config.toml; with --from, from
 the parent's. Settings that must not change on resuming or branching are refused before torch is
@@ -10,6 +12,7 @@ imported, unknown recipes before data are read.
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
@@ -26,11 +29,16 @@ from narrowgauge.train.config.settings import (
     OneOf,
     OneOrPair,
     TrainConfig,
+    former_key,
     key_of,
+    path_of,
     resolved,
     shown,
 )
 
+FORMERLY = "formerly_"  # prefix of the parameter of a former flag
+WHOLE = "whole_"  # prefix of the parameter of --model.name, beside --model
+PART = "__"  # stands for the dot of --guard.every in the name of a parameter
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 FILE = Parameter(
     help="TOML file with settings.", show_default=False, group=Group("file", sort_key=0)
@@ -48,16 +56,18 @@ def refuse_unknown_recipes(settings: TrainConfig) -> None:
 
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
-    """Resolve the configuration from a file and the flags (by name)."""
+    """Resolve the configuration from a file and the flags (by name of the parameter)."""
+    flags = from_flags(given)
+    given = {name: entry.value for name, entry in flags.items()}
     if given.get("parent") == "":  # an unset shell variable; in a file '' is the default
         raise ConfigError(
             "--from '': names no run, and without one this would be a new run. Name the parent, as --from runs/first@100, or leave "
             "--from out.",
             code="train.from-empty",
         )
-    keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
-    from_flags = {key: (value, flag(key)) for key, value in keys.items()}
-    config = resolved(toml.build(_from_file(path, given), from_flags))
+    from_file = _from_file(path, given)
+    say_former(flags, from_file if path else {})
+    config = resolved(toml.build(from_file, flags))
     folder = run_folder.RunFolder(Path(config.output))
     # A resumed run is checked against its own settings, a branch against its parent's.
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
@@ -80,7 +90,7 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     if parent and not (given.get("resume") and run_folder.RunFolder(Path(output)).has_run()):
         return checkpoint_ref.inherited(checkpoint_ref.CheckpointRef.of(parent).run, given)
     if given.get("resume") and os.path.lexists(stored):
-        return {**toml.read_stored(stored), "output": (output, "")}
+        return {**toml.read_stored(stored), "output": toml.Entry(output, "")}
     # Otherwise a mistyped folder would start a run of pure defaults.
     if given.get("resume") and set(given) <= {"resume", "output"}:
         raise ConfigError(
@@ -95,6 +105,27 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
+def from_flags(given: Mapping[str, Any]) -> toml.Given:
+    """Settings by flags; `given` names the parameters of `signature_of`."""
+    entries = []
+    for parameter, value in given.items():
+        name = parameter.removeprefix(FORMERLY).removeprefix(WHOLE).replace(PART, ".")
+        each = TrainConfig.__dataclass_fields__.get(name)
+        key = key_of(each) if each else name
+        if each and parameter != name:
+            key = path_of(each) if parameter.startswith(WHOLE) else former_key(each)
+        former = flag(key) if parameter.startswith(FORMERLY) else ""
+        entries.append((name, flag(key), toml.Entry(value, flag(key), former)))
+    return toml.given(entries)
+
+
+def say_former(*layers: toml.Given) -> None:
+    """Print one line on standard error if former names of settings were used."""
+    words = toml.former_keys(*layers)
+    if words and os.environ.get("RANK", "0") == "0":  # torchrun's name of the rank
+        print(f"narrowgauge: {words}", file=sys.stderr)
+
+
 def signature_of(function: Callable[..., int], without: Collection[str] = ()) -> inspect.Signature:
     """Signature for cyclopts: the function's own parameters plus the settings of TrainConfig.
 
@@ -107,27 +138,39 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
     ]
     groups: dict[str, Group] = {}
     for each in (each for each in fields(TrainConfig) if each.name not in without):
-        group = groups.setdefault(
-            each.metadata["group"], Group(each.metadata["group"], sort_key=len(groups) + 1)
-        )
-        is_table = each.type is TABLE
-        read = None if each.type is bool else _read_table if is_table else _read_value
-        shape = Parameter(
-            name=flag(key_of(each)),
-            help=_help(each),
-            group=group,
-            negative_iterable=(),
-            show_default=False,
-            converter=read,
-        )
-        # None stands for a table that was not given: a dict is no default of a signature.
-        parameters.append(
-            inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=None if is_table else each.default,
-                annotation=Annotated[list[str] if is_table else each.type, shape],
-            )
-        )  # fmt: skip
+        table = each.metadata["table"] or "run"
+        group = groups.setdefault(table, Group(table, sort_key=len(groups) + 1))
+        parameters.append(_parameter(each, each.name, key_of(each), group=group))
+        for part, help in toml.PARTS.get(each.name, {}).items():
+            words = Parameter(
+                name=flag(f"{each.name}.{part}"), help=help, group=group, show_default=False, converter=_read_part
+            )  # fmt: skip
+            parameters.append(
+                inspect.Parameter(
+                    f"{each.name}{PART}{part}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str, words]
+                )
+            )  # fmt: skip
+        if each.metadata["short"]:
+            parameters.append(_parameter(each, WHOLE + each.name, path_of(each), show=False))
+        if former_key(each) not in (key_of(each), path_of(each)):
+            former = _parameter(each, FORMERLY + each.name, former_key(each), show=False)
+            parameters.append(former)
     return inspect.Signature(parameters)
+
+
+def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.Parameter:
+    """Parameter of a function that stands for a setting, with the flag of `key`."""
+    is_table = each.type is TABLE
+    read = None if each.type is bool else _read_table if is_table else _read_value
+    shape |= {"negative": f"--no-{flag(key)[2:]}"} if each.type is bool else {}
+    parameter = Parameter(
+        name=flag(key), help=_help(each), negative_iterable=(), show_default=False, converter=read, **shape
+    )  # fmt: skip
+    # None stands for a table that was not given: a dict is no default of a signature.
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None if is_table else each.default,
+        annotation=Annotated[list[str] if is_table else each.type, parameter],
+    )  # fmt: skip
 
 
 def _help(each: Field[Any]) -> str:
@@ -153,6 +196,12 @@ def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
         return kind(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
+
+
+def _read_part(kind: Any, tokens: Sequence[Token]) -> Any:
+    """Parse a part of a setting: true or false, or a number or word."""
+    text = tokens[0].value
+    return {"true": True, "false": False}.get(text, text)
 
 
 def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from narrowgauge.cli.flags import FILE, flag, signature_of
+from narrowgauge.cli.flags import FILE, from_flags, say_former, signature_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import TrainConfig, key_of
 
 STUDY = Group("study", sort_key=0)
 MOST = 1000  # largest number of seeds
@@ -53,21 +52,14 @@ def study(
     """
     from narrowgauge.lab.study import plan, runner
 
-    keys = {key_of(TrainConfig.__dataclass_fields__[name]): value for name, value in given.items()}
+    flags = from_flags(given)
     from_file = toml.read(Path(config)) if config else {}
     # `parallel` and `compare` of the file stay, so that plan.Study refuses them with a message; the
     # rest that the study sets itself is ignored.
-    left_out = {
-        key_of(TrainConfig.__dataclass_fields__[name])
-        for name in OF_STUDY
-        if name != "layers_recipe"
-    }
-    shared = {
-        key: entry
-        for key, entry in from_file.items()
-        if key not in left_out or key in ("parallel", "compare")
-    }
-    settings = toml.build(shared, {key: (value, flag(key)) for key, value in keys.items()})
+    left_out = {*OF_STUDY} - {"layers_recipe", "parallel", "compare"}
+    shared = {name: entry for name, entry in from_file.items() if name not in left_out}
+    say_former(flags, from_file)
+    settings = toml.build(shared, flags)
     asked = plan.Study(
         config=settings, recipes=_names(recipes), seeds=_seeds(seeds), output=Path(output), metric=metric, margin=margin,
         parallel=_parallel(parallel), control=control,

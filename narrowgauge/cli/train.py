@@ -9,7 +9,7 @@ from narrowgauge.train import liveness
 def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
     """Train a Transformer in low precision.
 
-    Flags override the file; a key of the file is a flag with dashes.
+    Flags override the file: the key hidden_size of the table [model] is --model.hidden-size.
     """
     with liveness.watched():  # before torch is imported: a rank may die at any time
         settings = configuration(config, given)

@@ -27,7 +27,7 @@ from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
 from narrowgauge.data.encoder import Encoder
 from narrowgauge.data.examples import Examples, Limits, coloured_sample, prepare_examples
 from narrowgauge.data.image_sizes import Preprocessing
-from narrowgauge.data.plan import Batching, Plan, plan
+from narrowgauge.data.plan import Batching, EpochPlan, plan
 from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
 from narrowgauge.data.sampler import LengthBatchSampler, restore_order, sorted_batches
 from narrowgauge.data.sources import documents, records
@@ -37,13 +37,59 @@ from narrowgauge.data.text import Document
 from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 
 __all__ = [
-    "IGNORED", "Batching", "CausalBatches", "Chat", "Choices", "Classification", "Collator", "Completion", "Corpus",
-    "Document", "Encoder", "Examples", "ImageBatches", "Images", "LengthBatchSampler", "Limits", "PackingCheck",
-    "PaddingReport", "Plan", "Preprocessing", "Questions", "Record", "Regression", "Seq2Seq", "Tagging", "Task",
-    "TokenStream", "TrainedTokenizer", "Waste", "block_mask", "check_packing", "check_vocabulary",
-    "coloured_sample", "count_targets", "cumulative_lengths", "documents", "fingerprint", "load", "pack",
-    "pad_id_of", "plan", "prepare", "prepare_examples", "prepare_images", "records", "restore_order",
-    "sorted_batches", "squared_loss", "step_loss", "summed_loss", "train_bpe", "trainer_loss", "valid_targets",
+    "IGNORED",
+    "Batching",
+    "CausalBatches",
+    "Chat",
+    "Choices",
+    "Classification",
+    "Collator",
+    "Completion",
+    "Corpus",
+    "Document",
+    "Encoder",
+    "EpochPlan",
+    "Examples",
+    "ImageBatches",
+    "Images",
+    "LengthBatchSampler",
+    "Limits",
+    "PackingCheck",
+    "PaddingReport",
+    "Preprocessing",
+    "Questions",
+    "Record",
+    "Regression",
+    "Seq2Seq",
+    "Tagging",
+    "Task",
+    "TokenStream",
+    "TrainedTokenizer",
+    "Waste",
+    "block_mask",
+    "check_packing",
+    "check_vocabulary",
+    "coloured_sample",
+    "count_targets",
+    "cumulative_lengths",
+    "documents",
+    "fingerprint",
+    "load",
+    "pack",
+    "pad_id_of",
+    "plan",
+    "prepare",
+    "prepare_examples",
+    "prepare_images",
+    "records",
+    "restore_order",
+    "sorted_batches",
+    "squared_loss",
+    "step_loss",
+    "summed_loss",
+    "train_bpe",
+    "trainer_loss",
+    "valid_targets",
     "without_targets",
 ]  # fmt: skip
 

@@ -146,7 +146,7 @@ def prepare(
             code="corpus.validation-fraction",
         )
     read = partial(documents, source, column=column, separator=separator)
-    job = _Job(shown(source), read, tokenizer, validation_fraction, seed)
+    job = _CorpusJob(shown(source), read, tokenizer, validation_fraction, seed)
     arrays = dict.fromkeys(SIDES, token_dtype(job.vocabulary - 1))
     entry, notes = cached(Path(cache) / f"tokens-{key_of(job.facts)}", arrays, job.fill)
     train, validation = (TokenStream(side, entry.arrays[side]) for side in SIDES)
@@ -187,7 +187,7 @@ def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
         )
 
 
-class _Job:
+class _CorpusJob:
     """Collects everything that determines the bytes of a cache entry. Reads the source once."""
 
     def __init__(

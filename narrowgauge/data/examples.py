@@ -163,7 +163,9 @@ def prepare_examples(
     data (with file and line) or tokenizers, ConfigError for invalid options, StorageError if the
     cache cannot be written.
     """
-    job = _Job(source, task, Encoder(tokenizer, allow_slow=allow_slow), limits or Limits(), header)
+    job = _ExamplesJob(
+        source, task, Encoder(tokenizer, allow_slow=allow_slow), limits or Limits(), header
+    )
     arrays = job.fields | {f"{name}.lengths": LENGTH for name in job.fields}
     entry, notes = cached(Path(cache) / f"examples-{job.key}", arrays, job.fill)
     names = list(job.fields)
@@ -176,7 +178,7 @@ def prepare_examples(
     )
 
 
-class _Job:
+class _ExamplesJob:
     """Everything that determines the bytes of a cache entry, and counters for its notes."""
 
     def __init__(

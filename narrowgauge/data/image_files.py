@@ -134,7 +134,7 @@ def _source_of(row: Record, column: str, folder: Path) -> Path | bytes:
     held = f"{'' if value else 'empty '}{JSON_TYPES.get(type(value), type(value).__name__)}"
     raise DataError(
         f"{row.origin}: column {column!r} holds {held}, neither the path nor the bytes of a picture. Correct the row, or name another "
-        "image_column.",
+        "data.columns.image.",
         code="image.cell",
     )
 

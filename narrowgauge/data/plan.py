@@ -145,7 +145,7 @@ class Batching:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochPlan:
     """Batches of one epoch.
 
     steps     steps[step][rank]: the examples of one batch, or tuples of examples if packed
@@ -189,7 +189,7 @@ def plan(
     among: Sequence[int] | Indices | None = None,
     strata: Indices | None = None,
     micro_batches: int = 1,
-) -> Plan:
+) -> EpochPlan:
     """Plans the batches of one epoch; see the module docstring.
 
     lengths        tokens of each example
@@ -239,7 +239,7 @@ def plan(
     )
     planned, shuffled = sizes[chosen], sizes[chosen][permutation(len(chosen), b"padding")]
     batches = max(1, sum(map(len, shapes)))
-    return Plan(
+    return EpochPlan(
         [steps[place] for place in _shuffled([max(step) for step in shapes], batching.seed, epoch)],
         widths,
         PaddingReport(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from narrowgauge.data.plan import Batching, Item, Plan, examples_of, plan
+from narrowgauge.data.plan import Batching, EpochPlan, Item, examples_of, plan
 from narrowgauge.data.rows import round_up
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
 
@@ -76,7 +76,7 @@ class LengthBatchSampler(Sampler[list[Any]]):
         before anything changes, if a plan has fewer steps than were done with it.
         """
 
-        def planned(batching: Batching, steps: int) -> Plan:
+        def planned(batching: Batching, steps: int) -> EpochPlan:
             found = plan(self.lengths, batching, epoch, among=left, strata=self.strata)
             if steps > len(found):
                 raise CheckpointError(

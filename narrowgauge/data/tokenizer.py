@@ -232,7 +232,8 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     if not any(entry.strip("▁Ġ \t\n") for entry in set(tokenizer.get_vocab()) - special):
         raise DataError(
             f"{shown(name)}: no tokenizer is there. transformers makes a {type(tokenizer).__name__} without a vocabulary of the model's "
-            "configuration, in which all text is unknown. Name the model's tokenizer with --tokenizer, or copy its files into the folder.",
+            "configuration, in which all text is unknown. Name the model's tokenizer with --data.tokenizer, or copy its files into the "
+            "folder.",
             code="tokenizer.empty",
         )
     return cast("PreTrainedTokenizerFast", tokenizer)

@@ -107,18 +107,18 @@ def advice(
     sentences = []
     if found.is_launch_bound:
         if not graphs and not graphs_refused:
-            sentences.append("Launch steps as CUDA graphs: --cuda-graph.")
+            sentences.append("Launch steps as CUDA graphs: --device.cuda-graph.")
         elif not graphs:
             sentences.append(f"CUDA graphs would help, but cannot be had: {graphs_refused}.")
         if micro_batches > 1:
             sentences.append(
-                f"Take fewer accumulation steps: micro_batches = {micro_batches} makes micro-batches too small; lower it as far "
+                f"Take fewer accumulation steps: batch.micro_batches = {micro_batches} makes micro-batches too small; lower it as far "
                 "as memory allows (checkpointing and 8-bit states free some)."
             )
         else:
             sentences.append("Take a larger micro-batch: the same launches then do more work.")
         if not compiled:
-            sentences.append("Compile the model, which fuses small kernels: --compile.")
+            sentences.append("Compile the model, which fuses small kernels: --device.compile.")
     if found.waits:
         sentences.append(
             f"The GPU waits up to {1e3 * found.longest_gap_s:.3g} ms at a time for the host. Move data loading, .item() calls and "

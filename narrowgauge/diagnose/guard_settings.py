@@ -28,7 +28,13 @@ from narrowgauge.errors import ConfigError, closest
 MARGIN = 0.0025  # of the loss; differences of sound FP8 runs are of the order of 1e-3
 LEAST_MARGIN = 0.003  # nats
 WIDEST = 0.01  # of the loss: upper limit of the margin in nats
-KEYS = ("every", "steps", "margin", "then")
+# Each part, and its words in --help
+KEYS = {
+    "every": "Steps from the start of a check to the start of the next one. [2000]",
+    "steps": "Steps of a check in BF16. [100]",
+    "margin": "Largest harmless difference of the loss, as 0.25% or 0.003 nats. [0.25%]",
+    "then": "What follows if the run is worse: warn, stay, bf16 or another recipe. [warn]",
+}
 WARN, STAY = "warn", "stay"
 FORM = "every=2000,steps=100,margin=0.25%,then=stay"
 COPIES = 2  # most copies of the state at a time in a check: its begin and its end, for a control

@@ -180,7 +180,7 @@ def compare(folders: Sequence[Path | str]) -> Compared:
             Reason(
                 "compare.no-control",
                 "No control among them. Branch one with twice as many micro-batches, from the same checkpoint: "
-                "narrowgauge train --from RUN@STEP --recipe bf16 --micro-batches 2 --output CONTROL.",
+                "narrowgauge train --from RUN@STEP --recipe bf16 --batch.micro-batches 2 --output CONTROL.",
             )
         )
     return Compared(members=members, controls=controls, judged=judged, notes=notes)

@@ -30,9 +30,11 @@ def info() -> str:
         lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
         lines += [*_selfcheck_summary(device), ""]
     found = cpp_compiler()
-    without = "none. Training on the CPU works; --compile does not, and casts are not fused there."
+    without = (
+        "none. Training on the CPU works; --device.compile does not, and casts are not fused there."
+    )
     lines.append(
-        f"C++ compiler: {f'{found}. --compile can fuse casts on the CPU.' if found else without}"
+        f"C++ compiler: {f'{found}. --device.compile can fuse casts on the CPU.' if found else without}"
     )
     return "\n".join(lines)
 

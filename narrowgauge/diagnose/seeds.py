@@ -58,7 +58,7 @@ from narrowgauge.diagnose.sensitivity import (
     SEEDS,
     Assay,
     Control,
-    Progress,
+    LossDecrease,
     Reference,
     assess,
     progress_of,
@@ -434,7 +434,7 @@ def assay_of(reference: Runs, metric: str, asked: float, control: Runs | None) -
 
 def _learnt(
     metric: str,
-    progress: Progress | None,
+    progress: LossDecrease | None,
     mean: float | None,
     trivial: float | None,
     reached: float | None,

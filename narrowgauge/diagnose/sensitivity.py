@@ -65,7 +65,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class LossDecrease:
     """Decrease of a training loss, in nats.
 
     first, last  means over the first and the last steps, at most ENDS and at most a quarter of a
@@ -109,7 +109,7 @@ class Assay:
 
     asked: float
     margin: float
-    progress: Progress | None
+    progress: LossDecrease | None
     mean: float | None = None
     predictor: str = ""
     trivial: float | None = None
@@ -159,7 +159,7 @@ def _lowered(remedies: list[str]) -> list[str]:
     return [remedies[0], *(each[0].lower() + each[1:] for each in remedies[1:])]
 
 
-def progress_of(curves: Iterable[Sequence[float]]) -> Progress | None:
+def progress_of(curves: Iterable[Sequence[float]]) -> LossDecrease | None:
     """Mean progress of several runs, from the training losses of their steps, in order.
 
     Skips runs with a non-finite loss or with fewer than FEWEST_STEPS. One pass.
@@ -180,7 +180,7 @@ def progress_of(curves: Iterable[Sequence[float]]) -> Progress | None:
     return _between(ends)
 
 
-def progress_between(first: Sequence[float], last: Sequence[float]) -> Progress | None:
+def progress_between(first: Sequence[float], last: Sequence[float]) -> LossDecrease | None:
     """Progress between losses of the first steps of a run and recent losses.
 
     None if either has fewer than FEWEST_STEPS.
@@ -192,7 +192,7 @@ def progress_between(first: Sequence[float], last: Sequence[float]) -> Progress 
 
 def _between(
     ends: Sequence[tuple[Sequence[float], Sequence[float], Sequence[Sequence[float]]]],
-) -> Progress | None:
+) -> LossDecrease | None:
     """Progress from the ends of curves.
 
     ends  (first losses, last losses, pieces of the curve for the variance of a step) of each run
@@ -211,7 +211,7 @@ def _between(
     now = statistics.fmean(statistics.fmean(last) for _, last, _ in ends)
     # Standard error of a mean over runs; each run adds the variances of its two end means.
     error = math.sqrt(variance) / len(ends)
-    return Progress(
+    return LossDecrease(
         first=begun, last=now, shown=max(0.0, begun - now - student_quantile(freedom) * error)
     )
 
@@ -241,7 +241,7 @@ def narrowed(margin: float, learnt: float | None) -> float:
     return margin if learnt is None else min(margin, SHARE * max(learnt, 0.0))
 
 
-def flaw_of_progress(progress: Progress | None, name: str) -> str:
+def flaw_of_progress(progress: LossDecrease | None, name: str) -> str:
     """Sentence if no progress is shown, else ''."""
     if progress is None:
         return f"{name} logged too few training losses to show that it learnt."
@@ -315,7 +315,7 @@ class Reference:
 
     name: str
     sign: int = 1
-    progress: Progress | None = None
+    progress: LossDecrease | None = None
     learnt: float | None = None
     mean: float | None = None
     reached: float | None = None

@@ -28,7 +28,7 @@ BLOCK = 32  # default block of a rotation
 OUTLIER = 8.0  # times the median channel: all other channels then lose three of INT4's four bits
 
 
-class Rows(TypedDict):
+class RowStatistics(TypedDict):
     """Statistics of the non-zero rows."""
 
     count: int  # includes zero rows
@@ -50,7 +50,7 @@ class Channels(TypedDict):
     rotated_peaks: Histogram
 
 
-def row_spread(gy: Tensor) -> Rows:
+def row_spread(gy: Tensor) -> RowStatistics:
     """Row statistics of gy [T, N], any float dtype."""
     wide = _finite(gy)
     largest = wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -60,12 +60,12 @@ def row_spread(gy: Tensor) -> Rows:
     norms = norms.cpu()
     norms, count = norms[norms > 0], len(norms)
     if not len(norms):
-        return Rows(
+        return RowStatistics(
             count=count, effective=1.0, top=0.1, norms=Histogram(lowest_exponent=0, counts=[])
         )
     energy = norms.square()
     tenth = energy.sort(descending=True).values[: -(-len(norms) // 10)]
-    return Rows(
+    return RowStatistics(
         count=count,
         effective=float(norms.sum() ** 2 / (len(norms) * energy.sum())),
         top=float(tenth.sum() / energy.sum()),

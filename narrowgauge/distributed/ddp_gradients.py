@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import messages
 from narrowgauge.distributed.messages import TILE, Link
-from narrowgauge.distributed.shared_scale import Layout
+from narrowgauge.distributed.shared_scale import BufferLayout
 from narrowgauge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def install(model: DistributedDataParallel, gradients: Gradients, mesh: DeviceMe
         _register(model, Fp8AllReduceHook(gradients, names, within, across))
     elif gradients.reduce == "sum":
         _register(model, lambda bucket: _sum_by_torch(gradients, group, bucket))
-    elif isinstance(model.__dict__.get(HOOK), _Hook):
+    elif isinstance(model.__dict__.get(HOOK), _CommunicationHook):
         # An earlier `distribute` left a hook, which DDP cannot remove: make it torch's default
         # mean.
         _register(model, lambda bucket: allreduce_hook(group, bucket))
@@ -90,7 +90,7 @@ class Fp8AllReduceHook:
         stream.wait_stream(torch.accelerator.current_stream(device))
         return stream
 
-    def reduced(self, flat: Tensor, layout: Layout) -> Tensor:
+    def reduced(self, flat: Tensor, layout: BufferLayout) -> Tensor:
         """Return the bucket's sum or mean over ranks, float32, bit-identical on every rank."""
         within, across = self.within, self.across
         # Columns are a multiple of TILE times the number of nodes. The all-gather then uses the
@@ -99,7 +99,7 @@ class Fp8AllReduceHook:
         rows = messages.as_rows(flat, within.size, TILE * across.size if across else 1)
         padding = rows.numel() - flat.numel()
         # Padding zeros count as part of the last tensor.
-        layout = Layout(layout.names, (*layout.lengths[:-1], layout.lengths[-1] + padding))
+        layout = BufferLayout(layout.names, (*layout.lengths[:-1], layout.lengths[-1] + padding))
         shard = self.gradients.reduce_scatter(rows, layout, within, (across,) if across else ())
         # Divide before the second quantization: the mean is rounded once on its way back.
         shard = shard / self.divisor
@@ -107,10 +107,10 @@ class Fp8AllReduceHook:
             shard = messages.all_reduce(shard, across)
         return messages.gather(shard, within).reshape(-1)[: flat.numel()]
 
-    def layout(self, bucket: Bucket) -> Layout:
+    def layout(self, bucket: Bucket) -> BufferLayout:
         parameters = [parameter for parameter in bucket.parameters() if parameter.numel()]
         names = tuple(self.names[id(parameter)] for parameter in parameters)
-        return Layout(names, tuple(parameter.numel() for parameter in parameters))
+        return BufferLayout(names, tuple(parameter.numel() for parameter in parameters))
 
 
 def _sum_by_torch(gradients: Gradients, group: dist.ProcessGroup, bucket: Bucket) -> Future:
@@ -119,7 +119,7 @@ def _sum_by_torch(gradients: Gradients, group: dist.ProcessGroup, bucket: Bucket
     return work.get_future().then(lambda done: done.value()[0])
 
 
-class _Hook:
+class _CommunicationHook:
     """Mutable target of DDP's communication hook.
 
     DDP accepts one hook for its lifetime, but a model may be distributed again with other settings.
@@ -134,10 +134,10 @@ class _Hook:
 
 
 def _register(model: DistributedDataParallel, call: Callable[[Bucket], Future]) -> None:
-    if isinstance(before := model.__dict__.get(HOOK), _Hook):
+    if isinstance(before := model.__dict__.get(HOOK), _CommunicationHook):
         before.call = call
         return
-    hook = _Hook(call)
+    hook = _CommunicationHook(call)
 
     # No annotations: DDP compares them with classes, which `from __future__ import annotations`
     # turns into strings. A plain function: DDP reads its `__name__`.

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from narrowgauge.distributed import messages
-from narrowgauge.distributed.shared_scale import Layout
+from narrowgauge.distributed.shared_scale import BufferLayout
 from narrowgauge.distributed.torch_private import DefaultReduceScatter, ReduceScatter
 from narrowgauge.errors import ConfigError
 
@@ -175,7 +175,7 @@ class FsdpReduceScatter(ReduceScatter):
             parameters,
             across,
         )
-        self.layouts: dict[Link, tuple[Layout, tuple[Link, ...]]] = {}
+        self.layouts: dict[Link, tuple[BufferLayout, tuple[Link, ...]]] = {}
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -204,17 +204,19 @@ class FsdpReduceScatter(ReduceScatter):
         # Some parameters have no gradient this time, or torch's layout differs: use one scale for
         # all.
         if layout.numel != rows.numel():
-            layout = Layout((_concatenated_name(self.name),), (rows.shape[1],), repeats=link.size)
+            layout = BufferLayout(
+                (_concatenated_name(self.name),), (rows.shape[1],), repeats=link.size
+            )
         output_tensor.copy_(self.gradients.reduce_scatter(rows, layout, link, other_links))
 
-    def layout(self, link: Link) -> Layout:
+    def layout(self, link: Link) -> BufferLayout:
         """Return the layout of a message in which every parameter has a gradient."""
         sizes = {
             name: _shard_numel(parameter, link)
             for name, parameter in self.parameters
             if parameter.numel()
         }
-        return Layout(tuple(sizes), tuple(sizes.values()), repeats=link.size)
+        return BufferLayout(tuple(sizes), tuple(sizes.values()), repeats=link.size)
 
     def other_links(self, link: Link) -> tuple[Link, ...]:
         """Return links to ranks with replicas or other shards of the same parameters.

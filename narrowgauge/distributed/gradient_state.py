@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed import messages, shared_scale
 from narrowgauge.distributed.messages import Link
-from narrowgauge.distributed.shared_scale import Controller, Layout
+from narrowgauge.distributed.shared_scale import BufferLayout, Controller
 from narrowgauge.errors import CheckpointError, ConfigError
 
 GradientFormat = Literal["16bit", "fp8", "fp8-lm"]
@@ -62,7 +62,7 @@ class Gradients:
         }
 
     def reduce_scatter(
-        self, rows: Tensor, layout: Layout, link: Link, other_links: Sequence[Link]
+        self, rows: Tensor, layout: BufferLayout, link: Link, other_links: Sequence[Link]
     ) -> Tensor:
         """Return the sum over ranks of their row for this rank, float32; see messages.reduce_scatter."""
         if self.format == "fp8-lm":

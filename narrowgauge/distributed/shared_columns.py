@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import parallel as styles
 
 
-class SharedInputs:
+class SharedInputDTensors:
     """Input DTensors of the column-wise layers directly below `parent`.
 
     Entries live until the parent's forward pass ends.
@@ -43,7 +43,9 @@ class ColwiseParallel(styles.ColwiseParallel):
     shared  SharedInputs of the layers that read the same input
     """
 
-    def __init__(self, *, shared: SharedInputs, output_layouts: Placement | None = None) -> None:
+    def __init__(
+        self, *, shared: SharedInputDTensors, output_layouts: Placement | None = None
+    ) -> None:
         super().__init__(output_layouts=output_layouts)
         self.shared = shared
 

@@ -45,7 +45,7 @@ _SATURATES = E4M3.max * (1 + 2**-22)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Layout of tensors in a buffer: the sequence of `lengths` elements, repeated `repeats` times.
 
     No length is zero.
@@ -86,7 +86,7 @@ class Controller:
         after = torch.where(overflowed > OVERFLOW_SHARE * elements, mu / 2, grown)
         self._mu.update(zip(names, torch.where(is_valid, after, mu).unbind(), strict=True))
 
-    def lengths(self, layout: Layout, device: torch.device) -> Tensor:
+    def lengths(self, layout: BufferLayout, device: torch.device) -> Tensor:
         key = layout.lengths, device
         if key not in self._lengths:
             self._lengths[key] = torch.tensor(layout.lengths, device=device)
@@ -116,7 +116,7 @@ class Controller:
 
 def reduce_scatter(
     rows: Tensor,
-    layout: Layout,
+    layout: BufferLayout,
     link: Link,
     controller: Controller,
     other_links: Sequence[Link] = (),
@@ -159,7 +159,7 @@ def reduce_scatter(
     return sum * (each if layout.repeats == ranks else each.view(ranks, columns)[link.rank])
 
 
-def _shared_amax(tensors: Tensor, layout: Layout, link: Link) -> Tensor:
+def _shared_amax(tensors: Tensor, layout: BufferLayout, link: Link) -> Tensor:
     """Return the amax of each tensor over the link's ranks, float32 [tensors]; inf if not finite."""
     amax = torch.stack([part.abs().amax() for part in tensors.split(layout.lengths, 1)])
     finite = amax.isfinite()
@@ -172,7 +172,7 @@ def _shared_amax(tensors: Tensor, layout: Layout, link: Link) -> Tensor:
 
 def _update_mu(
     controller: Controller,
-    layout: Layout,
+    layout: BufferLayout,
     overflowed: Tensor,
     amax: Tensor,
     ranks: int,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed.weight_scales import RootMeanSquare, Rows, Statistic, TileAmaxes
+from narrowgauge.distributed.weight_scales import LocalRows, RootMeanSquare, Statistic, TileAmaxes
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.nn.straight_through import Coded, is_by_norm, scale_of_spread
 from narrowgauge.ops.hadamard import decode, encode, rotated_length
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def coder_of(
     recipe: Recipe,
     plan: OperandPlan,
-    shard: Rows,
+    shard: LocalRows,
     columns: int,
     window: Callable[[], Tensor | None],
 ) -> QuantizedCoder | StraightThroughCoder:
@@ -57,7 +57,7 @@ class QuantizedCoder:
     """Coder of recipes that quantize w and w.T separately, each from the master weight."""
 
     def __init__(
-        self, plan: OperandPlan, shard: Rows, columns: int, window: Callable[[], Tensor | None]
+        self, plan: OperandPlan, shard: LocalRows, columns: int, window: Callable[[], Tensor | None]
     ) -> None:
         self.plan, self.columns, self.window = plan, columns, window
         rows, cols = plan.rows, plan.cols
@@ -157,7 +157,7 @@ class StraightThroughCoder:
 
     has_two_sets = False
 
-    def __init__(self, plan: OperandPlan, shard: Rows, columns: int) -> None:
+    def __init__(self, plan: OperandPlan, shard: LocalRows, columns: int) -> None:
         self.plan, self.columns = plan, columns
         assert plan.rows is not None
         self.cast = plan.rows

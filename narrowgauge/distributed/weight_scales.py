@@ -37,7 +37,7 @@ _MANTISSA = 23
 
 
 @dataclass(frozen=True)
-class Rows:
+class LocalRows:
     """The rows of a weight on this rank.
 
     total         N, rows of the full weight
@@ -93,7 +93,7 @@ class TileAmaxes:
     amax: Tensor | None = None
 
     def __init__(
-        self, rows: Rows, cast: Cast, tile: tuple[int, int], rotate: Callable[[Tensor], Tensor]
+        self, rows: LocalRows, cast: Cast, tile: tuple[int, int], rotate: Callable[[Tensor], Tensor]
     ) -> None:
         self.rows, self.cast, self.tile, self.rotate = rows, cast, tile, rotate
         self.gathers = tile[0] != WHOLE and rows.padded % tile[0] == 0
@@ -165,7 +165,7 @@ class RootMeanSquare:
     gathers = True
     rms: Tensor | None = None
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: LocalRows) -> None:
         self.rows, self._columns = rows, 0
 
     def part(self, shard: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from narrowgauge.addresses import is_compiling, validity
 from narrowgauge.distributed import codes_in_graphs
 from narrowgauge.distributed.torch_private import in_backward, local_tensor, parameter_group
 from narrowgauge.distributed.weight_codes import coder_of
-from narrowgauge.distributed.weight_scales import Rows, exchange, gather
+from narrowgauge.distributed.weight_scales import LocalRows, exchange, gather
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, Operand
@@ -114,7 +114,12 @@ class GatheredWeight:
     is_gathered, recasts = True, False
 
     def __init__(
-        self, layer: QLinear, name: str, parameter: DTensor, group: dist.ProcessGroup, rows: Rows
+        self,
+        layer: QLinear,
+        name: str,
+        parameter: DTensor,
+        group: dist.ProcessGroup,
+        rows: LocalRows,
     ) -> None:
         self.layer, self.name, self.parameter, self.group, self.rows = (
             layer,
@@ -548,7 +553,7 @@ def _gathered_weight(layer: QLinear, name: str, topology: Topology) -> GatheredW
     if reason := _reason_against_codes(layer):
         return reason
 
-    rows = Rows(whole, dist.get_world_size(group), dist.get_rank(group))
+    rows = LocalRows(whole, dist.get_world_size(group), dist.get_rank(group))
     if local_tensor(weight).shape[0] != rows.count:
         raise ConfigError(
             f"distribute: rank {rows.rank} has {local_tensor(weight).shape[0]} rows of {name!r}, where {rows.count} of {whole} were "

@@ -31,7 +31,7 @@ from narrowgauge.nn.recompute import RecomputeSource
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.definition import ACTIVATIONS
-from narrowgauge.ops.norm_act.spec import NARROW, Given, Kept
+from narrowgauge.ops.norm_act.spec import NARROW, Given, StoredAsCodes
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import DelayedScaling, LearnedStep
@@ -268,7 +268,7 @@ class _Function(torch.autograd.Function):
         fill(operand, value)
         if policy == "outputs":
             assert isinstance(casts.cols, QTensor)
-            saved = [Kept(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]]
+            saved = [StoredAsCodes(casts.cols, tensors[0].dtype, turned=True), *tensors[1:]]
             ctx.layout, flat = (
                 SavedLayout.of(saved),
                 SavedLayout.flatten(saved, (None, statistics[1])),

@@ -34,7 +34,7 @@ def function_of(module: nn.Module) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
-class _Function(torch.autograd.Function):
+class _RotaryFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, run: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
@@ -106,18 +106,20 @@ class FusedAttention(FusedForward):
         # The kernel has no gradient for cos and sin.
         if more or options or not usual or cos.requires_grad or sin.requires_grad:
             return self.function(q, k, cos, sin, *more, **options)
-        kernel = self.kernel(rotary.KERNELS, rotary.Spec.of(q, k, cos, sin))
+        kernel = self.kernel(rotary.KERNELS, rotary.RotarySpec.of(q, k, cos, sin))
         return (
             self.function(q, k, cos, sin)
             if kernel is None
-            else _Function.apply(kernel.run, q, k, cos, sin)
+            else _RotaryFunction.apply(kernel.run, q, k, cos, sin)
         )
 
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
         """Return the report, for `head_dim` (or 64) and the dtype of the module's weights."""
         like = next(self.module.parameters())
         device = device_facts(like.device.type, like.device.index)
-        spec = rotary.Spec(device, (like.dtype,) * 4, int(getattr(self.module, "head_dim", 64)))
+        spec = rotary.RotarySpec(
+            device, (like.dtype,) * 4, int(getattr(self.module, "head_dim", 64))
+        )
         backend = self.describe_backend(rotary.KERNELS, spec)
         return Fusion(name=name, readers=readers, function="rotary", backend=backend)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from narrowgauge.nn.operands import Casts, Operand
 from narrowgauge.nn.recompute import Recompute, Saved
 from narrowgauge.ops.norm_act import FORWARD, CastRequest, Kind, NormActSpec
-from narrowgauge.ops.norm_act.spec import Given, Kept, Statistics
+from narrowgauge.ops.norm_act.spec import Given, Statistics, StoredAsCodes
 from narrowgauge.ops.quantize import quantize
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, DelayedScaling
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from narrowgauge.ops.registry import Kernel, Registry
 
 
-def quantize_input(x: Tensor, cast: Cast) -> Kept:
+def quantize_input(x: Tensor, cast: Cast) -> StoredAsCodes:
     """Quantize an input [rows, columns] of an activation to 8 bits."""
-    return Kept(quantize(x, cast), x.dtype)
+    return StoredAsCodes(quantize(x, cast), x.dtype)
 
 
 @dataclass(frozen=True)
 class _CodesInfo:
-    """A `Kept` without its tensors: cast, inner length, original dtype, transposed or not."""
+    """A `StoredAsCodes` without its tensors: cast, inner length, original dtype, transposed or not."""
 
     cast: Cast
     inner: int
@@ -68,7 +68,7 @@ class SavedLayout:
         return cls(
             tuple(
                 _CodesInfo(each.codes.cast, each.codes.inner, each.dtype, each.turned)
-                if isinstance(each, Kept)
+                if isinstance(each, StoredAsCodes)
                 else None
                 for each in tensors
             )
@@ -78,7 +78,7 @@ class SavedLayout:
     def flatten(tensors: Sequence[Given], statistics: Statistics) -> tuple[Tensor | None, ...]:
         parts = (
             (each.codes.data, _scale(each.codes, to_exponents))
-            if isinstance(each, Kept)
+            if isinstance(each, StoredAsCodes)
             else (each,)
             for each in tensors
         )
@@ -96,7 +96,7 @@ class SavedLayout:
                     data=data, scale=scale, cast=each.cast, inner=each.inner, checked=True
                 )
                 codes = replace(codes, scale=_scale(codes, from_exponents), checked=True)
-                data = Kept(codes, each.dtype, each.turned)
+                data = StoredAsCodes(codes, each.dtype, each.turned)
             found.append(data)
         return found, (next(parts), next(parts))
 

@@ -71,7 +71,8 @@ def begin(config: TrainConfig, folder: RunFolder, task: TrainTask) -> list[str]:
     with reopened(start, parent_config, task) as parent:
         if parent.step >= config.steps:
             raise ConfigError(
-                f"from = {config.parent!r}: it is at step {parent.step}, and the branch ends at steps = {config.steps}. Raise --steps, or "
+                f"from = {config.parent!r}: it is at step {parent.step}, and the branch ends at training.steps = {config.steps}. Raise "
+                "--training.steps, or "
                 f"start from an earlier checkpoint. {checkpoint_ref.existing(start.run)}",
                 code="branch.past-end",
             )
@@ -176,7 +177,8 @@ def _take_weights(parent: Trainer, branch: Trainer) -> None:
     names, here = ({name for name in each if is_weight(name)} for each in (saved, own))
     if parent.config.freeze and names != here:
         raise ConfigError(
-            f"freeze = {parent.config.freeze!r}: frozen weights are kept as codes of the parent's recipe, which the branch does not have. "
+            f"model.freeze = {parent.config.freeze!r}: frozen weights are kept as codes of the parent's recipe, which the branch does "
+            "not have. "
             "Keep the recipe of the frozen layers, with --recipes.",
             code="branch.frozen-codes",
         )

@@ -285,12 +285,12 @@ def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
     kind, _, what = found[0].partition(":")
     if kind == RECIPE[:-1]:
         kept = "".join(
-            f" --recipes '{pattern}={recipe}'"
+            f" --recipe.layers '{pattern}={recipe}'"
             for pattern, recipe in trainer.config.layers_recipe.items()
         )
         # A new recipe resets these settings unless they are given again
         codes = trainer.config.embedding_codes
-        kept += f" --embedding-codes {codes}" if codes else ""
+        kept += f" --recipe.embedding-codes {codes}" if codes else ""
         return f"{command} --recipe {what}{kept} --output NEW"
     entries = ", ".join(filter(None, [trainer.config.switch, f"bf16@{begun}:{what}"]))
-    return f"{command} --switch '{entries}' --output NEW"
+    return f"{command} --recipe.switch '{entries}' --output NEW"

@@ -86,7 +86,7 @@ def _step_of(place: CheckpointRef, folder: RunFolder) -> tuple[int | None, bool]
         kept = [manifest.read(path).step for path in manifest.newest_first(folder.best)]
         if not kept:
             raise ConfigError(
-                f"{place}: the run has kept no best weights (see --best). {existing(place.run)}",
+                f"{place}: the run has kept no best weights (see --task.best). {existing(place.run)}",
                 code="run.no-best",
             )
         # Two exist if a kill came before the older was removed: use the newer

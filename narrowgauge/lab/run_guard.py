@@ -225,7 +225,7 @@ class Guard(Callback):
         if then and grows_into_steps(self.trainer.model, result.detail):
             return f" {GROWN}"
         if then == WARN and self.engine.given and self._codes:
-            return f" Its products are wider already: branch it without embedding_codes = {self._codes!r}."
+            return f" Its products are wider already: branch it without recipe.embedding_codes = {self._codes!r}."
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
         kept = f"; embeddings keep their {self._codes} codes" if self._codes else ""

@@ -263,7 +263,7 @@ def _words(spike: Spike, judged: Judgement, left_out: list[int], skips: bool) ->
         return (
             f"{said}. {MOST_SKIPS} batches are left out already, and no more are: look at the data."
         )
-    return f"{said}. Look at the batch of this step, or leave it out with --on-spike skip."
+    return f"{said}. Look at the batch of this step, or leave it out with --guard.on-spike skip."
 
 
 def _examples(numbers: Sequence[int]) -> str:

@@ -139,7 +139,8 @@ def find_blocks(
     if not found:
         raise ConfigError(
             f"{verb}: {type(model).__name__} has no numbered stack of two or more equal blocks (ModuleList or Sequential). "
-            "Name the modules to treat as blocks, blocks=['encoder.layer_a', ...]; in a run take 2 or more --layers, or leave it out.",
+            "Name the modules to treat as blocks, blocks=['encoder.layer_a', ...]; in a run take 2 or more --model.layers, or leave it "
+            "out.",
             code="blocks.none",
         )
     return found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import Reason
-from narrowgauge.ops.mm import Plan, plan
+from narrowgauge.ops.mm import MmPlan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
@@ -180,9 +180,9 @@ class LinearPlan:
     """
 
     recipe: Recipe
-    output: Plan
-    grad_input: Plan
-    grad_weight: Plan
+    output: MmPlan
+    grad_input: MmPlan
+    grad_weight: MmPlan
     x: OperandPlan
     w: OperandPlan
     gy: OperandPlan
@@ -250,7 +250,7 @@ class LinearPlan:
 
 
 def _operand_plan(
-    role: str, kind: type[Any], recipe: Recipe, plans: dict[str, Plan]
+    role: str, kind: type[Any], recipe: Recipe, plans: dict[str, MmPlan]
 ) -> OperandPlan:
     rows, cols = recipe.roles()[role]
     first, second = PRODUCTS[role]

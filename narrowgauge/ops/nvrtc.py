@@ -136,7 +136,7 @@ def _check_driver(status: int, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class CudaSource:
     """One CUDA C++ file of the package; its kernels are extern "C" functions."""
 
     package: str
@@ -207,7 +207,7 @@ class Source:
 
 
 @cache
-def _function(source: Source, kernel: str, index: int) -> ctypes.c_void_p:
+def _function(source: CudaSource, kernel: str, index: int) -> ctypes.c_void_p:
     """Load a kernel into the context of device `index`, which must be current."""
     function = ctypes.c_void_p()
     _check_driver(
@@ -220,7 +220,7 @@ def _function(source: Source, kernel: str, index: int) -> ctypes.c_void_p:
 
 
 @cache
-def _module(source: Source, index: int) -> ctypes.c_void_p:
+def _module(source: CudaSource, index: int) -> ctypes.c_void_p:
     module = ctypes.c_void_p()
     made = source.binary(torch.cuda.get_device_capability(index))
     _check_driver(

@@ -194,7 +194,7 @@ def imported(module: str, function: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Choice(Generic[Spec]):
+class KernelChoice(Generic[Spec]):
     """The chosen kernel, and (name, refusal) of each kernel that precedes it in the order."""
 
     kernel: Kernel[Spec]
@@ -275,7 +275,7 @@ class Registry(Generic[Spec]):
 
         return refuse
 
-    def choose(self, spec: Spec, forced: str | None = None) -> Choice[Spec]:
+    def choose(self, spec: Spec, forced: str | None = None) -> KernelChoice[Spec]:
         """Return the first kernel that accepts the call, or the one named `forced`.
 
         Raises BackendError if the forced kernel refuses. A forced kernel is used even if it was
@@ -294,7 +294,7 @@ class Registry(Generic[Spec]):
             if (refusal is None and (named or forced is None)) or (
                 named and refusal is not None and refusal.code == "slower"
             ):
-                return Choice(kernel, tuple(refusals))
+                return KernelChoice(kernel, tuple(refusals))
             if refusal is not None:
                 refusals.append((kernel.name, refusal))
             if refusal is not None and named:

@@ -3,7 +3,7 @@
 A kernel that never ran on a device, a layout that a library changed, or a compiler bug raises no
 error, and yields plausible numbers. Before a kernel is first used on a device for one kind of call,
 it therefore computes a sample there. The definition computes the reference result on the CPU. A
-`Check` says which outputs are compared (selfcheck.py of mm, quantize and norm_act,
+`KernelCheck` says which outputs are compared (selfcheck.py of mm, quantize and norm_act,
 hadamard/encoding.py, rotary, optim/backends.py). The registry runs the check before it returns a
 kernel.
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Spec = TypeVar("Spec")
 
 
-class Comparison(NamedTuple):
+class OutputComparison(NamedTuple):
     """One output of a kernel and its reference result.
 
     name   name of the output
@@ -51,11 +51,11 @@ class Comparison(NamedTuple):
 
 # compare(run of the kernel, kind of call, device) yields comparisons, or clauses that say what is
 # wrong. The check ends at the first failure.
-Compare = Callable[[Callable[..., Any], Any, torch.device], Iterable[Comparison | str]]
+Compare = Callable[[Callable[..., Any], Any, torch.device], Iterable[OutputComparison | str]]
 
 
 @dataclass(frozen=True)
-class Check(Generic[Spec]):
+class KernelCheck(Generic[Spec]):
     """Check of the kernels of one operator.
 
     kind      kind(spec) returns the parts of a spec that the numbers depend on, in the form that
@@ -95,7 +95,7 @@ class Check(Generic[Spec]):
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """Result of a check.
 
     reason     clause that says why the kernel is refused, or None if it passed
@@ -109,12 +109,12 @@ class Result:
 
 
 # (operator, kernel, kind of call, device index).
-RESULTS: dict[tuple[str, str, Hashable, int], Result] = {}
+RESULTS: dict[tuple[str, str, Hashable, int], CheckResult] = {}
 
 
 def examine(
-    op: str, run: Callable[..., Any], check: Check[Any], kind: Hashable, device: torch.device
-) -> Result:
+    op: str, run: Callable[..., Any], check: KernelCheck[Any], kind: Hashable, device: torch.device
+) -> CheckResult:
     """Run a check once. A kernel that raises is refused with the text of its exception.
 
     Raises OutOfMemoryError if the device has too little memory.
@@ -142,11 +142,11 @@ def examine(
                 float("inf"),
                 f"it failed when it was tried on {device}: {_first_line(error)}",
             )
-    return Result(reason, worst, time.perf_counter() - started_at_s)
+    return CheckResult(reason, worst, time.perf_counter() - started_at_s)
 
 
 def _first_failure(
-    found: Iterable[Comparison | str], device: torch.device
+    found: Iterable[OutputComparison | str], device: torch.device
 ) -> tuple[float, str | None]:
     """Return (largest error as a fraction of its bound, reason as a clause or None)."""
     worst = 0.0

@@ -23,19 +23,19 @@ import torch
 from narrowgauge.addresses import dry_run_on
 from narrowgauge.errors import BackendError, Reason, SlowerWarning, warn
 from narrowgauge.ops.registry import (
-    Choice,
     Device,
     Kernel,
+    KernelChoice,
     Refusal,
     Registry,
     device_facts,
     device_of,
 )
-from narrowgauge.ops.selfcheck import Check
+from narrowgauge.ops.selfcheck import KernelCheck
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
-from narrowgauge.optim.selfcheck import Kind, compare
+from narrowgauge.optim.selfcheck import StepKind, compare
 from narrowgauge.optim.step import ParamStep, step_in_torch
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spec:
+class BackendSpec:
     """Facts about one parameter by which a backend is chosen.
 
     device  device of the parameter, its gradient and its states
@@ -55,18 +55,18 @@ class Spec:
 
     device: Device
     rule: Rule
-    kind: Kind | None = None
+    kind: StepKind | None = None
 
 
-def _refuse_rule(spec: Spec, backend: str) -> Refusal | None:
+def _refuse_rule(spec: BackendSpec, backend: str) -> Refusal | None:
     return Refusal("operands", reason) if (reason := rules.refuse(spec.rule, backend)) else None
 
 
-def _refuse_triton(spec: Spec) -> Refusal | None:
+def _refuse_triton(spec: BackendSpec) -> Refusal | None:
     return refuse_triton(spec.device.type, spec.device.capability) or _refuse_rule(spec, "triton")
 
 
-def _refuse_native(spec: Spec) -> Refusal | None:
+def _refuse_native(spec: BackendSpec) -> Refusal | None:
     if spec.device.type != "cpu":
         return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
     if (refusal := _refuse_rule(spec, "native")) is not None:
@@ -75,7 +75,7 @@ def _refuse_native(spec: Spec) -> Refusal | None:
 
 
 # The examples of this self-check are the cases in tests/ops/triton/stepped.py.
-CHECK: Check[Spec] = Check(
+CHECK: KernelCheck[BackendSpec] = KernelCheck(
     lambda spec: None if spec.kind is None else (spec.kind,), compare, lambda: ()
 )
 
@@ -102,7 +102,7 @@ def _step_by_torch(
     step_in_torch(param_steps, skipped)
 
 
-KERNELS: Registry[Spec] = Registry("optim")
+KERNELS: Registry[BackendSpec] = Registry("optim")
 KERNELS.register(
     Kernel("triton", _refuse_triton, lambda *call: _step_by_triton(*call), check=lambda: CHECK)
 )
@@ -111,7 +111,7 @@ KERNELS.register(Kernel("torch", lambda spec: None, _step_by_torch, by_torch=Tru
 NAMES = tuple(kernel.name for kernel in KERNELS.kernels)
 
 
-def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
+def choose(param_step: ParamStep, backend: str) -> KernelChoice[BackendSpec]:
     """Choose the backend of one step. The gradient and the constants of the step must be set.
 
     Raises BackendError if `backend` names a backend that refuses the step. If no available kernel
@@ -123,7 +123,7 @@ def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
         named = Refusal("caller", f'the optimizer was built with backend = "{backend}"')
         refusal = triton.refuse(_spec(param_step)) if backend in ("auto", triton.name) else named
         if refusal is None:
-            return Choice(triton, ())
+            return KernelChoice(triton, ())
         param_step.stepped.disable(Reason(refusal.code, refusal.text))
         # `native` caches a compiled form that depends on the cast, so it is built again.
         param_step.stepped = param_step.native = None
@@ -133,27 +133,27 @@ def choose(param_step: ParamStep, backend: str) -> Choice[Spec]:
     return choice
 
 
-def _choice(spec: Spec, backend: str) -> Choice[Spec]:
+def _choice(spec: BackendSpec, backend: str) -> KernelChoice[BackendSpec]:
     """Return the registry's choice, or the named backend without querying the others.
 
     Querying `native` compiles its C++ library, so a named backend is asked first.
     """
     named = [kernel for kernel in KERNELS.kernels if kernel.name == backend]
     if named and named[0].refuse(spec) is None:
-        return Choice(named[0], ())
+        return KernelChoice(named[0], ())
     return KERNELS.choose(spec, None if backend == "auto" else backend)
 
 
-def _spec(param_step: ParamStep) -> Spec:
+def _spec(param_step: ParamStep) -> BackendSpec:
     device = device_of(param_step.source, param_step.gradient, *param_step.tensors)
     if device.type != "cuda" or device.wrapper or rules.refuse(param_step.rule, "triton"):
-        return Spec(device, param_step.rule)
+        return BackendSpec(device, param_step.rule)
     from narrowgauge.optim.triton.launch import kind_of
 
-    return Spec(device, param_step.rule, kind_of(param_step))
+    return BackendSpec(device, param_step.rule, kind_of(param_step))
 
 
-def words(choice: Choice[Spec]) -> str:
+def words(choice: KernelChoice[BackendSpec]) -> str:
     """Reasons why faster backends refused, joined by semicolons.
 
     Refusals for another device are left out. The result is '' if the device's own kernel was
@@ -193,9 +193,9 @@ def computed_by(
 ) -> ComputedBy:
     """Return the backend in use for a tensor, or the backend that would be chosen now."""
     if param_step is not None and param_step.backend is not None:
-        choice: Choice[Spec] = param_step.backend[1]
+        choice: KernelChoice[BackendSpec] = param_step.backend[1]
     else:
-        choice = _choice(Spec(device_facts(device.type, device.index), rule), backend)
+        choice = _choice(BackendSpec(device_facts(device.type, device.index), rule), backend)
     why = words(choice) if backend == "auto" and choice.kernel.name == "torch" else ""
     return ComputedBy(choice.kernel.name, why)
 

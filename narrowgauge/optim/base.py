@@ -489,7 +489,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """Return a ReplayedStep for a CUDA graph; call it before the capture. See `cuda_graph`."""
         return ReplayedStep(self)
 
-    def _kernel(self, param_step: ParamStep) -> Kernel[backends.Spec]:
+    def _kernel(self, param_step: ParamStep) -> Kernel[backends.BackendSpec]:
         """Return the backend of a step.
 
         It is chosen again if the dtype, the 16-byte alignment or the class of the gradient changes.
@@ -499,7 +499,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         key = gradient.dtype, identity(gradient) % 16 == 0, type(gradient)
         if param_step.backend is None or param_step.backend[0] != key:
             param_step.backend = key, backends.choose(param_step, self.backend)
-        kernel: Kernel[backends.Spec] = param_step.backend[1].kernel
+        kernel: Kernel[backends.BackendSpec] = param_step.backend[1].kernel
         return kernel
 
     def cast_weights(self, model: nn.Module | None) -> WeightCasts | None:

@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from narrowgauge.addresses import dry_run_on, wrapper
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.optim import shards
-from narrowgauge.optim.cpp.norm import Blocks
+from narrowgauge.optim.cpp.norm import GradientBlocks
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def clip_gradients(
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    blocks = Blocks.of(gradients) if wide else None
+    blocks = GradientBlocks.of(gradients) if wide else None
     norm = gradient_norm(gradients, wide=wide, stages=stages, blocks=blocks)
     if largest is None or not trained:
         return norm
@@ -83,12 +83,16 @@ def scale_gradients(trained: list[Tensor], largest: float, norm: Tensor) -> None
 
 @torch.no_grad()
 def gradient_norm(
-    gradients: list[Tensor], *, wide: bool = False, stages: Any = None, blocks: Blocks | None = None
+    gradients: list[Tensor],
+    *,
+    wide: bool = False,
+    stages: Any = None,
+    blocks: GradientBlocks | None = None,
 ) -> Tensor:
     """Norm of all gradients, 0-d float32.
 
     wide, stages  see `clip_gradients`
-    blocks        the same gradients as `Blocks`, if none is sharded; saves a second traversal
+    blocks        the same gradients as `GradientBlocks`, if none is sharded; saves a second traversal
     """
     if stages is not None or (wide and gradients) or any(map(shards.is_sharded, gradients)):
         return _norm_over_ranks(gradients, stages, blocks).to(torch.float32)
@@ -115,7 +119,7 @@ def _parts(gradients: list[Tensor]) -> tuple[list[Tensor], bool]:
         device_facts(each.device.type, each.device.index).type == "cpu" for each in gradients
     ):
         return list(torch._foreach_norm(gradients, 2.0, dtype=torch.float64)), False
-    if (blocks := Blocks.of(gradients)) is not None:
+    if (blocks := GradientBlocks.of(gradients)) is not None:
         return [blocks.squares()], True
     return [_squares_on_cpu(each) for each in gradients], True
 
@@ -123,7 +127,7 @@ def _parts(gradients: list[Tensor]) -> tuple[list[Tensor], bool]:
 def _squares_on_cpu(x: Tensor) -> Tensor:
     if not x.numel():
         return torch.zeros(0, dtype=torch.float64, device="cpu")
-    blocks = Blocks.of([x])
+    blocks = GradientBlocks.of([x])
     return _square_on_cpu(x)[None] if blocks is None else blocks.squares()
 
 
@@ -211,7 +215,7 @@ def _square_on_cpu(x: Tensor) -> Tensor:
     return total
 
 
-def _norm_over_ranks(gradients: list[Tensor], stages: Any, blocks: Blocks | None) -> Tensor:
+def _norm_over_ranks(gradients: list[Tensor], stages: Any, blocks: GradientBlocks | None) -> Tensor:
     """Norm over all ranks, 0-d float64.
 
     Costs one gather for each sharding axis of each mesh, and one over the stages.

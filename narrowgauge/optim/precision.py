@@ -114,7 +114,7 @@ UPDATES = {
 def table() -> str:
     """Table of all precisions in Markdown."""
     header = (
-        "`--precision`",
+        "`--recipe.precision`",
         "weights",
         "kept in float32",
         "activations",

@@ -16,7 +16,7 @@ If the step also writes the cast of the weight, its amax and codes are compared.
 have 35 (48) and 9 (16) rows: more than a band of programs, and less than a program. The codes under
 a NaN scale are compared too.
 
-Runs once per process, device and `Kind`. Cost: about ten milliseconds of CPU time, a compilation
+Runs once per process, device and `StepKind`. Cost: about ten milliseconds of CPU time, a compilation
 that the step needs anyway, and one sync.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.quantize import precast_weight
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
-from narrowgauge.ops.selfcheck import Comparison
+from narrowgauge.ops.selfcheck import OutputComparison
 from narrowgauge.optim import masters, noise
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.shards import Part
@@ -49,7 +49,7 @@ Run = Callable[[Sequence[ParamStep], dict[Any, Any]], None]
 
 
 @dataclass(frozen=True)
-class Kind:
+class StepKind:
     """Compile-time facts of one parameter's step; numbers and sizes are not part of the kind.
 
         cast           cast that the step also writes, or None
@@ -73,7 +73,7 @@ class Kind:
     shift: int = 0
 
 
-def compare(run: Run, kinds: tuple[Kind], device: torch.device) -> Iterator[Comparison]:
+def compare(run: Run, kinds: tuple[StepKind], device: torch.device) -> Iterator[OutputComparison]:
     """Yield comparisons of all tensors that a step writes, after each step, with the definition."""
     [kind] = kinds
     expected, found = _samples(kind, torch.device("cpu")), _samples(kind, device)
@@ -91,12 +91,12 @@ def compare(run: Run, kinds: tuple[Kind], device: torch.device) -> Iterator[Comp
         for place, (wanted, got) in enumerate(zip(expected, found, strict=True)):
             computed = _left(got)
             for name, truth in _left(wanted).items():
-                yield Comparison(
+                yield OutputComparison(
                     f"{name} of tensor {place} after step {step}", computed[name], truth
                 )
 
 
-def _samples(kind: Kind, device: torch.device) -> list[ParamStep]:
+def _samples(kind: StepKind, device: torch.device) -> list[ParamStep]:
     generator = torch.Generator().manual_seed(SEED)
     odd = 0 if kind.aligned else 5
     heights = (5, 3) if kind.cast is None else (48, 16) if kind.turns_aligned else (35, 9)

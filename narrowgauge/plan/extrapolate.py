@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from narrowgauge.plan.moments import Moment, in_order
+from narrowgauge.plan.moments import MemoryMoment, in_order
 
 FEW, MORE = 3, 4  # layers of the traced models
 _OF_BLOCK = re.compile(r"(forward|backward) (\d+)( end)?")
@@ -27,7 +27,9 @@ _OF_BLOCK = re.compile(r"(forward|backward) (\d+)( end)?")
 Place = tuple[str, int, int]
 
 
-def extrapolated(few: list[Moment], more: list[Moment], layers: int) -> list[Moment]:
+def extrapolated(
+    few: list[MemoryMoment], more: list[MemoryMoment], layers: int
+) -> list[MemoryMoment]:
     """Return the moments of a model with `layers` blocks in each stack.
 
     few   moments of a model with FEW blocks
@@ -48,12 +50,12 @@ def extrapolated(few: list[Moment], more: list[Moment], layers: int) -> list[Mom
     return found
 
 
-def by_place(found: Iterable[Moment], layers: int) -> dict[Place, Moment]:
+def by_place(found: Iterable[MemoryMoment], layers: int) -> dict[Place, MemoryMoment]:
     """Return the moments of one micro-batch by place.
 
     A block may have two places: block 1 of 3 is the second from both ends.
     """
-    placed: dict[Place, Moment] = {}
+    placed: dict[Place, MemoryMoment] = {}
     for each in found:
         name, number = _split(each.phase)
         if number is None:
@@ -74,11 +76,11 @@ def _split(phase: str) -> tuple[str, int | None]:
     return (phase, None) if match is None else (f"{match[1]} #{match[3] or ''}", int(match[2]))
 
 
-def _on_line(few: Moment, more: Moment, layers: int) -> Moment:
+def _on_line(few: MemoryMoment, more: MemoryMoment, layers: int) -> MemoryMoment:
     return _mixed(few, more, layers - FEW)
 
 
-def _mixed(first: Moment, second: Moment, share: float) -> Moment:
+def _mixed(first: MemoryMoment, second: MemoryMoment, share: float) -> MemoryMoment:
     """Return first + share (second - first), where share may be outside of 0 to 1."""
 
     def line(a: int, b: int) -> int:
@@ -103,7 +105,7 @@ def _mixed(first: Moment, second: Moment, share: float) -> Moment:
     )
 
 
-def _order(found: list[Moment], layers: int) -> Iterator[tuple[str, int | None]]:
+def _order(found: list[MemoryMoment], layers: int) -> Iterator[tuple[str, int | None]]:
     """Yield (phase with # in place of the block number, block) of a deep model.
 
     The order is the one in a shallow model. Each run of blocks is extended to `layers` blocks.
@@ -139,7 +141,7 @@ def _order(found: list[Moment], layers: int) -> Iterator[tuple[str, int | None]]
     yield from run() if last[0] else ()
 
 
-def _at(at: dict[Place, Moment], name: str, number: int | None, layers: int) -> Moment:
+def _at(at: dict[Place, MemoryMoment], name: str, number: int | None, layers: int) -> MemoryMoment:
     if number is None:
         return at[name, 0, 0]
     stack, block = divmod(number, layers)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.plan.count import PARTS, Step, count
 from narrowgauge.plan.extrapolate import FEW, MORE, extrapolated
-from narrowgauge.plan.moments import Moment, moments
+from narrowgauge.plan.moments import MemoryMoment, moments
 from narrowgauge.plan.tally import Tally, deeper, tally
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Forecast:
     work             operations of the second step, for the traced micro-batches
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[MemoryMoment, ...]
     counted: str
     reserved: int
     reserved_error: float
@@ -53,7 +53,7 @@ class Forecast:
     work: Tally = field(default_factory=dict)
 
     @property
-    def top(self) -> Moment:
+    def top(self) -> MemoryMoment:
         """Moment with the most memory."""
         return max(self.moments, key=self._size)
 
@@ -61,7 +61,7 @@ class Forecast:
     def allocated(self) -> int:
         return self._size(self.top)
 
-    def _size(self, moment: Moment) -> int:
+    def _size(self, moment: MemoryMoment) -> int:
         return moment.allocated if self.on_gpu else moment.alive
 
     def parts(self) -> dict[str, int]:
@@ -146,7 +146,7 @@ def forecast(
     )  # fmt: skip
 
 
-def by_part(moment: Moment) -> dict[str, int]:
+def by_part(moment: MemoryMoment) -> dict[str, int]:
     """Return the bytes of each part, summed over kinds."""
     found = dict.fromkeys(PARTS, 0)
     for (part, _), nbytes in moment.parts.items():
@@ -154,5 +154,5 @@ def by_part(moment: Moment) -> dict[str, int]:
     return found
 
 
-def _weights(found: list[Moment]) -> int:
+def _weights(found: list[MemoryMoment]) -> int:
     return found[-1].parts.get(("weights", ""), 0)

@@ -16,7 +16,7 @@ RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
-class Link:
+class Connection:
     """A connection.
 
     start  seconds per doubling of the ranks
@@ -27,10 +27,10 @@ class Link:
     rate: float
 
 
-NODE, NETWORK = Link(5e-6, 450e9), Link(15e-6, 50e9)
+NODE, NETWORK = Connection(5e-6, 450e9), Connection(15e-6, 50e9)
 
 
-def link(ranks: int) -> Link:
+def link(ranks: int) -> Connection:
     return NODE if ranks <= RANKS_PER_NODE else NETWORK
 
 

@@ -22,7 +22,7 @@ BELOW_BLOCK = re.compile(r"^.*?\.\d+(?:\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class MemoryMoment:
     """Memory in bytes at the largest moment of a phase.
 
     step, micro_batch  from 1 on; the update belongs to the last micro-batch
@@ -46,12 +46,12 @@ class Moment:
     module: str
 
 
-def moments(count: Count, expandable: bool = False) -> list[Moment]:
+def moments(count: Count, expandable: bool = False) -> list[MemoryMoment]:
     """Return the moments of both steps in order.
 
     The simulated allocator begins with the tensors that are alive when the first step begins.
     """
-    trace, found = count.trace, list[Moment]()
+    trace, found = count.trace, list[MemoryMoment]()
     allocations = trace.allocations
     allocator, alive = CachingAllocator(expandable=expandable), dict[int, None]()
     step = micro_batch = 0
@@ -83,7 +83,7 @@ def moments(count: Count, expandable: bool = False) -> list[Moment]:
         allocator.peak_allocated = allocator.allocated
         run(allocator, trace, events)
         found.append(
-            Moment(
+            MemoryMoment(
                 step=step, micro_batch=micro_batch, phase=name, alive=top, end=total, allocated=allocator.peak_allocated,
                 reserved=allocator.peak_reserved, parts=largest, module=_at_work(allocations, events[:place]),
             )
@@ -117,7 +117,7 @@ def _at_work(allocations: list[Allocation], events: list[int]) -> str:
     return next((allocations[event].module for event in reversed(events) if event >= 0), "")
 
 
-def in_order(found: list[Moment]) -> Iterator[tuple[tuple[int, int], list[Moment]]]:
+def in_order(found: list[MemoryMoment]) -> Iterator[tuple[tuple[int, int], list[MemoryMoment]]]:
     """Yield ((step, micro-batch), its moments)."""
     keys = dict.fromkeys((each.step, each.micro_batch) for each in found)
     for key in keys:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from narrowgauge.plan.forecast import Forecast
-    from narrowgauge.plan.moments import Kind, Moment
+    from narrowgauge.plan.moments import Kind, MemoryMoment
 
 # Two CPU ranks are off by 0.6 and 0.7 % (benchmarks/planned_ranks.py). GPUs are not measured, and
 # NCCL's buffers are left out.
@@ -61,7 +61,7 @@ def divided(
     around = max(0, weights - blocks)
     cut = min(blocks + whole.head_weights, weights)  # split by tp
 
-    def share(moment: Moment) -> Moment:
+    def share(moment: MemoryMoment) -> MemoryMoment:
         parts = dict(moment.parts)
         for part in OWNED:
             size = parts.get((part, ""), 0)
@@ -125,7 +125,7 @@ def _in_buckets(whole: Forecast) -> Forecast:
     gradients = ("gradients", "")
     most = max((each.parts.get(gradients, 0) for each in whole.moments), default=0)
 
-    def held(moment: Moment) -> Moment:
+    def held(moment: MemoryMoment) -> MemoryMoment:
         more = most - moment.parts.get(gradients, 0)
         sizes = {name: getattr(moment, name) + more for name in ("alive", "allocated", "end")}
         return replace(moment, parts={**moment.parts, gradients: most}, **sizes)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.diagnose import format_text, seeds
+from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.diagnose.left_out import other_steps
 from narrowgauge.diagnose.seeds import NOT_FINITE, Margin, Runs, SeedComparison
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL, trivial_of
@@ -25,12 +26,14 @@ from narrowgauge.report.run_data import Recorded, last_done, read_alone
 NO_METRICS = {"event", "step", "tokens", "elapsed_s"}
 NAME = re.compile(r"[A-Za-z][\w@.-]{0,40}")
 UNFINISHED = "unfinished"
-# Sections of config.toml whose settings distinguish runs.
-SECTIONS = ("model", "data", "task", "precision", "training")
+# Settings of config.toml that do not distinguish runs, in tables of which others do.
 NOT_NAMED = {  # embedding_codes: already part of the recipe's name
-    "recipe", "seed", "steps", "epochs", "device", "threads", "compile", "keep_freed", "micro_batches", "cache", "checkpointing",
-    "cuda_graph", "parallel", "schedule", "guard", "switch", "save", "from", "embedding_codes",
+    "recipe.name", "recipe.switch", "recipe.save", "recipe.embedding_codes", "training.seed", "training.steps", "training.epochs",
+    "batch.micro_batches", "data.cache", "memory.keep_freed", "memory.checkpointing", "memory.plan", "parallel.layout",
+    "parallel.schedule", "parallel.digest_every", "parallel.timeout_s",
 }  # fmt: skip
+# Tables of config.toml of which no setting distinguishes runs; recipe.layers never did.
+NOT_NAMED_TABLES = ("", "recipe.layers", "device", "evaluation", "checkpoint", "log", "guard")
 
 
 @dataclass(frozen=True)
@@ -236,13 +239,16 @@ def settings(recorded: Recorded) -> dict[str, str]:
 
     Leaves out seed and recipe, and settings that choose the device or the length of the run.
     """
-    found, section = {}, ""
+    found, table = {}, ""
     for line in recorded.config.splitlines():
         key, equals, value = line.partition(" = ")
-        if line.startswith("# "):
-            section = line[2:]
-        elif equals and section in SECTIONS and key not in NOT_NAMED:
-            found[key] = value
+        if line.startswith("["):
+            table = "recipe.layers" if line == "[recipes]" else line[1:-1]
+        elif equals:
+            # Former runs have all keys at the top.
+            path = f"{table}.{key}" if table else FORMER.get(key, key)
+            if path not in NOT_NAMED and path.rpartition(".")[0] not in NOT_NAMED_TABLES:
+                found[path] = value
     return found
 
 

@@ -166,7 +166,9 @@ def blamed(event: Event) -> str:
         names = ", ".join(map(str, products)) if isinstance(products, list) else str(products)
         said.append(f"{found}, {names}: {each.get('words', '')}.")
     if recipes := event.get("recipes"):
-        said.append("In 16 bits: recipes = [" + ", ".join(f'"{entry}"' for entry in recipes) + "].")
+        said.append(
+            "In 16 bits: recipe.layers = [" + ", ".join(f'"{entry}"' for entry in recipes) + "]."
+        )
     return " ".join(said)
 
 

@@ -152,4 +152,4 @@ def blamed(event: Event) -> str:
         return "No product is suspect."
     said = f"{format_text.plural(len(event['suspects']), 'product')} suspect: {', '.join(event['suspects'])}."
     entries = ", ".join(f'"{entry}"' for entry in event.get("recipes") or ())
-    return f"{said} In 16 bits with recipes = [{entries}]." if entries else said
+    return f"{said} In 16 bits with recipe.layers = [{entries}]." if entries else said

@@ -20,7 +20,13 @@ from typing import Any
 from narrowgauge import manifest
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import TrainConfig, key_of, resolved, shown
+from narrowgauge.train.config.settings import (
+    TrainConfig,
+    former_key,
+    key_of,
+    resolved,
+    shown,
+)
 from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
 
 BEST = "best"
@@ -117,7 +123,7 @@ def existing(run: Path) -> str:
     steps = steps_of(run)
     if not steps:
         return f"{run} has no checkpoint."
-    return f"{run} has checkpoints of step {', '.join(map(str, steps))}; --keep says how many are kept."
+    return f"{run} has checkpoints of step {', '.join(map(str, steps))}; --checkpoint.keep says how many are kept."
 
 
 # The settings of a branch
@@ -130,11 +136,8 @@ def branched(parent: str, output: str, **changes: Any) -> TrainConfig:
     changes  field names and values
     """
     given = {"output": output, "parent": parent, **changes}
-    keys = {
-        key_of(TrainConfig.__dataclass_fields__[name]): (value, name)
-        for name, value in given.items()
-    }
-    config = resolved(toml.build(inherited(CheckpointRef.of(parent).run, changes), keys))
+    entries = {name: toml.Entry(value, name) for name, value in given.items()}
+    config = resolved(toml.build(inherited(CheckpointRef.of(parent).run, changes), entries))
     refuse(settings_of(CheckpointRef.of(parent).run), config)
     return config
 
@@ -144,12 +147,11 @@ def inherited(parent: Path, given: Collection[str]) -> toml.Given:
 
     given  names of the fields that the user sets. Some reset inherited settings (REPLACES)
     """
-    known = {key_of(each): each.name for each in fields(TrainConfig)}
     dropped = {*NOT_INHERITED, *(name for cause in given for name in REPLACES.get(cause, ()))}
     return {
-        key: value
-        for key, value in toml.read_stored(config_of(parent)).items()
-        if known[key] not in dropped
+        name: entry
+        for name, entry in toml.read_stored(config_of(parent)).items()
+        if name not in dropped
     }
 
 
@@ -164,7 +166,7 @@ def refuse(parent: TrainConfig, config: TrainConfig) -> None:
     wrong = [
         f"{key_of(each)} = {shown(getattr(config, each.name))}, but the parent has {shown(getattr(parent, each.name))}"
         for each in fields(TrainConfig)
-        if each.metadata["group"] != "run"
+        if not each.metadata["free"]
         and each.name not in free
         and getattr(config, each.name) != getattr(parent, each.name)
     ]
@@ -180,10 +182,10 @@ def refuse(parent: TrainConfig, config: TrainConfig) -> None:
 
 
 def changes(parent: TrainConfig, config: TrainConfig) -> dict[str, list[object]]:
-    """Key -> [parent's value, branch's value] of all settings that may change the numbers."""
+    """Former key -> [parent's value, branch's value] of settings that may change the numbers."""
     counts = NUMBERS | STEPS | {"micro_batches", "steps", "parallel", "compile", "device"}
     return {
-        key_of(each): [getattr(parent, each.name), getattr(config, each.name)]
+        former_key(each): [getattr(parent, each.name), getattr(config, each.name)]
         for each in fields(TrainConfig)
         if each.name in counts and getattr(parent, each.name) != getattr(config, each.name)
     }

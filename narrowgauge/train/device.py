@@ -120,7 +120,7 @@ def keep_freed_memory(asked: bool, device: torch.device, maps: Path = MAPS) -> s
     if device.type != "cpu":
         return "Freed memory: torch's own allocator keeps it."
     if not asked:
-        return "Freed memory: given back to the system as the C library has it, for keep_freed = false."
+        return "Freed memory: given back to the system as the C library has it, for memory.keep_freed = false."
     mapped = maps.read_text(encoding="utf-8", errors="replace") if maps.exists() else ""
     if other := re.search(r"(jemalloc|tcmalloc|mimalloc)[^/\s]*\.so", mapped):
         return f"Freed memory: as {other[1]} has it, which is loaded in the place of the C library's allocator."
@@ -164,8 +164,8 @@ def refuse_without_compiler(device: torch.device) -> None:
             ("C++", "g++", "CXX") if device.type == "cpu" else ("C", "gcc", "CC")
         )
         raise ConfigError(
-            f"compile = true: torch.compile needs a {language} compiler on {device.type}, and there is none. "
-            f"Install {package}, name one in the variable {variable}, or train without --compile.",
+            f"device.compile = true: torch.compile needs a {language} compiler on {device.type}, and there is none. "
+            f"Install {package}, name one in the variable {variable}, or train without --device.compile.",
             code="compile.no-compiler",
         )
 

@@ -28,7 +28,7 @@ def graphed_step(
     backward: Callable[[Batch, Tensor], Tensor],
     recorder: cuda_graphs.CudaRecorder | None = None,
 ) -> cuda_graphs.GraphedStep | None:
-    """The GraphedStep of a run with cuda_graph = true.
+    """The GraphedStep of a run with device.cuda_graph = true.
 
     Otherwise None, and the optimizer's capturable flag is cleared.
 
@@ -48,7 +48,7 @@ def graphed_step(
     reasons = [] if recorder is not None else cuda_graphs.refuse(model, optimizer, device, scaler)
     if reasons:
         raise ConfigError(
-            f"cuda_graph = true: {'; '.join(reasons)}. Train without --cuda-graph, or change that.",
+            f"device.cuda_graph = true: {'; '.join(reasons)}. Train without --device.cuda-graph, or change that.",
             code="cuda-graphs.unsupported",
         )
 

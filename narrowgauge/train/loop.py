@@ -25,7 +25,7 @@ from narrowgauge.train import run_metadata, stepping
 from narrowgauge.train.callback import Callback
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
-from narrowgauge.train.config.settings import TrainConfig, resolved
+from narrowgauge.train.config.settings import TrainConfig, key_of, resolved
 from narrowgauge.train.console import tell, tell_note
 from narrowgauge.train.device import (
     give_cublaslt_workspace,
@@ -59,7 +59,8 @@ def _without_lab(config: TrainConfig) -> Sequence[Plugin]:
     for name in ("guard", "on_spike"):
         if value := getattr(config, name):
             raise ConfigError(
-                f"{name} = {value!r}: needs narrowgauge.lab. Train with narrowgauge.lab.training.run, or remove it.",
+                f"{key_of(config.__dataclass_fields__[name])} = {value!r}: needs narrowgauge.lab. Train with "
+                "narrowgauge.lab.training.run, or remove it.",
                 code="train.needs-lab",
             )
     return [Unguarded]

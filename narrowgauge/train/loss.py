@@ -126,7 +126,7 @@ class Objective:
 
         Tests the chunked head on a few tokens, without advancing generators.
 
-        Raises ConfigError if loss = 'slices' and the model needs the whole logits.
+        Raises ConfigError if training.loss = 'slices' and the model needs the whole logits.
         """
         slices = config.loss == "slices"
         reason, softcap = (
@@ -134,7 +134,7 @@ class Objective:
         )
         if slices and reason:
             raise ConfigError(
-                f"loss = 'slices': needs the whole logits: {reason}. Remove loss, or take loss = 'whole'.",
+                f"training.loss = 'slices': needs the whole logits: {reason}. Remove loss, or take training.loss = 'whole'.",
                 code="loss.slices",
             )
         part, head = (model, None) if reason else (model.base_model, model.get_output_embeddings())

@@ -47,7 +47,7 @@ class MetricsLog:
         if tensorboard:
             if not importlib.util.find_spec("tensorboard"):
                 raise ConfigError(
-                    "tensorboard = true: the package is not installed. Run: pip install tensorboard.",
+                    "log.tensorboard = true: the package is not installed. Run: pip install tensorboard.",
                     code="metrics.no-tensorboard",
                 )
             from torch.utils.tensorboard import SummaryWriter  # lazy: the import takes 2 s

@@ -59,7 +59,7 @@ def build(
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
     if config.embedding_codes and (words := embeddings.problem(model)):
         raise ConfigError(
-            f"embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.",
+            f"recipe.embedding_codes = {config.embedding_codes!r}: {words} Or leave embedding_codes out.",
             code="convert.embedding-codes",
         )
     # Without any recipe, skip convert: it requires at least one Linear.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Taken = TypeVar("Taken")
 
 
-class Observation:
+class RunObservation:
     """Decides which steps of a run are measured, and logs the results.
 
     has_own_peak  the process's peak memory belongs to this run alone

@@ -211,7 +211,7 @@ class Passes:
             self.optimizer.settle([not math.isfinite(norm) for norm in norms])
 
     def take_norm_of(self, parent: Passes) -> None:
-        """Copies the gradient norm of a branch's parent, by which `clip_by = "previous"` clips."""
+        """Copies the gradient norm of a branch's parent, by which `optimizer.clip_by = "previous"` clips."""
         if isinstance(parent.optimizer, LowPrecisionOptimizer) and isinstance(
             self.optimizer, LowPrecisionOptimizer
         ):

@@ -49,12 +49,12 @@ def notes(config: TrainConfig) -> Iterator[str]:
     pretrained = config.model and not config.from_scratch
     if pretrained and config.optimizer == "adamw" and config.learning_rate > HIGH_FOR_PRETRAINED:
         yield (
-            f"learning_rate = {config.learning_rate:g} is one for random weights; pretrained ones may forget what they know. "
-            "Fine-tuning usually takes 1e-5 to 3e-4, as --learning-rate 5e-5."
+            f"optimizer.learning_rate = {config.learning_rate:g} is one for random weights; pretrained ones may forget what they know. "
+            "Fine-tuning usually takes 1e-5 to 3e-4, as --optimizer.learning-rate 5e-5."
         )
     if config.warmup_steps >= config.steps:
         yield (
-            f"warmup_steps = {config.warmup_steps} does not end within the {config.steps} steps of the run: the learning rate "
+            f"optimizer.warmup_steps = {config.warmup_steps} does not end within the {config.steps} steps of the run: the learning rate "
             "rises to the last step. Lower warmup_steps, or train longer."
         )
     own, other = (
@@ -70,7 +70,7 @@ def notes(config: TrainConfig) -> Iterator[str]:
     sampling = sorted(name for name in names if recipes.get(name).samplers())
     if config.compile and sampling:
         yield (
-            f"compile = true with {', '.join(sampling)}: code is made anew whenever a layer begins or ceases to sample its rows, "
+            f"device.compile = true with {', '.join(sampling)}: code is made anew whenever a layer begins or ceases to sample its rows, "
             "and after eight times PyTorch leaves the model uncompiled. Leave compile out, or take a recipe that samples nothing, "
             "as int4-hq-bs."
         )

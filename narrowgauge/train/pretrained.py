@@ -57,7 +57,7 @@ def language_model(config: TrainConfig, tokenizer: transformers.PreTrainedTokeni
             tie_word_embeddings=False,
         )
         model = transformers.LlamaForCausalLM(sizes)
-    check_sizes(model, tokenizer, "sequence_length", config.sequence_length)
+    check_sizes(model, tokenizer, "model.sequence_length", config.sequence_length)
     return model
 
 
@@ -111,7 +111,7 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
             f"model = {where!r}: holds no weights for {missing[0]!r}{more} of {type(model).__name__}, which would start at random. "
-            "Pass a whole model, or --from-scratch.",
+            "Pass a whole model, or --model.from-scratch.",
             code="model.missing-weights",
         )
     for name, weight in model.state_dict().items():

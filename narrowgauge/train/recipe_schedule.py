@@ -77,7 +77,7 @@ def recipe_switches(config: TrainConfig, model: nn.Module) -> list[RecipeSwitch]
             )
         except ConfigError as error:
             raise ConfigError(
-                f"switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused"
+                f"recipe.switch = {config.switch!r}: {entry.text!r}: {error}", code="switch.refused"
             ) from None
         first = entry.after_step(config.steps) + 1
         found.append(

@@ -27,8 +27,8 @@ LOCK = reading.Kind(
     error=StorageError,
     step="Remove it if no run uses the folder, or choose another --output.",
 )
-# Settings outside the group `run` that may change when a run resumes: they decide on which machine
-# and how long it trains.
+# Settings that may change when a run resumes, besides those that are declared `free`: they decide
+# on which machine and how long it trains. A branch inherits them.
 MAY_CHANGE = frozenset(
     {
         "steps",
@@ -173,7 +173,7 @@ def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
     changes = [
         f"{key_of(each)} = {shown(getattr(config, each.name))}, but the run has {shown(getattr(stored, each.name))}"
         for each in fields(TrainConfig)
-        if (each.metadata["group"] != "run" or each.name == "parent")
+        if (not each.metadata["free"] or each.name == "parent")
         and each.name not in MAY_CHANGE
         and getattr(config, each.name) != getattr(stored, each.name)
     ]

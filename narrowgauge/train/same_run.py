@@ -1,6 +1,7 @@
 """Checks that a checkpoint belongs to a run: step, numeric settings, data, past switches."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from narrowgauge import manifest
@@ -8,7 +9,7 @@ from narrowgauge.diagnose import forms
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.checkpoint.store import Checkpoint
-from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig, former_key, key_of
 
 
 def refuse(
@@ -30,8 +31,8 @@ def refuse(
     steps, facts = config.steps, found.facts
     if found.step > steps:
         raise ConfigError(
-            f"steps = {steps}: the run is at step {found.step} already, in {found.path}. "
-            f"Resume with --steps {found.step} or more.",
+            f"training.steps = {steps}: the run is at step {found.step} already, in {found.path}. "
+            f"Resume with --training.steps {found.step} or more.",
             code="resume.steps",
         )
     if problem := forms.refuse(facts, state.FACTS):
@@ -44,8 +45,9 @@ def refuse(
     before = {"keep_float32": "none", "loss": "chunks", "embedding_codes": ""}
     for key, own in settings.items():
         if facts.get(key, before.get(key, own)) != own:
+            named = {former_key(each): key_of(each) for each in fields(TrainConfig)}
             raise CheckpointError(
-                f"{found.path}: was written with {key} = {facts.get(key, before.get(key))!r}, this run has {own!r}. "
+                f"{found.path}: was written with {named.get(key, key)} = {facts.get(key, before.get(key))!r}, this run has {own!r}. "
                 "Resume with the settings that wrote it, or start anew in another --output.",
                 code="resume.other-settings",
             )
@@ -56,12 +58,12 @@ def refuse(
                 f"{config.data!r} has now. Restore the data, or start anew in another --output.",
                 code="resume.other-data",
             )
-    # A switch given as a share of the run moves with --steps. It must not move across the
+    # A switch given as a share of the run moves with --training.steps. It must not move across the
     # checkpoint.
     stored = facts.get("switched", [])
     if past != stored:
         raise ConfigError(
-            f"steps = {steps}: at step {found.step} of {found.path} the switches {stored or 'none'} had happened, but in a run "
+            f"training.steps = {steps}: at step {found.step} of {found.path} the switches {stored or 'none'} had happened, but in a run "
             f"of {steps} steps {past or 'none'} would have. Resume with the steps it had, or start anew in another --output.",
             code="resume.switches",
         )

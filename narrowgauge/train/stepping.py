@@ -42,7 +42,8 @@ def refuse(config: TrainConfig, layout: Layout) -> None:
     # summed over ranks.
     if key and layout.world > 1 and (layout.fsdp == 1 or layout.tp * layout.pp > 1):
         raise ConfigError(
-            f"{key} = {shown(getattr(config, key))}: with parallel = {str(layout)!r} a gradient is not whole in backward, but summed "
+            f"optimizer.{key} = {shown(getattr(config, key))}: with parallel = {str(layout)!r} a gradient is not whole in backward, but "
+            "summed "
             "over ranks later. Take parallel = 'fsdp', or leave one of them out.",
             code="in-backward.parallel",
         )
@@ -101,6 +102,6 @@ def lost(step: int, loss: float, norm: float) -> NumericsError | None:
     return NumericsError(
         f"step {step}: loss {loss}, gradient norm {norm}. Parameters had stepped in backward before it was seen, so the weights "
         "in memory are lost; nothing was saved since the last checkpoint. Lower the learning rate, or resume with "
-        "clip_by = 'two-pass', which finds the place before anything changes.",
+        "optimizer.clip_by = 'two-pass', which finds the place before anything changes.",
         code="loss.not-finite",
     )

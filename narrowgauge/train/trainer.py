@@ -33,7 +33,7 @@ from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import Console
 from narrowgauge.train.deferred import MOST, QueuedStep, SkipFlags, StepQueue, waits
 from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.observation import Observation
+from narrowgauge.train.observation import RunObservation
 from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.recipe_schedule import RecipeSwitch
 from narrowgauge.train.run_folder import RunFolder
@@ -251,7 +251,7 @@ class Trainer:
         """
         config, counters, self.stop = self.config, self.counters, stop
         self.start.restore_generators()  # importing rich for console output draws random numbers
-        observation = Observation(config, self.passes, self.log, self.setup.has_own_peak)
+        observation = RunObservation(config, self.passes, self.log, self.setup.has_own_peak)
         while self.step < config.steps and not stop.requested:
             self.plugins.before_step(show)
             if stop.requested:
@@ -324,7 +324,7 @@ class Trainer:
             number, loss=numbers["loss"], tokens_per_s=speed, peak_bytes=numbers["peak_bytes"]
         )
 
-    def _is_read_after(self, number: int, observation: Observation) -> bool:
+    def _is_read_after(self, number: int, observation: RunObservation) -> bool:
         """True if the host must read all queued steps after this one.
 
         Reasons: their numbers are logged or used, the next step is measured or switches recipes,
@@ -483,6 +483,6 @@ class Trainer:
         raise NumericsError(
             f"step {number}: loss {loss}, gradient norm {grad_norm}. It appeared first at {where}. "
             f"The weights are those of step {self.step}; nothing was saved since the last checkpoint. "
-            "Lower the learning rate, or give that layer a wider recipe with --recipes 'NAME=bf16'.",
+            "Lower the learning rate, or give that layer a wider recipe with --recipe.layers 'NAME=bf16'.",
             code="loss.not-finite",
         )

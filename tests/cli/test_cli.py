@@ -19,8 +19,10 @@ from narrowgauge.train.config.settings import (
     TASKS,
     OneOf,
     TrainConfig,
-    by_key,
+    by_path,
+    former_key,
     key_of,
+    path_of,
     resolved,
 )
 from narrowgauge.train.run_folder import RunFolder
@@ -158,9 +160,12 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
 
 
 def test_the_module_exits_with_the_code():
-    done = run("train", "--layers", "0")
+    done = run("train", "--model.layers", "0")
     assert done.returncode == 2 and done.stdout == b""
-    assert done.stderr.decode() == "narrowgauge: --layers: layers = 0: must be from 1 to 4096.\n"
+    assert (
+        done.stderr.decode()
+        == "narrowgauge: --model.layers: model.layers = 0: must be from 1 to 4096.\n"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
@@ -225,14 +230,15 @@ def test_defaults_are_resolved_before_the_loop_sees_them(loop):
     assert loop[0].kv_heads == 8
 
 
-def test_every_setting_has_a_flag_that_the_help_shows(capsys):
+def test_every_setting_has_a_flag_that_the_help_shows(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # long flags wrap in a narrow terminal
     assert cli.main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in str(cli_flags.FILE.help).split())
-    for key in by_key():
-        assert cli_flags.flag(key) in shown, key
-    for group in ("model", "data", "precision", "training", "run"):
-        assert group in shown
+    flags = {cli_flags.flag(key_of(each)) for each in by_path().values()}
+    assert set(re.findall(r"(?m)^│ (--[a-z.0-9-]+)", shown)) - PARTS == flags
+    for group in (*toml.TABLES, "run"):
+        assert f"─ {group} ─" in shown
 
 
 def test_a_parent_without_a_name_is_no_new_run(loop, tmp_path, monkeypatch, capsys):
@@ -259,6 +265,16 @@ def other_value(each) -> tuple[str, object]:
     return str(value), value
 
 
+# Flags for the parts of a setting that has a language of its own.
+PARTS = {f"--{name}.{part}" for name, parts in toml.PARTS.items() for part in parts}
+# Settings whose effect depends on the task, or that only runs on examples read.
+OF_TASKS = [
+    each
+    for each in by_path().values()
+    if each.metadata["table"] in ("data.columns", "task")
+    or (each.metadata["tasks"] and "text" not in each.metadata["tasks"])
+    or each.name in ("length_buckets", "epochs")
+]
 TASK = {"task": "causal-lm", "model": "m", "data": "a.csv"}
 NEEDED = {
     "train_on": {"messages_column": "m"}, "patch_size": {"model": ""},
@@ -266,11 +282,10 @@ NEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "each", [each for each in by_key().values() if each.metadata["group"] == "task"], ids=key_of
-)
-def test_every_flag_of_a_task_reaches_its_setting(loop, each):
-    """Each with a task in which it means something."""
+@pytest.mark.parametrize("name_of", [key_of, former_key])
+@pytest.mark.parametrize("each", OF_TASKS, ids=key_of)
+def test_every_flag_of_a_task_reaches_its_setting(loop, each, name_of):
+    """Each with a task in which it means something, by its own name and by its former one."""
     task = next((task for task in list(TASKS)[1:] if has_effect(each, task)), "")
     known = {"packing": ("48", 48), "beams": ("4", 4), "flip": ("", True), "stratify": ("", False)}
     text, value = known.get(each.name) or other_value(each)
@@ -279,36 +294,34 @@ def test_every_flag_of_a_task_reaches_its_setting(loop, each):
         part
         for name, given in settings.items()
         if name != each.name
-        for part in (cli_flags.flag(name), str(given))
+        for part in (cli_flags.flag(name_of(TrainConfig.__dataclass_fields__[name])), str(given))
     ]
-    flag = (
-        f"--no-{cli_flags.flag(key_of(each))[2:]}"
-        if value is False
-        else cli_flags.flag(key_of(each))
-    )
+    own = cli_flags.flag(name_of(each))
+    flag = f"--no-{own[2:]}" if value is False else own
     assert cli.main(["train", *flags, flag, *([text] if text else [])]) == 0
     settings["packing"] = int(settings.get("packing", 0))
     assert loop == [resolved(TrainConfig(**settings))]
 
 
-def test_every_flag_reaches_its_setting(loop):
+@pytest.mark.parametrize("name_of", [key_of, former_key, path_of])
+def test_every_flag_reaches_its_setting(loop, name_of):
     plain = [
         each
-        for each in by_key().values()
+        for each in by_path().values()
         if each.type not in (bool, TABLE)
         and each.name not in ("model", "tokenizer", "parent")
-        and each.metadata["group"] != "task"
+        and each not in OF_TASKS
     ]
     expected = {each.name: other_value(each)[1] for each in plain}
     arguments = [
-        text for each in plain for text in (cli_flags.flag(key_of(each)), other_value(each)[0])
+        text for each in plain for text in (cli_flags.flag(name_of(each)), other_value(each)[0])
     ]
     switches = [
-        "--tensorboard",
-        "--compile",
-        "--recipes",
+        "--log.tensorboard",
+        "--device.compile",
+        "--recipe.layers",
         "lm_head=bf16",
-        "--recipes",
+        "--recipe.layers",
         "layers.*.up=fp8-row",
     ]
     assert cli.main(["train", *arguments, *switches]) == 0
@@ -319,33 +332,42 @@ def test_every_flag_reaches_its_setting(loop):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--learnin-rate", "1"], "Unknown option: --learnin-rate. Did you mean --learning-rate?"),
-        (["--layers", "2.5"], "Invalid value for --layers: '2.5' is not a whole number."),
-        (["--layers", "2.0"], "'2.0' is not a whole number"),
-        (["--layers", "true"], "'true' is not a whole number"),
-        (["--layers", "0x10"], "'0x10' is not a whole number"),
-        (["--layers", "9" * 5000], "9" * 5000),
-        (["--seed", "1e3"], "'1e3' is not a whole number"),
-        (["--learning-rate", "fast"], "'fast' is not a number"),
         (
-            ["--learning-rate", "nan"],
-            "--learning-rate: learning_rate = nan: must be a finite number",
+            ["--learnin-rate", "1"],
+            "Unknown option: --learnin-rate. Did you mean --learning-rate?",
         ),
         (
-            ["--learning-rate", "1e400"],
-            "--learning-rate: learning_rate = inf: must be a finite number",
+            ["--model.layers", "2.5"],
+            "Invalid value for --model.layers: '2.5' is not a whole number.",
         ),
-        (["--layers", "-1"], "--layers: layers = -1: must be from 1"),
-        (["--layers"], "--layers requires an argument"),
-        (["--layers", "2", "--layers", "3"], "--layers specified multiple times"),
+        (["--model.layers", "2.0"], "'2.0' is not a whole number"),
+        (["--model.layers", "true"], "'true' is not a whole number"),
+        (["--model.layers", "0x10"], "'0x10' is not a whole number"),
+        (["--model.layers", "9" * 5000], "9" * 5000),
+        (["--training.seed", "1e3"], "'1e3' is not a whole number"),
+        (["--optimizer.learning-rate", "fast"], "'fast' is not a number"),
+        (
+            ["--optimizer.learning-rate", "nan"],
+            "--optimizer.learning-rate: optimizer.learning_rate = nan: must be a finite number",
+        ),
+        (
+            ["--optimizer.learning-rate", "1e400"],
+            "--optimizer.learning-rate: optimizer.learning_rate = inf: must be a finite number",
+        ),
+        (["--model.layers", "-1"], "--model.layers: model.layers = -1: must be from 1"),
+        (["--model.layers"], "--model.layers requires an argument"),
+        (["--model.layers", "2", "--model.layers", "3"], "--model.layers specified multiple times"),
         (["--resume=maybe"], "--resume"),
-        (["--recipes", "lm_head"], "'lm_head' is not 'pattern=recipe'"),
-        (["--recipes", "a=bf16", "--recipes", "a=fp8-row"], "'a=fp8-row'"),
-        (["--precision", "amp"], "--precision: precision = 'amp': must be one of"),
+        (["--recipe.layers", "lm_head"], "'lm_head' is not 'pattern=recipe'"),
+        (["--recipe.layers", "a=bf16", "--recipe.layers", "a=fp8-row"], "'a=fp8-row'"),
+        (
+            ["--recipe.precision", "amp"],
+            "--recipe.precision: recipe.precision = 'amp': must be one of",
+        ),
         (["a.toml", "b.toml"], "b.toml"),
         (["absent.toml"], "absent.toml: cannot be read as a configuration: No such file"),
         (["--recipe", "fp8-rwo"], "no recipe 'fp8-rwo'. Closest: 'fp8-row'"),
-        (["--recipes", "lm_head=fp9"], "no recipe 'fp9'"),
+        (["--recipe.layers", "lm_head=fp9"], "no recipe 'fp9'"),
         (["--compare", "bf61"], "no recipe 'bf61'"),
         (["--output", ""], "--output: output = '': must be not empty"),
     ],
@@ -361,13 +383,14 @@ def test_a_wrong_flag_is_refused_with_code_2(loop, capsys, arguments, words):
 def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys, each):
     """A letter deleted or two swapped in the middle of each flag; at least 95 % suggested rightly, of one flag in six all but two."""
     right = total = 0
-    for key in list(by_key())[::each]:
+    known = {key_of(field) for field in by_path().values()}
+    for key in sorted(known)[::each]:
         middle = len(key) // 2
         for typo in {
             key[:middle] + key[middle + 1 :],
             key[: middle - 1] + key[middle] + key[middle - 1] + key[middle + 1 :],
         }:
-            if typo not in by_key():
+            if typo not in known:
                 total += 1
                 assert cli.main(["train", cli_flags.flag(typo) + "=1"]) == 2
                 right += f"Did you mean {cli_flags.flag(key)}?" in capsys.readouterr().err
@@ -376,9 +399,11 @@ def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys, each):
 
 def test_flags_override_the_file(loop, tmp_path):
     file = tmp_path / "tiny.toml"
-    file.write_text('steps = 5\nlayers = 2\nrecipe = "fp8-row"\n[recipes]\nlm_head = "bf16"\n')
-    assert cli.main(["train", str(file), "--layers", "3", "--no-compile"]) == 0
-    assert cli.main(["train", "--config", str(file), "--recipes", "q=bf16"]) == 0
+    file.write_text(
+        'training.steps = 5\nmodel.layers = 2\nrecipe = "fp8-row"\n[recipes]\nlm_head = "bf16"\n'
+    )
+    assert cli.main(["train", str(file), "--model.layers", "3", "--no-device.compile"]) == 0
+    assert cli.main(["train", "--config", str(file), "--recipe.layers", "q=bf16"]) == 0
     assert (loop[0].steps, loop[0].layers, loop[0].recipe, loop[0].layers_recipe) == (
         5,
         3,
@@ -390,9 +415,11 @@ def test_flags_override_the_file(loop, tmp_path):
 
 def test_a_mistake_in_the_file_is_told_with_its_line(loop, capsys, tmp_path):
     file = tmp_path / "tiny.toml"
-    file.write_text("steps = 5\nlayres = 2\n")
+    file.write_text("training.steps = 5\nlayres = 2\n")
     assert cli.main(["train", str(file)]) == 2
-    assert f"{file}:2: 'layres' is not a setting. Closest: 'layers'." in capsys.readouterr().err
+    assert (
+        f"{file}:2: 'layres' is not a setting. Closest: 'model.layers'." in capsys.readouterr().err
+    )
 
 
 def a_run(path: Path, **changes: object) -> TrainConfig:
@@ -406,7 +433,7 @@ def test_resume_takes_the_configuration_of_the_run(loop, tmp_path):
     stored = a_run(tmp_path / "run", layers=2, steps=10, layers_recipe={"lm_head": "bf16"})
     moved = tmp_path / "moved"
     (tmp_path / "run").rename(moved)
-    assert cli.main(["train", "--resume", "--output", str(moved), "--steps", "20"]) == 0
+    assert cli.main(["train", "--resume", "--output", str(moved), "--training.steps", "20"]) == 0
     assert (loop[0].layers, loop[0].steps, loop[0].resume, loop[0].output) == (
         2,
         20,
@@ -425,21 +452,24 @@ def test_resume_of_a_folder_without_a_run_is_refused_if_nothing_else_is_asked(
         "mistyped' holds no run (no config.toml) to go on with" in capsys.readouterr().err
         and not loop
     )
-    assert cli.main(["train", "--resume", "--output", str(tmp_path / "new"), "--layers", "2"]) == 0
+    assert (
+        cli.main(["train", "--resume", "--output", str(tmp_path / "new"), "--model.layers", "2"])
+        == 0
+    )
     assert loop[0].layers == 2
 
 
 def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
     a_run(tmp_path, layers=2)
-    assert cli.main(["train", "--resume", "--output", str(tmp_path), "--layers", "3"]) == 2
-    assert "cannot resume with layers = 3, but the run has 2" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", "--output", str(tmp_path), "--model.layers", "3"]) == 2
+    assert "cannot resume with model.layers = 3, but the run has 2" in capsys.readouterr().err
     file = tmp_path / "other.toml"
     file.write_text(toml.dump(TrainConfig(layers=2, seed=1)))
     assert cli.main(["train", str(file), "--resume", "--output", str(tmp_path)]) == 2
-    assert "seed = 1, but the run has 0" in capsys.readouterr().err
+    assert "training.seed = 1, but the run has 0" in capsys.readouterr().err
     file.write_text(toml.dump(TrainConfig(layers=2, seed=1, resume=True, output=str(tmp_path))))
     assert cli.main(["train", str(file)]) == 2
-    assert "seed = 1, but the run has 0" in capsys.readouterr().err
+    assert "training.seed = 1, but the run has 0" in capsys.readouterr().err
     assert loop == []
 
 

@@ -123,7 +123,7 @@ def test_fraction_zero_holds_nothing_out(source, folder, tokenizer, tmp_path):
 
 def test_a_second_call_reads_the_cache(folder, tokenizer, tmp_path, monkeypatch):
     first = prepare(folder, tokenizer, cache=tmp_path / "cache")
-    monkeypatch.setattr(corpus._Job, "fill", None)  # tokenizing again would fail
+    monkeypatch.setattr(corpus._CorpusJob, "fill", None)  # tokenizing again would fail
     second = prepare(folder, tokenizer, cache=tmp_path / "cache")
     assert second.summary == first.summary
     assert np.array_equal(second.train.tokens, first.train.tokens)

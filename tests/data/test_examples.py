@@ -389,7 +389,7 @@ def test_a_parquet_column_of_messages(chat_tokenizer, tmp_path):
 def test_the_second_time_nothing_is_tokenized(write, llama_like, tmp_path, monkeypatch):
     path = write([{"prompt": "a", "completion": "b"}])
     first = prepare_examples(path, Completion(), llama_like, cache=tmp_path)
-    monkeypatch.setattr(module._Job, "fill", None)
+    monkeypatch.setattr(module._ExamplesJob, "fill", None)
     second = prepare_examples(path, Completion(), llama_like, cache=tmp_path)
     assert second.summary == first.summary
     copy = pickle.loads(pickle.dumps(second))  # as a DataLoader's spawned worker gets it
@@ -400,7 +400,7 @@ def test_data_tokenizer_options_and_template_each_change_the_key(write, chat_tok
     rows = [{"messages": CHAT, "prompt": "a", "completion": "b"}]
 
     def key(rows=rows, task=None, tokenizer=chat_tokenizer, limits=None):
-        return module._Job(
+        return module._ExamplesJob(
             write(rows), task or Chat(), Encoder(tokenizer), limits or Limits(), None
         ).key
 
@@ -443,18 +443,18 @@ def test_an_entry_that_others_made_meanwhile_is_used(write, llama_like, tmp_path
     """Another process publishes the same entry at the same time, under another name of the same data."""
     rows = [{"prompt": "the scale", "completion": " of a tile"}]
     mine, theirs = write(rows, "mine.jsonl"), write(rows, "theirs.jsonl")
-    fill = module._Job.fill
+    fill = module._ExamplesJob.fill
 
     def beside(job, append):
-        monkeypatch.setattr(module._Job, "fill", fill)
+        monkeypatch.setattr(module._ExamplesJob, "fill", fill)
         prepare_examples(theirs, Completion(), llama_like, cache=tmp_path)
         return fill(job, append)
 
-    monkeypatch.setattr(module._Job, "fill", beside)
+    monkeypatch.setattr(module._ExamplesJob, "fill", beside)
     assert prepare_examples(mine, Completion(), llama_like, cache=tmp_path).summary[
         "source"
     ] == str(mine)
-    monkeypatch.setattr(module._Job, "fill", None)
+    monkeypatch.setattr(module._ExamplesJob, "fill", None)
     assert prepare_examples(theirs, Completion(), llama_like, cache=tmp_path).summary[
         "source"
     ] == str(theirs)

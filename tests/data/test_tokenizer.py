@@ -243,7 +243,7 @@ def test_load_refuses_the_empty_tokenizer_of_a_model_without_one(tmp_path, name)
     getattr(transformers, name)().save_pretrained(tmp_path)
     with pytest.raises(
         DataError,
-        match=r"no tokenizer is there\. transformers makes a .* --tokenizer|no usable tokenizer",
+        match=r"no tokenizer is there\. transformers makes a .* --data.tokenizer|no usable tokenizer",
     ):
         load(tmp_path)
 

@@ -80,13 +80,13 @@ def test_busy_and_idle_are_the_whole(pairs, random):
 @pytest.mark.parametrize(
     ("setup", "words"),
     [
-        (dict(), ["--cuda-graph", "larger micro-batch", "--compile"]),
+        (dict(), ["--device.cuda-graph", "larger micro-batch", "--device.compile"]),
         (
             dict(graphs_refused="8-bit states"),
-            ["cannot be had: 8-bit states", "larger micro-batch", "--compile"],
+            ["cannot be had: 8-bit states", "larger micro-batch", "--device.compile"],
         ),
         (dict(graphs=True, compiled=True), ["larger micro-batch"]),
-        (dict(graphs=True, compiled=True, micro_batches=8), ["micro_batches = 8"]),
+        (dict(graphs=True, compiled=True, micro_batches=8), ["batch.micro_batches = 8"]),
     ],
 )
 def test_advice_names_what_is_left_to_change(setup, words):

@@ -95,7 +95,7 @@ def test_a_run_is_held_against_its_branch_by_the_control(family, capsys, gap, wo
 def test_without_a_control_the_next_step_is_named(family):
     found = lineage.compare(family(0.03)[:2])
     [note] = found.notes
-    require(note, "compare.no-control", "--micro-batches 2")
+    require(note, "compare.no-control", "--batch.micro-batches 2")
     assert found.judged[0].curve.outcome == "unknown"
 
 

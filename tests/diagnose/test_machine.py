@@ -12,7 +12,7 @@ from narrowgauge import recipes
 from narrowgauge.diagnose import machine
 from narrowgauge.ops.mm import spec as mm_spec
 from narrowgauge.ops.registry import Device
-from narrowgauge.ops.selfcheck import Result
+from narrowgauge.ops.selfcheck import CheckResult
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_gpus(simulate, capability, native):
 def test_what_checks_found_is_told(simulate, monkeypatch):
     simulate(cuda=(9, 0))
     assert "Checked here" not in machine.info()
-    right, wrong = Result(None, 0.25, 0.5), Result("it hides NaN on cuda:0", 0.0, 0.25)
+    right, wrong = CheckResult(None, 0.25, 0.5), CheckResult("it hides NaN on cuda:0", 0.0, 0.25)
     monkeypatch.setattr(
         machine,
         "RESULTS",

@@ -87,7 +87,7 @@ def test_suspects_are_confirmed_by_stretches(make, before_step):
     for each in found[0].confirmations:
         assert each.numbers["steps"] == 20 and each.numbers["noise"] >= 0 and each.hurts is not None
         assert any(each.words in line for line in found[0].sentences())
-    assert found[0].sentences()[-1].startswith('recipes = ["model.layers.')
+    assert found[0].sentences()[-1].startswith('recipe.layers = ["model.layers.')
 
 
 @pytest.mark.slow

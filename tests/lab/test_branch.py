@@ -120,7 +120,7 @@ def test_windows_stay_and_other_state_begins_anew(parent, tmp_path):
 
 def test_what_a_parent_cannot_give_is_refused_before_anything_is_written(parent, tmp_path):
     first, output = parent(), tmp_path / "new"
-    for given in ("--batch-size=8", "--seed=1", "--optimizer=lion", "--layers=3"):
+    for given in ("--batch.size=8", "--training.seed=1", "--optimizer=lion", "--model.layers=3"):
         key = given.partition("=")[0].removeprefix("--").replace("-", "_")
         command = ["train", "--from", f"{first}@3", "--output", str(output), given]
         cli_raises(command, ConfigError, "branch.changed", f"{key} =")
@@ -132,7 +132,7 @@ def test_places_that_cannot_be_are_refused(parent, tmp_path):
     for place, words in (
         (f"{first}@4", coded("run.no-checkpoint", "step 4")),
         (f"{first}@best", coded("run.no-best")),
-        (f"{first}", coded("branch.past-end", "--steps")),
+        (f"{first}", coded("branch.past-end", "--training.steps")),
     ):
         with raises(ConfigError, words):
             training.run(branched(place, str(tmp_path / "new")))
@@ -222,7 +222,7 @@ def test_a_guarded_parent_hands_its_guard_on(parent, tmp_path):
         step: loss for step, loss in tiny.losses(first).items() if step > 3
     }
     third = branch(first, 3, tmp_path / "wide", recipe="bf16")  # nothing is left to guard
-    assert 'guard = ""' in (third / "config.toml").read_text()
+    assert 'checks = ""' in (third / "config.toml").read_text()
 
 
 @pytest.mark.slow
@@ -240,7 +240,15 @@ def test_two_ranks_branch_from_a_run_of_theirs_and_go_on_with_its_bits(text, mak
         "train",
     ]
     first = make("parent", **SIZES, checkpoint_every=3, keep=9)
-    run_ok([*launch, *tiny.flags(first, text), "--keep=9", "--gradients=fp8", "--parallel=fsdp"])
+    run_ok(
+        [
+            *launch,
+            *tiny.flags(first, text),
+            "--checkpoint.keep=9",
+            "--parallel.gradients=fp8",
+            "--parallel=fsdp",
+        ]
+    )
     again, wide = tmp_path / "again", tmp_path / "wide"
     run_ok([*launch, "--from", f"{first.output}@3", "--output", again])
     run_ok(

@@ -59,7 +59,12 @@ def test_the_sick_product_is_found_and_the_run_is_left_alone(make, monkeypatch, 
     assert "It repeats: the losses that the run has logged of 25 steps, to the bit." in said.out
     assert "The first change that mends it: output alone in 16 bits." in said.out
     fix = " ".join(
-        ("narrowgauge train", f"--from {run}@30", "--switch 'bf16@30:output'", "--output NEW")
+        (
+            "narrowgauge train",
+            f"--from {run}@30",
+            "--recipe.switch 'bf16@30:output'",
+            "--output NEW",
+        )
     )
     assert fix in said.out and "0:00:" in said.err and "Validation at step 30: loss" in said.out
     assert contents(run) == before
@@ -72,7 +77,17 @@ def test_the_sick_product_is_found_and_the_run_is_left_alone(make, monkeypatch, 
     assert "output alone in 16 bits" in page and "product:grad_weight" in page
     new = run.parent / "NEW"
     assert (
-        main(["train", "--from", f"{run}@30", "--switch", "bf16@30:output", "--output", str(new)])
+        main(
+            [
+                "train",
+                "--from",
+                f"{run}@30",
+                "--recipe.switch",
+                "bf16@30:output",
+                "--output",
+                str(new),
+            ]
+        )
         == 0
     )
     mended = {each["name"]: each["losses"] for each in found["rungs"]}["product:output"]

@@ -14,7 +14,7 @@ pytest.importorskip("jinja2")
 
 from narrowgauge.lab import ladder_page as report
 
-FIX = "narrowgauge train --from 'a<b'@100 --switch 'bf16@100:output' --output NEW"
+FIX = "narrowgauge train --from 'a<b'@100 --recipe.switch 'bf16@100:output' --output NEW"
 
 
 def made(recipe="int8", lost=0, refused="", **gaps):

@@ -196,7 +196,7 @@ def test_a_spike_of_the_format_behind_one_of_the_data_is_no_second_of_the_data(
 def test_the_ladder_of_debugging_leaves_out_what_the_run_did(make, corrupt, capsys):
     config = make("run", on_spike="skip", keep=9, **LONG)
     assert training.run(config) == 0 and len(spikes(config)) == 1
-    assert main(["debug", config.output, "--at", "96", "--steps", "8"]) == 0
+    assert main(["debug", config.output, "--at", "96", "--training.steps", "8"]) == 0
     assert (
         "It repeats: the losses that the run has logged of 24 steps, to the bit."
         in capsys.readouterr().out
@@ -210,7 +210,7 @@ def test_a_run_that_has_left_out_enough_says_so(make, monkeypatch, corrupt):
     assert training.run(config) == 0
     [event] = spikes(config)
     assert event["left_out"] == [] and f"{spike_watch.MOST_SKIPS} batches" in event["sentence"]
-    assert "--on-spike" not in event["sentence"]
+    assert "--guard.on-spike" not in event["sentence"]
 
 
 @pytest.mark.parametrize("outcome", ["worse", "equivalent"], ids=["format", "data"])
@@ -324,5 +324,5 @@ def test_a_check_of_the_guard_begins_anew_after_a_skip(make, corrupt):
 
 
 def test_graphs_are_refused(make):
-    with pytest.raises(ConfigError, match="on_spike = 'warn': cuda_graph"):
+    with pytest.raises(ConfigError, match=r"guard.on_spike = 'warn': device.cuda_graph"):
         make(on_spike="warn", cuda_graph=True)

@@ -13,7 +13,7 @@ import torch
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4
 from narrowgauge.ops import selfcheck
-from narrowgauge.ops.hadamard import Codes, encoding
+from narrowgauge.ops.hadamard import EncodedRows, encoding
 from narrowgauge.ops.quantize import definition, tile_amax
 from narrowgauge.ops.quantize import selfcheck as casting
 from narrowgauge.ops.quantize.amax_state import update_amax
@@ -41,7 +41,7 @@ def spec(cast: Cast, **changes) -> Spec:
     return replace(Spec(HERE, torch.bfloat16, (64, 64), cast, noise), **changes)
 
 
-def examine(run, of: Spec, op: str = "quantize") -> selfcheck.Result:
+def examine(run, of: Spec, op: str = "quantize") -> selfcheck.CheckResult:
     check = casting.CHECKS[op]
     return selfcheck.examine("quantize", run, check, check.kind(of), CPU)
 
@@ -215,7 +215,7 @@ def test_the_rotation_passes(order, dtype):
 def changed(**parts):
     def run(x, hadamard, signs, *rest):
         found = encoding.reference_rotate_and_encode(x, hadamard, signs, *rest)
-        return Codes(
+        return EncodedRows(
             **{
                 **found._asdict(),
                 **{name: change(getattr(found, name)) for name, change in parts.items()},

@@ -89,13 +89,13 @@ def test_turning_forth_and_back_by_true_angles_is_the_identity():
     ],
 )
 def test_refusals_say_why(triton_installed, device, dtypes, head, is_empty, expected):
-    refusal = rotary.refuse(rotary.Spec(device, dtypes, head, is_empty))
+    refusal = rotary.refuse(rotary.RotarySpec(device, dtypes, head, is_empty))
     require(refusal, expected.code, *expected.values)
 
 
 def test_a_gpu_takes_the_kernel(triton_installed):
     assert (
-        rotary.KERNELS.choose(rotary.Spec(Device("cuda", (9, 0)), DTYPES[1], 128)).kernel.name
+        rotary.KERNELS.choose(rotary.RotarySpec(Device("cuda", (9, 0)), DTYPES[1], 128)).kernel.name
         == "triton"
     )
 

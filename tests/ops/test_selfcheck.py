@@ -21,7 +21,7 @@ from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.selfcheck import CHECK, flatten_cast, plain, unflatten_cast
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts
-from narrowgauge.ops.selfcheck import Result
+from narrowgauge.ops.selfcheck import CheckResult
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, DelayedScaling
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_CEIL, FP32, POW2
 from tests.ops import cublas
@@ -46,7 +46,7 @@ CASTS = {
 }
 
 
-def examine(run, lhs, rhs) -> Result:
+def examine(run, lhs, rhs) -> CheckResult:
     return selfcheck.examine("mm", run, CHECK, (plain(lhs), plain(rhs)), CPU)
 
 

@@ -23,9 +23,9 @@ from tests.raising import raises
 CPU = torch.device("cpu")
 
 
-def kind(states: str = "8bit", **changes) -> proof.Kind:
+def kind(states: str = "8bit", **changes) -> proof.StepKind:
     pair = STATES[states]
-    whole = proof.Kind(
+    whole = proof.StepKind(
         rules.ADAMW,
         False,
         pair.first,
@@ -39,7 +39,7 @@ def kind(states: str = "8bit", **changes) -> proof.Kind:
     return replace(whole, **changes)
 
 
-def failure(run, given: proof.Kind) -> str | None:
+def failure(run, given: proof.StepKind) -> str | None:
     """Why a step fails the check of the GPU's kernel, or None."""
     return selfcheck.examine(
         "optim", lambda param_steps, kept: run(param_steps), backends.CHECK, (given,), CPU
@@ -59,7 +59,7 @@ def failure(run, given: proof.Kind) -> str | None:
     ],
 )
 def test_a_device_gets_its_kernel(triton_installed, device, name, words):
-    choice = backends.KERNELS.choose(backends.Spec(device, rules.ADAMW))
+    choice = backends.KERNELS.choose(backends.BackendSpec(device, rules.ADAMW))
     assert choice.kernel.name == name and backends.words(choice) == words
 
 
@@ -69,7 +69,7 @@ def test_without_triton_a_gpu_says_what_is_missing(monkeypatch):
         "unavailable",
         lambda: "a reason of triton",
     )
-    choice = backends.KERNELS.choose(backends.Spec(Device("cuda", (9, 0)), rules.ADAMW))
+    choice = backends.KERNELS.choose(backends.BackendSpec(Device("cuda", (9, 0)), rules.ADAMW))
     assert choice.kernel.name == "torch" and backends.words(choice) == "a reason of triton"
 
 
@@ -229,7 +229,7 @@ def test_a_kernel_that_fails_its_check_is_refused_and_named(monkeypatch):
         with_one_bit_off(param_steps)
 
     monkeypatch.setattr(backends, "_step_by_triton", broken)
-    spec = backends.Spec(Device("cpu", index=0), rules.ADAMW, kind=kind())
+    spec = backends.BackendSpec(Device("cpu", index=0), rules.ADAMW, kind=kind())
     with pytest.warns(
         RuntimeWarning,
         match="optim: the triton kernel is not used, .* because its weight of tensor 1 after step 1 is wrong",

@@ -11,7 +11,7 @@ from torch import nn
 from narrowgauge.ops.cpp import build
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cpp import norm
-from narrowgauge.optim.cpp.norm import BLOCK, Blocks
+from narrowgauge.optim.cpp.norm import BLOCK, GradientBlocks
 from tests.compare import assert_same
 
 pytestmark = pytest.mark.skipif(bool(norm.LIBRARY.missing), reason=norm.LIBRARY.missing or "built")
@@ -31,7 +31,7 @@ def test_square_and_product(dtype, threads, monkeypatch):
     """Relative 2^-40: sums of 14,000 float64 squares, each within 2^-53."""
     monkeypatch.setattr(build, "parts", lambda elements: threads)
     own, theirs = gradients(dtype), gradients(dtype)
-    blocks = Blocks.of(own)
+    blocks = GradientBlocks.of(own)
     truth = sum(each.double().square().sum() for each in theirs)
     assert abs(float(blocks.square()) - float(truth)) <= 2**-40 * float(truth)
     blocks.multiply(0.3)
@@ -45,7 +45,7 @@ def test_sums_do_not_depend_on_threads(monkeypatch):
     found = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(build, "parts", lambda elements, threads=threads: threads)
-        found.append(Blocks.of(gradients(torch.float32)).square())
+        found.append(GradientBlocks.of(gradients(torch.float32)).square())
     assert found[0] == found[1] == found[2]
 
 
@@ -54,7 +54,7 @@ def test_one_element_is_seen_wherever_it_stands(special):
     """In the last place of a ragged tensor; what is subnormal or beyond float32's squares too."""
     given = [torch.zeros(2 * BLOCK + 5), torch.zeros(3)]
     given[0][-1] = special
-    square = float(Blocks.of(given).square())
+    square = float(GradientBlocks.of(given).square())
     wide = float(given[0][-1].double())
     assert square == wide * wide or (math.isnan(square) and math.isnan(special))
 
@@ -81,7 +81,7 @@ def test_a_clipped_gradient_is_torchs_product_with_the_factor(largest):
 
 
 def test_what_the_kernel_does_not_take():
-    assert Blocks.of([]) is None and Blocks.of([torch.zeros(0, 3)]) is None
-    assert Blocks.of([torch.zeros(4, dtype=torch.float64)]) is None
-    assert Blocks.of([torch.zeros(4, 4).T[:2]]) is None
-    assert Blocks.of([torch.zeros(4, device="meta")]) is None
+    assert GradientBlocks.of([]) is None and GradientBlocks.of([torch.zeros(0, 3)]) is None
+    assert GradientBlocks.of([torch.zeros(4, dtype=torch.float64)]) is None
+    assert GradientBlocks.of([torch.zeros(4, 4).T[:2]]) is None
+    assert GradientBlocks.of([torch.zeros(4, device="meta")]) is None

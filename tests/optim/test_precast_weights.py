@@ -23,7 +23,7 @@ from narrowgauge.formats import E4M3
 from narrowgauge.nn import plan as settings
 from narrowgauge.ops.mm import plan
 from narrowgauge.ops.quantize import precast_weight
-from narrowgauge.ops.registry import Choice, Kernel
+from narrowgauge.ops.registry import Kernel, KernelChoice
 from narrowgauge.optim import AdamW, in_backward, precast_weights
 from narrowgauge.optim.step import step_in_torch
 from narrowgauge.recipe import Cast, DelayedScaling
@@ -71,7 +71,7 @@ class Run:
         self.batches = torch.Generator().manual_seed(11)
 
     def kernel(self, param_step):
-        param_step.backend = None, Choice(WRITING, ())
+        param_step.backend = None, KernelChoice(WRITING, ())
         return WRITING
 
     def forward(self) -> torch.Tensor:

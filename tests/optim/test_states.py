@@ -166,10 +166,13 @@ def test_a_run_takes_the_same_names():
     )
     for name in (*moments.STATES, *states.FIRST, *PAIRS):
         assert TrainConfig(states=name).states == name
-    with pytest.raises(ConfigError, match=r"states = '8bit/fp4': must be one of .*Closest"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.states = '8bit/fp4': must be one of .*Closest"
+    ):
         TrainConfig(states="8bit/fp4")
     with pytest.raises(
-        ConfigError, match=r"names two moments, and lion keeps one. Give one, as states = '8bit'"
+        ConfigError,
+        match=r"names two moments, and lion keeps one. Give one, as optimizer.states = '8bit'",
     ):
         TrainConfig(states="8bit/fp16", optimizer="lion")
 

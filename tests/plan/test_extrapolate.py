@@ -9,7 +9,7 @@ import torch
 
 from narrowgauge.plan import count
 from narrowgauge.plan.extrapolate import FEW, MORE, extrapolated
-from narrowgauge.plan.moments import Moment, moments
+from narrowgauge.plan.moments import MemoryMoment, moments
 from tests.plan.test_count import HOPPER, llama
 from tests.selection import quick
 
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 
 def counted(
     layers: int, recipe: str, states: str, checkpointing: str | None, **options: Any
-) -> list[Moment]:
+) -> list[MemoryMoment]:
     return moments(
         count(
             llama(recipe, states, checkpointing, num_hidden_layers=layers, **SIZES, **options),
@@ -61,7 +61,7 @@ def test_a_deep_model_is_on_the_line_through_two_shallow_ones(
     given = (recipe, states, checkpointing)
     sizes = SIZES | {"tokens": tokens}
 
-    def at(layers: int) -> list[Moment]:
+    def at(layers: int) -> list[MemoryMoment]:
         build = llama(*given, num_hidden_layers=layers, **sizes, **options)
         return moments(count(build, HOPPER))
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import planned_ranks
 from narrowgauge.plan.forecast import Forecast
-from narrowgauge.plan.moments import Moment
+from narrowgauge.plan.moments import MemoryMoment
 from narrowgauge.plan.sharding import divided, micro_batches_in_flight
 from narrowgauge.train.parallel.pipeline import SCHEDULES
 
@@ -21,7 +21,7 @@ def moment(phase, **parts):
         tuple(name.split("/")) if "/" in name else (name, ""): size for name, size in parts.items()
     }
     total = sum(named.values())
-    return Moment(
+    return MemoryMoment(
         step=2, micro_batch=1, phase=phase, alive=total, end=total, allocated=total, reserved=total, parts=named, module=""
     )  # fmt: skip
 

@@ -128,7 +128,13 @@ def test_without_triton_plan_says_what_it_says_with_it(tmp_path):
         "vocab_size=512",
         "batch_size=4",
     ]
-    words = ["plan", "--card=h100", f"--recipe={recipe}", "--states=8bit", "--sequence-length=128"]
+    words = [
+        "plan",
+        "--card=h100",
+        f"--recipe={recipe}",
+        "--optimizer.states=8bit",
+        "--model.sequence-length=128",
+    ]
     words += [
         f"--{name.replace('_', '-')}={value}"
         for name, _, value in (each.partition("=") for each in settings)

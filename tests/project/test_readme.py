@@ -9,7 +9,7 @@
 
 An HTML comment right before a block says how the test differs from the reader:
 
-    <!-- test: --steps 2 -->          sh: appended to the block's `narrowgauge train` commands
+    <!-- test: --training.steps 2 -->          sh: appended to the block's `narrowgauge train` commands
     <!-- test: model = tiny() -->     python: put before the block; may span lines
     <!-- test skips: needs a GPU -->  not run, with the reason in the test's report
 """
@@ -159,8 +159,8 @@ def test_the_file_tree_is_the_one_on_disk():
 SAMPLE = """
 Text.
 
-<!-- test: --steps 2
-  --batch-size 1 -->
+<!-- test: --training.steps 2
+  --batch.size 1 -->
 ```sh
 $ narrowgauge train --data "my text.txt" \\
     --recipe fp8  # a remark
@@ -192,9 +192,9 @@ def test_blocks_are_understood():
         "my text.txt",
         "--recipe",
         "fp8",
-        "--steps",
+        "--training.steps",
         "2",
-        "--batch-size",
+        "--batch.size",
         "1",
     ]
     assert commands(shell) == [train, ["make", "test", "ARGS=-k x"]]

@@ -69,7 +69,7 @@ def test_what_an_alarm_was_laid_at_is_told_with_the_line_to_use():
     )
     assert found["sentences"][-1] == (
         "Step 20, inaccurate: a.down_proj:output. Confirmed, a.down_proj:output: in 8 steps all of the loss comes back. "
-        'In 16 bits: recipes = ["a.down_proj=bf16:output"].'
+        'In 16 bits: recipe.layers = ["a.down_proj=bf16:output"].'
     )
     found = guard.section(
         recorded(check(16, 0.05, "worse"), {**blame, "suspects": [], "confirmations": []})

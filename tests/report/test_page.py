@@ -584,7 +584,7 @@ def test_what_happened_is_told_in_order(tmp_path):
         "scaling window.",
         "Step 8: The loss jumped.",
         "Step 20: The steps from here to 25 are those of BF16.",
-        'Step 25: 1 product suspect: down_proj:output. In 16 bits with recipes = ["down_proj=bf16:output"].',
+        'Step 25: 1 product suspect: down_proj:output. In 16 bits with recipe.layers = ["down_proj=bf16:output"].',
         "Step 25: Alarm of the guard. The loss is higher.",
         "Step 26: No product is suspect.",
         "Step 30: idle for 5 ms. Compile the model.",

@@ -127,13 +127,13 @@ def test_other_settings_make_another_group_and_other_batches_no_verdict(six, tmp
     assert [group.name for group in found.groups] == [
         "bf16",
         "fp8-row",
-        "fp8-row, learning_rate = 0.002",
+        "fp8-row, optimizer.learning_rate = 0.002",
         "mxfp8",
     ]
     assert found.groups[-1].reason == "other batches at 30 steps"
     assert [each.runs.name for each in found.verdicts()] == [
         "fp8-row",
-        "fp8-row, learning_rate = 0.002",
+        "fp8-row, optimizer.learning_rate = 0.002",
     ]
 
 

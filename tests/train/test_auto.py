@@ -80,7 +80,9 @@ def test_on_a_cpu_the_run_says_that_nothing_is_faster(text, tmp_path, capsys, cp
 
 
 def test_save_is_a_recipes_own(text, tmp_path):
-    with pytest.raises(ConfigError, match="save = 'original': has no effect with recipe = 'auto'"):
+    with pytest.raises(
+        ConfigError, match=r"recipe.save = 'original': has no effect with recipe = 'auto'"
+    ):
         tiny.settings(text, tmp_path / "run", recipe="auto", save="original")
 
 

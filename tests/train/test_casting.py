@@ -9,7 +9,7 @@ import pytest
 
 from narrowgauge.nn import plan as layer_settings
 from narrowgauge.ops.mm import plan
-from narrowgauge.ops.registry import Choice
+from narrowgauge.ops.registry import KernelChoice
 from narrowgauge.optim import AdamW, precast_weights
 from narrowgauge.train import loop
 from tests.optim.test_precast_weights import WRITING
@@ -35,7 +35,7 @@ def test_a_run_whose_step_casts_learns_what_one_without_does(
     loop.run(settings(text, tmp_path / "without", **changes))
 
     def writing(optimizer, task):
-        task.backend = None, Choice(WRITING, ())
+        task.backend = None, KernelChoice(WRITING, ())
         return WRITING
 
     monkeypatch.setattr(precast_weights, "refuse_here", lambda weight, cast: "")

@@ -169,7 +169,9 @@ def test_a_checkpoint_of_another_run_is_refused_as_in_one_process(ranks, make):
     config = make("run", parallel="fsdp", steps=4)
     assert ranks(2)(trained, config) == [0, 0]
     said = ranks(2)(trained, replace(config, resume=True, steps=3))
-    assert_all_end(said, r"ConfigError: (rank 1: )?steps = 3: the run is at step 4 already")
+    assert_all_end(
+        said, r"ConfigError: (rank 1: )?training.steps = 3: the run is at step 4 already"
+    )
     (Path(config.output) / "config.toml").unlink()
     said = ranks(2)(trained, replace(config, resume=True, hidden_size=64))
     assert_all_end(
@@ -281,7 +283,7 @@ def test_two_ranks_then_one_then_four_then_two_are_one_process(tmp_path):
     settings.write_text(toml.dump(config), encoding="utf-8")
     chain = [
         (2, "stop 1 2", ["--parallel=fsdp"], ["rank-00000", "rank-00001"]),
-        (1, "stop 0 4", ["--resume", "--micro-batches=2"], []),
+        (1, "stop 0 4", ["--resume", "--batch.micro-batches=2"], []),
         (
             4,
             "stop 3 6",

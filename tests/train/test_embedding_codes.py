@@ -71,7 +71,7 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(make, before_ste
 def test_other_codes_are_no_resumption(make):
     config = make(embedding_codes="int4", checkpoint_every=3, steps=3)
     training.run(config)
-    with raises(ConfigError, "resume.changed", "embedding_codes = 'int8'"):
+    with raises(ConfigError, "resume.changed", "recipe.embedding_codes = 'int8'"):
         training.run(replace(config, resume=True, embedding_codes="int8", steps=6))
 
 

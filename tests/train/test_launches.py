@@ -49,7 +49,7 @@ def test_a_run_without_a_gpu_refuses_before_it_trains(text, tmp_path):
 
 
 def test_checkpointing_and_graphs_exclude_each_other(text, tmp_path):
-    with pytest.raises(ConfigError, match="does not work with checkpointing = 'full'"):
+    with pytest.raises(ConfigError, match=r"does not work with memory.checkpointing = 'full'"):
         settings(text, tmp_path / "run", cuda_graph=True, checkpointing="full")
 
 
@@ -100,11 +100,11 @@ def test_the_idle_time_of_a_step_is_logged_and_said(
     )
     assert len(losses(tmp_path / "run")) == 6, "the step that is measured counts"
     for sentence, value in zip(
-        event["advice"], ("--cuda-graph", "micro_batches =", "--compile"), strict=True
+        event["advice"], ("--device.cuda-graph", "micro_batches =", "--device.compile"), strict=True
     ):
         assert value in sentence
     said = capsys.readouterr().err
-    assert f"step {step}: {event['words']}" in said and "--cuda-graph" in said
+    assert f"step {step}: {event['words']}" in said and "--device.cuda-graph" in said
     assert event["words"] in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 

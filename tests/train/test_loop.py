@@ -401,7 +401,7 @@ def test_a_missing_model_folder(make, tmp_path):
 
 def test_a_sequence_longer_than_the_model_knows(model_folder, make):
     with raises(
-        ConfigError, "model.positions", "sequence_length = 32", "LlamaForCausalLM", "to 16"
+        ConfigError, "model.positions", "model.sequence_length = 32", "LlamaForCausalLM", "to 16"
     ):
         loop.run(make(model=str(model_folder), sequence_length=32, vocab_size=4096))
 
@@ -446,7 +446,7 @@ def test_a_second_run_in_the_same_folder(full):
 def test_compile_without_a_compiler(make, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with raises(ConfigError, "compile.no-compiler", "C++", "cpu", "--compile"):
+    with raises(ConfigError, "compile.no-compiler", "C++", "cpu", "--device.compile"):
         loop.run(make(compile=True))
     assert not (tmp_path / "run").exists()
 
@@ -456,13 +456,13 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
     import subprocess
 
     done = subprocess.run(
-        [PYTHON, "-m", "narrowgauge", "train", *tiny.flags(make(), text), "--compile"],
+        [PYTHON, "-m", "narrowgauge", "train", *tiny.flags(make(), text), "--device.compile"],
         env={"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
         cwd=ROOT, capture_output=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert (
-        "narrowgauge: --compile true: torch.compile needs a C++ compiler on cpu, and there is none."
+        "narrowgauge: --device.compile true: torch.compile needs a C++ compiler on cpu, and there is none."
         in done.stderr
     )
 

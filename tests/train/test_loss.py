@@ -253,6 +253,6 @@ def test_slices_are_refused_where_the_head_is_not_apart(model):
         Objective.of(head, torch.bfloat16, TrainConfig(loss="slices"))
     with pytest.raises(
         InvalidSettings,
-        match="loss = 'slices': parallel = 'fsdp=2,tp=2' cuts the words of the head",
+        match=r"training.loss = 'slices': parallel = 'fsdp=2,tp=2' cuts the words of the head",
     ):
         TrainConfig(loss="slices", parallel="fsdp=2,tp=2")

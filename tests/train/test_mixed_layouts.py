@@ -150,7 +150,7 @@ def test_under_torchrun(make, text):
         make("alone", steps=4, micro_batches=4),
     )
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    more = ["--parallel=fsdp=2,pp=2", "--micro-batches=2"]
+    more = ["--parallel=fsdp=2,pp=2", "--batch.micro-batches=2"]
     run([*torchrun, PROGRAM, "stop", "3", "2", "train", *tiny.flags(config, text), *more])
     assert list(tiny.losses(Path(config.output))) == [1, 2]
     assert loop.run(replace(config, resume=True, micro_batches=4)) == 0 and loop.run(alone) == 0
@@ -200,4 +200,4 @@ def test_copies_of_a_stage_that_drift_apart_are_named(ranks, make):
 @pytest.mark.slow
 def test_too_few_micro_batches_of_a_rank_are_refused(ranks, make):
     said = sorted(ranks(4)(trained, make(parallel="fsdp=2,pp=2", batch_size=4, micro_batches=1)))
-    assert "micro_batches = 1: fewer than the 2 stages of the pipeline" in said[0]
+    assert "batch.micro_batches = 1: fewer than the 2 stages of the pipeline" in said[0]

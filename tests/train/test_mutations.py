@@ -333,7 +333,7 @@ def test_the_best_weights_of_another_model_are_not_exported(copied):
         (
             ConfigError("AdamW: exp_avg is float32, here int8."),
             CheckpointError,
-            "does not fit this run: .*--states fp32",
+            "does not fit this run: .*--optimizer.states fp32",
         ),
         (ValueError("numpy_key is short"), CheckpointError, "numpy_key is short"),
     ],

@@ -12,21 +12,21 @@ FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps
     ("changes", "said"),
     [
         ({}, []),
-        ({"learning_rate": 1e-3}, ["learning_rate = 0.001 "]),
+        ({"learning_rate": 1e-3}, ["optimizer.learning_rate = 0.001 "]),
         ({"learning_rate": 1e-3, "model": ""}, []),
         ({"learning_rate": 1e-3, "from_scratch": True}, []),
         ({"learning_rate": 1e-3, "optimizer": "sgd"}, []),
-        ({"steps": 20}, ["warmup_steps = 20 does not end within the 20 steps"]),
+        ({"steps": 20}, ["optimizer.warmup_steps = 20 does not end within the 20 steps"]),
         ({"steps": 21}, []),
         ({"steps": 2, "warmup_steps": 0}, []),
         ({"recipe": "int4-hq-lss"}, []),
         (
             {"recipe": "int4-hq-lss", "compile": True},
-            ["compile = true with int4-hq-lss: code is made anew"],
+            ["device.compile = true with int4-hq-lss: code is made anew"],
         ),
         (
             {"layers_recipe": {"up_proj": "int4-hq-lss"}, "compile": True},
-            ["compile = true with int4-hq-lss: "],
+            ["device.compile = true with int4-hq-lss: "],
         ),
         ({"recipe": "int4-hq-bs", "compile": True}, []),
         ({"recipe": "none", "compile": True}, []),
@@ -41,7 +41,10 @@ FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps
         ({"recipe": "fp8", "compare": "fp8-current", "layers_recipe": {"up_proj": "bf16"}}, []),
         ({"recipe": "fp8", "compare": "fp8-current", "switch": "bf16@80%"}, []),
         ({"recipe": "fp8", "compare": "fp8-row"}, []),
-        ({"steps": 9, "learning_rate": 2e-3}, ["learning_rate = 0.002 ", "warmup_steps = 20 "]),
+        (
+            {"steps": 9, "learning_rate": 2e-3},
+            ["optimizer.learning_rate = 0.002 ", "optimizer.warmup_steps = 20 "],
+        ),
     ],
     ids=str,
 )

@@ -78,7 +78,7 @@ def test_every_kind_of_optimizer_resumes_exactly(make, before_step, settings):
     assert loop.run(config) == 75
     assert loop.run(replace(config, resume=True)) == 0
     assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
-    with raises(ConfigError, "resume.changed", "states = 'fp32'"):
+    with raises(ConfigError, "resume.changed", "optimizer.states = 'fp32'"):
         loop.run(replace(config, resume=True, states="fp32", steps=9))
 
 
@@ -175,13 +175,13 @@ def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(make):
     loop.run(config)
     stored = Path(config.output, "config.toml")
     before = stored.read_text("utf-8")
-    with raises(ConfigError, "resume.steps", "--steps 2"):
+    with raises(ConfigError, "resume.steps", "--training.steps 2"):
         loop.run(replace(config, steps=1, resume=True))
     with raises(StorageError, "storage.refused", "use"):
         loop.run(replace(config, cache="/dev/null/cache", resume=True))
     assert stored.read_text("utf-8") == before
     assert loop.run(replace(config, eval_every=1, resume=True)) == 0
-    assert "eval_every = 1" in stored.read_text("utf-8")
+    assert "\nevery = 1\n" in stored.read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -291,11 +291,11 @@ def test_all_damaged(copy, text, capfd):
         ({"recipe": "mxfp8"}, coded("resume.other-settings", "recipe = 'fp8-current'", "'mxfp8'")),
         (
             {"layers_recipe": {"lm_head": "bf16"}},
-            coded("resume.other-settings", "recipes = {}", "{'lm_head': 'bf16'}"),
+            coded("resume.other-settings", "recipe.layers = {}", "{'lm_head': 'bf16'}"),
         ),
         (
             {"precision": "bf16-o2"},
-            coded("resume.other-settings", "precision = 'amp-bf16'", "'bf16-o2'"),
+            coded("resume.other-settings", "recipe.precision = 'amp-bf16'", "'bf16-o2'"),
         ),
     ],
     ids=["size", "windows", "recipe", "recipes", "precision"],
@@ -335,7 +335,7 @@ def test_a_checkpoint_of_before_the_keep_list_resumes_with_none(make, monkeypatc
     config.write_text(config.read_text("utf-8").replace('keep_float32 = "none"', ""), "utf-8")
     changed = replace(plain, keep_float32="", resume=True, steps=3)
     with raises(
-        CheckpointError, "resume.other-settings", "keep_float32 = 'none'", "'norms,softmax'"
+        CheckpointError, "resume.other-settings", "recipe.keep_float32 = 'none'", "'norms,softmax'"
     ):
         loop.run(changed)
     assert loop.run(replace(changed, keep_float32="none")) == 0
@@ -410,7 +410,11 @@ def test_killed_in_another_process_and_resumed_in_this_one(make, text):
     assert loop.run(reference) == 0
     folder = Path(config.output)
     code, printed = signal_after(
-        start(config, text, "--states=8bit"), folder, "", '"checkpoint", "step": 4', signal.SIGKILL
+        start(config, text, "--optimizer.states=8bit"),
+        folder,
+        "",
+        '"checkpoint", "step": 4',
+        signal.SIGKILL,
     )
     assert code == -signal.SIGKILL, printed
     assert 4 <= store.newest_valid(folder / "checkpoints")[0].step < 40

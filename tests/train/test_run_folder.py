@@ -165,9 +165,7 @@ def test_a_resumed_run_may_change_how_long_and_where(change):
 def test_a_resumed_run_may_not_become_another():
     stored = TrainConfig()
     free = {"steps", "device", "threads", "compile", "micro_batches", "cache"}
-    fixed = {
-        each.name for each in dataclasses.fields(stored) if each.metadata["group"] != "run"
-    } - free
+    fixed = {each.name for each in dataclasses.fields(stored) if not each.metadata["free"]} - free
     assert {
         "hidden_size",
         "data",
@@ -180,5 +178,5 @@ def test_a_resumed_run_may_not_become_another():
     } <= fixed
     with pytest.raises(ConfigError) as caught:
         refuse_other_run(stored, TrainConfig(layers=2, layers_recipe={"lm_head": "bf16"}))
-    assert "layers = 2, but the run has 6" in str(caught.value)
-    assert "recipes = {'lm_head': 'bf16'}, but the run has {}" in str(caught.value)
+    assert "model.layers = 2, but the run has 6" in str(caught.value)
+    assert "recipe.layers = {'lm_head': 'bf16'}, but the run has {}" in str(caught.value)

@@ -135,7 +135,7 @@ REFUSED = [
         {"parallel": "tp=2", "activations": "fp8"},
         coded("parallel.activations", "parallel = 'tp=2'"),
     ),
-    ({"parallel": "tp=2,sp", "fuse": True}, coded("parallel.fuse", "fuse = true")),
+    ({"parallel": "tp=2,sp", "fuse": True}, coded("parallel.fuse", "recipe.fuse")),
     ({"parallel": "sp"}, coded("parallel.sp-without-tp", "'tp=2,sp'")),
     ({"parallel": "tp=2,sp=2"}, coded("parallel.sp-number", "'sp=2'")),
 ]

@@ -292,15 +292,15 @@ def test_messages_of_8_bits_are_a_setting_and_a_rank_holds_its_stages_alone(rank
 # --- bad input
 
 WRONG = [
-    ({"micro_batches": 1}, coded("pipeline.micro-batches", "micro_batches = 1", "2 stages", "'1F1B' on 2 ranks")),
+    ({"micro_batches": 1}, coded("pipeline.micro-batches", "batch.micro_batches = 1", "2 stages", "'1F1B' on 2 ranks")),
     ({"schedule": "ZBVZeroBubble", "layers": 2, "micro_batches": 4}, coded("pipeline.blocks", "2 blocks", "4 stages")),
     ({"schedule": "Interleaved1F1B", "layers": 4, "micro_batches": 5, "batch_size": 5},
-     coded("pipeline.schedule", "schedule = 'Interleaved1F1B'")),
+     coded("pipeline.schedule", "parallel.schedule = 'Interleaved1F1B'")),
     ({"compile": True}, coded("parallel.compiled", "compile")),
-    ({"gradients": "fp8"}, coded("parallel.no-gradients", "gradients = 'fp8'")),
-    ({"weights": "codes"}, coded("parallel.weights", "weights = 'codes'", "'pp=2'")),
+    ({"gradients": "fp8"}, coded("parallel.no-gradients", "parallel.gradients = 'fp8'")),
+    ({"weights": "codes"}, coded("parallel.weights", "parallel.weights = 'codes'", "'pp=2'")),
     ({"freeze": "embed*,layers.0"}, coded("pipeline.all-frozen", "stage 0 of 2")),
-    ({"parallel": "fsdp=2", "activations": "fp8"}, coded("parallel.activations", "activations = 'fp8'", "'fsdp=2'")),
+    ({"parallel": "fsdp=2", "activations": "fp8"}, coded("parallel.activations", "parallel.activations = 'fp8'", "'fsdp=2'")),
 ]  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(make, before_step, reports, 
         **SIZES, **INSIDE, clip_by=clip_by, states="8bit", checkpoint_every=1, recipe="fp8-current"
     )
     before_step(3, poison)
-    words = "clip_by = " if clip_by == "previous" else "The weights are those of step 2"
+    words = "clip_by =" if clip_by == "previous" else "The weights are those of step 2"
     with raises(NumericsError, "loss.not-finite", words):
         loop.run(config)
     folder = Path(config.output)
@@ -160,5 +160,7 @@ def test_what_steps_in_backward_cannot_have_is_refused(make):
             stepping.refuse(config, layout(text, world))
     stepping.refuse(config, layout("fsdp", 2))
     stepping.refuse(make(micro_batches=2), layout("dp", 2))
-    with raises(ConfigError, "in-backward.parallel", "held_gradients = 'fp8'", "parallel = 'dp=2'"):
+    with raises(
+        ConfigError, "in-backward.parallel", "optimizer.held_gradients = 'fp8'", "parallel = 'dp=2'"
+    ):
         stepping.refuse(make(held_gradients="fp8"), layout("dp", 2))

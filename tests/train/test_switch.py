@@ -107,7 +107,7 @@ def test_switches_that_fit_no_layer_are_refused_before_the_first_step(make, chan
 
 
 def test_unknown_recipes_are_refused_by_the_command_line(tmp_path, capsys):
-    assert main(["train", "--switch=fp8-rows@50%", f"--output={tmp_path / 'run'}"]) == 2
+    assert main(["train", "--recipe.switch=fp8-rows@50%", f"--output={tmp_path / 'run'}"]) == 2
     assert "no recipe 'fp8-rows'. Closest: 'fp8-row'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -173,9 +173,9 @@ def test_other_steps_may_not_move_what_has_happened(make, before_step):
     config = make("moved", recipe="mxfp4", switch="bf16@50%")
     before_step(5, stop)
     assert loop.run(config) == 75
-    with raises(ConfigError, "resume.switches", "steps = 12", "step 5", "['bf16@50%']"):
+    with raises(ConfigError, "resume.switches", "training.steps = 12", "step 5", "['bf16@50%']"):
         loop.run(replace(config, resume=True, steps=12))
-    with raises(ConfigError, "resume.changed", "switch = ''"):
+    with raises(ConfigError, "resume.changed", "recipe.switch = ''"):
         loop.run(replace(config, resume=True, switch=""))
     assert loop.run(replace(config, resume=True)) == 0
 

@@ -311,7 +311,7 @@ def test_one_process_refuses_two(make):
 
 def test_a_batch_that_ranks_cannot_share_is_refused(ranks, make):
     said = sorted(ranks(2)(trained, make(batch_size=3)))
-    assert "batch_size = 3: must be a multiple of 2, the micro-batches of 2 ranks" in "".join(said)
+    assert "batch.size = 3: must be a multiple of 2, the micro-batches of 2 ranks" in "".join(said)
 
 
 def joined(monkeypatch, **variables):
@@ -442,7 +442,7 @@ def test_a_rank_that_dies_is_named(make, text):
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_within_the_time_out(make, text):
     said, spent_s = torchrun(
-        make(steps=100), text, "hang 1 3", ["--timeout-s=30"], ["--shutdown-timeout", "1"]
+        make(steps=100), text, "hang 1 3", ["--parallel.timeout-s=30"], ["--shutdown-timeout", "1"]
     )
     [line] = told(said)
     assert re.search(

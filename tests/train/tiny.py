@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.train.checkpoint import store
-from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.settings import TrainConfig, key_of
 from tests.compare import bits
 
 WORDS = [
@@ -69,7 +69,8 @@ def flags(config: TrainConfig, text: Path) -> list[str]:
         "precision": config.precision,
     }
     values |= {"data": text, "cache": text.parent / "cache", "output": config.output}
-    return [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
+    keys = {name: key_of(each) for name, each in TrainConfig.__dataclass_fields__.items()}
+    return [f"--{keys[name].replace('_', '-')}={value}" for name, value in values.items()]
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@
                                                    # that runs forward and backward
     found = blame(model, batch, baseline=sound)    # at a later step, or without a baseline
     print(found)                                   # a table, sentences, and the setting to use:
-                                                   # recipes = ["layers.1.up_proj=bf16:grad_weight"]
+                                                   # recipe.layers = ["layers.1.up_proj=bf16:grad_weight"]
 
 Each GEMM (output, grad_input, grad_weight) of each converted Linear is measured in one step
 (`measure`) and judged (`judge`), and the first suspects are confirmed (`confirm`). Model, amax

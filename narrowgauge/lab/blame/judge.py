@@ -35,7 +35,7 @@ from narrowgauge.lab.blame.recast import SCALE_OFF
 from narrowgauge.lab.blame.watch import OPERANDS, Key
 
 if TYPE_CHECKING:
-    from narrowgauge.lab.blame.measure import Operand, Product
+    from narrowgauge.lab.blame.measure import OperandSums, Product
 
 LIMIT = 1.5
 LIMIT_OF_INTEGERS = 4.0
@@ -283,7 +283,7 @@ def judged_by(findings: Iterable[Finding], baseline: Baseline) -> list[Finding]:
     return sorted(judged, key=lambda each: each.score, reverse=True)
 
 
-def _reading(role: str, seen: Operand, expected: Expected) -> Reading:
+def _reading(role: str, seen: OperandSums, expected: Expected) -> Reading:
     there = max(seen.nonzero, 1)
     return Reading(
         role=role, format=seen.format, error=seen.off, expected=expected.error,
@@ -302,7 +302,7 @@ def _kinds(
 
     The error is the median over quantized operands; `is_integer` if most operands are integers.
     """
-    members: dict[tuple[str, Any, str], list[Operand]] = {}
+    members: dict[tuple[str, Any, str], list[OperandSums]] = {}
     for (layer, product), seen in products.items():
         gemm = getattr(recipes[layer], product)
         for role, operand in zip(OPERANDS[product], (seen.lhs, seen.rhs), strict=True):

@@ -51,7 +51,7 @@ PROMOTED = 128  # FP8 products between two float32 sums if accumulation is not f
 
 
 @dataclass
-class Operand:
+class OperandSums:
     """Sums over one operand of a GEMM, finite elements only.
 
     format       its cast, or its 16-bit dtype
@@ -87,7 +87,7 @@ class Operand:
         """|codes - original| / |original|."""
         return _ratio(self.error, self.size)
 
-    def take(self, other: Operand) -> None:
+    def take(self, other: OperandSums) -> None:
         for each in ("error", "size", "saturated", "underflown", "nonzero"):
             setattr(self, each, getattr(self, each) + getattr(other, each))
         for each in ("used", "present"):
@@ -150,8 +150,8 @@ class Product:
     calls       number of calls
     """
 
-    lhs: Operand = field(default_factory=Operand)
-    rhs: Operand = field(default_factory=Operand)
+    lhs: OperandSums = field(default_factory=OperandSums)
+    rhs: OperandSums = field(default_factory=OperandSums)
     far: float = 0.0
     size: float = 0.0
     incoherent: float = 0.0

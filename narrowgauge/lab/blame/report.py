@@ -79,7 +79,7 @@ class Blame:
     @property
     def setting(self) -> str:
         """Line for a configuration file, or ''."""
-        return f"recipes = {json.dumps(self.recipes)}" if self.suspects else ""
+        return f"recipe.layers = {json.dumps(self.recipes)}" if self.suspects else ""
 
     def sentences(self) -> list[str]:
         """Sentences on the result; the last one is the setting to use, if there are suspects."""

@@ -172,7 +172,9 @@ def refuse_metric(config: TrainConfig, metric: str) -> None:
             )
         replace(config, best=metric)
     except InvalidSettings as error:
-        raise ConfigError(str(error).replace("best = ", "metric = "), code="study.best") from None
+        raise ConfigError(
+            str(error).replace("task.best = ", "metric = "), code="study.best"
+        ) from None
 
 
 # The folder
@@ -231,9 +233,9 @@ class StudyFolder:
             f"{key_of(each)} = {shown(getattr(study.config, each.name))}, but the study has {shown(getattr(before, each.name))}"
             for before in (toml.load_stored(self.config),)
             for each in fields(TrainConfig)
-            # Settings that affect no number (group "run", MAY_CHANGE) may differ, except the length
+            # Settings that affect no number (declared free, MAY_CHANGE) may differ, except the length
             # of training.
-            if each.metadata["group"] != "run" and each.name not in MAY_CHANGE - {"steps", "epochs"} and each.name not in OF_RUNS
+            if not each.metadata["free"] and each.name not in MAY_CHANGE - {"steps", "epochs"} and each.name not in OF_RUNS
             and getattr(study.config, each.name) != getattr(before, each.name)
         ]  # fmt: skip
         if changes:

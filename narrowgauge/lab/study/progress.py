@@ -63,7 +63,7 @@ def reached(job: Job) -> Reached:
     return Reached()
 
 
-class Progress:
+class StudyProgress:
     """Shows progress: a bar on a terminal, else a line every EVERY_S seconds.
 
     jobs   all runs of the study

@@ -24,7 +24,7 @@ from narrowgauge.errors import EXIT_CANNOT_TELL, ConfigError, OutOfMemoryError
 from narrowgauge.lab.study import room
 from narrowgauge.lab.study.plan import Job, Study, StudyFolder, refuse_metric
 from narrowgauge.lab.study.pool import Pool
-from narrowgauge.lab.study.progress import Progress
+from narrowgauge.lab.study.progress import StudyProgress
 from narrowgauge.report import groups, several
 from narrowgauge.report.run_data import read_alone
 from narrowgauge.storage import reading
@@ -39,7 +39,7 @@ from narrowgauge.train.signals import StopRequest
 
 
 @dataclass(frozen=True)
-class Result:
+class StudyResult:
     """Outcome of a study.
 
     exit_code  see `run`
@@ -52,7 +52,7 @@ class Result:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
-def run(study: Study) -> Result:
+def run(study: Study) -> StudyResult:
     """Trains missing runs, computes the verdicts, and writes the report.
 
     Exit codes:
@@ -101,7 +101,7 @@ def run(study: Study) -> Result:
         _train(study, facts, config.steps, most, devices, stop)
         if stop.requested:
             tell("Continue: the same command.")
-            return Result(stop.exit_code)
+            return StudyResult(stop.exit_code)
         return _conclude(study, folder, facts)
 
 
@@ -159,7 +159,7 @@ def _train(
 ) -> None:
     """Trains missing runs; adds failures to `facts`."""
     folder, jobs, threads = StudyFolder(study.output), study.jobs(), facts["threads"]
-    with Progress(jobs, steps, most) as progress:
+    with StudyProgress(jobs, steps, most) as progress:
         progress.over = {job.name: why for job in jobs if (why := _over(job)) is not None}
         missing = [job for job in jobs if job.name not in progress.over]
         words = (
@@ -210,7 +210,7 @@ def _over(job: Job) -> str | None:
     return why if why in ("", NOT_FINITE) else None
 
 
-def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Result:
+def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> StudyResult:
     """Computes the verdicts, prints and logs them, and writes the report."""
     # The numbers of seeds at which verdicts were computed: repeated looks weaken the evidence.
     facts["looks"] = list(dict.fromkeys([*facts["looks"], len(study.seeds)]))
@@ -244,4 +244,4 @@ def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> Resul
         code = EXIT_CANNOT_TELL
     for name, why in failed.items():
         tell(f"{name} failed: {why}. The same command tries it again.")
-    return Result(code, verdicts, failed)
+    return StudyResult(code, verdicts, failed)

@@ -50,7 +50,7 @@ from torch import Tensor
 from narrowgauge.errors import ShapeError
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.hadamard import cpp, definition
-from narrowgauge.ops.hadamard.definition import Codes, hadamard_matrix, unpack_bits
+from narrowgauge.ops.hadamard.definition import EncodedRows, hadamard_matrix, unpack_bits
 from narrowgauge.ops.registry import Device, Kernel, Registry, device_of, facts_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from narrowgauge.recipe import Hadamard
 
 __all__ = [
-    "KERNELS", "Codes", "Functions", "decode", "draw_signs", "encode", "hadamard_matrix", "plan",
+    "KERNELS", "EncodedRows", "Functions", "decode", "draw_signs", "encode", "hadamard_matrix", "plan",
     "rotate", "rotated_length", "unpack_bits", "unrotate",
 ]  # fmt: skip
 
@@ -194,9 +194,9 @@ def encode(
     packed: bool = False,
     bits: bool = False,
     backend: str | None = None,
-) -> Codes:
-    """Encode y [outer, n]. Codes.packed and Codes.bits are None unless they are requested."""
-    return Codes(*_functions(backend, y, scale).encode(y, scale, format, packed, bits))
+) -> EncodedRows:
+    """Encode y [outer, n]. `packed` and `bits` are None unless they are requested."""
+    return EncodedRows(*_functions(backend, y, scale).encode(y, scale, format, packed, bits))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-class Codes(NamedTuple):
+class EncodedRows(NamedTuple):
     """Result of `encode`.
 
     codes   int8 [outer, n]
@@ -134,7 +134,7 @@ def _times_hadamard(x: Tensor, matrix: Tensor) -> Tensor:
 def encode(
     y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the fields of `Codes`."""
+    """Return the fields of `EncodedRows`."""
     parts = [_encoded(y[each], scale, format, packed, bits) for each in row_chunks(y)]
     if len(parts) == 1:
         return parts[0]

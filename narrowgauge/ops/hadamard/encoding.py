@@ -28,7 +28,7 @@ from torch import Tensor
 
 from narrowgauge.formats import INT4, Format, IntFormat
 from narrowgauge.ops.hadamard import (
-    Codes,
+    EncodedRows,
     encode,
     hadamard_matrix,
     rotate,
@@ -36,7 +36,7 @@ from narrowgauge.ops.hadamard import (
     unpack_bits,
 )
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_facts, device_of
-from narrowgauge.ops.selfcheck import Check, Comparison
+from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison
 from narrowgauge.ops.triton import cast_constants, refuse_tensors
 from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
 from narrowgauge.recipe import Cast, Hadamard
@@ -66,7 +66,7 @@ class Outputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spec:
+class EncodingSpec:
     """Properties of a call that decide which kernel is chosen. order: matrix order b."""
 
     device: Device
@@ -76,7 +76,7 @@ class Spec:
     format: Format
 
 
-def refuse(spec: Spec) -> Refusal | None:
+def refuse(spec: EncodingSpec) -> Refusal | None:
     """Return the reason why the Triton kernel does not compute this, or None."""
     if (refusal := refuse_tensors(spec.device, (spec.dtype,), 0 in spec.shape)) is not None:
         return refusal
@@ -97,7 +97,7 @@ def run_triton(
     format: Format,
     packed: bool,
     bits: bool,
-) -> Codes:
+) -> EncodedRows:
     """Launch the Triton kernel; see the module."""
     x = x.detach() if x.stride(1) == 1 or x.shape[1] == 1 else x.detach().contiguous()
     rows, columns = x.shape
@@ -113,7 +113,7 @@ def run_triton(
         C=cast_constants.constants_of(Cast(format=format), capability), ORDER=hadamard.block,
         PIECES=3 if x.dtype == torch.float32 else 1, ROWS=ROWS, COLUMNS=COLUMNS, warps=WARPS,
     )  # fmt: skip
-    return Codes(out.codes.view(format.storage), out.packed, out.bits)
+    return EncodedRows(out.codes.view(format.storage), out.packed, out.bits)
 
 
 def reference_rotate_and_encode(
@@ -124,7 +124,7 @@ def reference_rotate_and_encode(
     format: Format,
     packed: bool,
     bits: bool,
-) -> Codes:
+) -> EncodedRows:
     """Definition: `rotate` and then `encode`."""
     return encode(rotate(x, hadamard, signs), scale, format, packed=packed, bits=bits)
 
@@ -139,8 +139,8 @@ def rotation_is_fused(x: Tensor, hadamard: Hadamard, format: Format) -> bool:
     return KERNELS.choose(_spec(x, hadamard, format)).kernel.name != "reference"
 
 
-def _spec(x: Tensor, hadamard: Hadamard, format: Format) -> Spec:
-    return Spec(device_of(x), x.dtype, (x.shape[0], x.shape[1]), hadamard.block, format)
+def _spec(x: Tensor, hadamard: Hadamard, format: Format) -> EncodingSpec:
+    return EncodingSpec(device_of(x), x.dtype, (x.shape[0], x.shape[1]), hadamard.block, format)
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def rotate_and_encode(
     packed: bool = False,
     bits: bool = False,
     backend: str | None = None,
-) -> Codes:
+) -> EncodedRows:
     """Rotate and encode x [outer, inner] -> Codes of [outer, inner in whole blocks].
 
     signs  [inner in whole blocks] float32 or None, see `draw_signs`
@@ -171,7 +171,9 @@ NAN_ROW, NAN_COLUMN = 17, 203
 Kind = tuple[int, Format, torch.dtype]
 
 
-def _compare(run: Callable[..., Codes], kind: Kind, device: torch.device) -> Iterator[Comparison]:
+def _compare(
+    run: Callable[..., EncodedRows], kind: Kind, device: torch.device
+) -> Iterator[OutputComparison]:
     order, format, dtype = kind
     hadamard = Hadamard(block=order, signs="random")
     whole, generator = rotated_length(SAMPLE[1], hadamard), torch.Generator().manual_seed(SEED)
@@ -189,26 +191,26 @@ def _compare(run: Callable[..., Codes], kind: Kind, device: torch.device) -> Ite
         filled = torch.nn.functional.pad(x.to(torch.float64), (0, whole - x.shape[1])) * signs
         ratio = (filled.reshape(-1, order) @ matrix).reshape(len(x), whole) / float(scale)
         bound = torch.where(ratio.isnan(), 0.0, 0.5 + SLACK)
-        yield Comparison(
+        yield OutputComparison(
             "codes", got.codes, ratio.nan_to_num(nan=0.0).clamp(-format.max, format.max), bound
         )
         # Written with ~ and <= so that NaN is certain too: it counts as clipped.
         certain = ~((ratio.abs() - format.max).abs() <= SLACK)
         inside = unpack_bits(got.bits.to("cpu"), whole)
-        yield Comparison(
+        yield OutputComparison(
             "bits of what was not clipped", inside & certain, (ratio.abs() <= format.max) & certain
         )
-        yield Comparison("packed codes", got.packed, format.pack(got.codes.to("cpu")))
+        yield OutputComparison("packed codes", got.packed, format.pack(got.codes.to("cpu")))
 
 
 _EXAMPLES = [
-    Spec(Device("cpu"), dtype, SAMPLE, order, INT4)
+    EncodingSpec(Device("cpu"), dtype, SAMPLE, order, INT4)
     for order in (16, 32, 64)
     for dtype in (torch.float32, torch.bfloat16)
 ]
-CHECK: Check[Spec] = Check(
+CHECK: KernelCheck[EncodingSpec] = KernelCheck(
     lambda spec: (spec.order, spec.format, spec.dtype), _compare, lambda: _EXAMPLES
 )
-KERNELS: Registry[Spec] = Registry("rotate_and_encode")
+KERNELS: Registry[EncodingSpec] = Registry("rotate_and_encode")
 KERNELS.register(Kernel("triton", refuse, run_triton, check=lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, reference_rotate_and_encode, by_torch=True))

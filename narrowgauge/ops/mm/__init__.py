@@ -36,8 +36,8 @@ from narrowgauge.errors import ShapeError
 from narrowgauge.ops.mm import definition
 from narrowgauge.ops.mm.spec import MmSpec, refuse
 from narrowgauge.ops.registry import (
-    Choice,
     Kernel,
+    KernelChoice,
     Refusal,
     Registry,
     constant_while_compiling,
@@ -48,10 +48,10 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.selfcheck import Check
+    from narrowgauge.ops.selfcheck import KernelCheck
 
 
-def check_of_products() -> Check[MmSpec]:
+def check_of_products() -> KernelCheck[MmSpec]:
     """Return the self-check of the GEMMs."""
     from narrowgauge.ops.mm.selfcheck import CHECK  # imported only when a kernel is checked
 
@@ -94,7 +94,7 @@ KERNELS.register(
 
 
 @dataclass(frozen=True)
-class Plan:
+class MmPlan:
     """Kernel for a GEMM of two casts on a device.
 
     choice  the kernel, and why those before it were refused
@@ -102,7 +102,7 @@ class Plan:
             codes
     """
 
-    choice: Choice[MmSpec]
+    choice: KernelChoice[MmSpec]
     expand: torch.dtype | None
 
 
@@ -112,7 +112,7 @@ def plan(
     backend: str | None = None,
     expanded: bool = False,
     hidden_by: str = "",
-) -> Plan:
+) -> MmPlan:
     """Choose the kernel for `gemm` on `device`.
 
     expanded   True if the operands hold decoded values already, which only the reference accepts
@@ -122,7 +122,9 @@ def plan(
     choice = KERNELS.choose(MmSpec(gemm.lhs, gemm.rhs, facts, expanded), backend)
     # Operands are expanded once, when they are quantized, and not again at every GEMM.
     emulates = choice.kernel.name == "reference"
-    return Plan(choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts) if emulates else None)
+    return MmPlan(
+        choice, definition.compute_dtype((gemm.lhs, gemm.rhs), facts) if emulates else None
+    )
 
 
 def why_emulated(gemm: Gemm, device: torch.device) -> str | None:

@@ -33,7 +33,7 @@ from narrowgauge.recipe import Cast
 if TYPE_CHECKING:
     from narrowgauge.ops.mm.spec import MmSpec
 
-SOURCE = nvrtc.Source("narrowgauge.ops.mm", "int4_units.cu")
+SOURCE = nvrtc.CudaSource("narrowgauge.ops.mm", "int4_units.cu")
 ROWS, THREADS = 128, 128  # per program; must match int4_units.cu
 ALIGNMENT = 16  # bytes of a row per asynchronous copy
 PACKING_THREADS = 256

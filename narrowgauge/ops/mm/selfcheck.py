@@ -34,7 +34,7 @@ from narrowgauge.ops.flat_cast import FlatCast, flatten_cast, is_flattenable, pl
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.quantize import definition as quantization
 from narrowgauge.ops.registry import Device
-from narrowgauge.ops.selfcheck import Check, Comparison, spread_normal
+from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison, spread_normal
 from narrowgauge.recipe import Cast
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _kind(spec: MmSpec) -> tuple[FlatCast | Cast, ...]:
 
 def _compare(
     run: Run, kind: tuple[FlatCast | Cast, ...], device: torch.device
-) -> Iterator[Comparison]:
+) -> Iterator[OutputComparison]:
     lhs, rhs = (plain(each) if isinstance(each, Cast) else unflatten_cast(*each) for each in kind)
     exact = isinstance(lhs.format, IntFormat) and isinstance(rhs.format, IntFormat)
     allowed = 2.0**-20 if exact else 2.0**-8 + 2.0**-13 * -(-CONTRACTED // 32)
@@ -68,13 +68,13 @@ def _compare(
         bound = (x.abs() @ w.abs().T).clamp_min(torch.finfo(torch.float32).tiny) * allowed
         for fast_accumulate in (False, True):
             out = run(left.to(device), right.to(device), None, torch.float32, fast_accumulate)
-            yield Comparison("result", out, truth, bound)
+            yield OutputComparison("result", out, truth, bound)
         if not with_nan:
             bias = truth[0].to(torch.bfloat16)
             out = run(left.to(device), right.to(device), bias.to(device), torch.bfloat16, False)
             # Eight times the cost of two roundings; a missing bias has an error of its own size.
             rounding = 2.0**-5 * (truth.abs() + bias.abs())
-            yield Comparison(
+            yield OutputComparison(
                 "result with a bias", out, truth + bias.to(torch.float64), bound + rounding
             )
 
@@ -102,4 +102,4 @@ def _examples() -> Iterator[MmSpec]:
     yield from (MmSpec(lhs, rhs, Device("cpu")) for lhs, rhs in pairs)
 
 
-CHECK: Check[MmSpec] = Check(_kind, _compare, _examples)
+CHECK: KernelCheck[MmSpec] = KernelCheck(_kind, _compare, _examples)

@@ -33,10 +33,10 @@ from narrowgauge.ops.norm_act.spec import (
     CastRequest,
     CastResult,
     Given,
-    Kept,
     Kind,
     Requests,
     Statistics,
+    StoredAsCodes,
 )
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.pair import quantize_pair
@@ -66,7 +66,7 @@ def backward(
         wide[1] = 1 + wide[1]
     if kind.is_norm:
         gradients = _norm_gradients(
-            kind, wide, _normal(wide, found, isinstance(tensors[0], Kept)), found, h
+            kind, wide, _normal(wide, found, isinstance(tensors[0], StoredAsCodes)), found, h
         )
     else:
         gradients = _activation_gradients(kind, wide, h)

@@ -17,11 +17,19 @@ from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2
 from narrowgauge.ops.norm_act import definition
-from narrowgauge.ops.norm_act.spec import KINDS, NARROW, CastRequest, Given, Kept, Kind, NormActSpec
+from narrowgauge.ops.norm_act.spec import (
+    KINDS,
+    NARROW,
+    CastRequest,
+    Given,
+    Kind,
+    NormActSpec,
+    StoredAsCodes,
+)
 from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.quantize.selfcheck import compared
 from narrowgauge.ops.registry import Device
-from narrowgauge.ops.selfcheck import Check, Comparison
+from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison
 from narrowgauge.recipe import WHOLE, Cast, DelayedScaling
 
 ROWS, COLUMNS, SEED = 36, 1072, 20261122
@@ -43,7 +51,7 @@ def _kind(spec: NormActSpec) -> tuple[Hashable, ...]:
 
 def _compare(
     of_gradients: bool, run: Callable[..., Any], kind: Any, device: torch.device
-) -> Iterator[Comparison]:
+) -> Iterator[OutputComparison]:
     function, dtypes, casts, kept = kind
     generator = torch.Generator().manual_seed(SEED)
     shapes = [
@@ -60,7 +68,7 @@ def _compare(
     given: list[Given] = list(tensors)
     if kept is not None:
         given[: 1 if function.is_norm else None] = [
-            Kept(
+            StoredAsCodes(
                 quantize(each.T if turned else each, cast, backend="reference"), each.dtype, turned
             )
             for cast, turned in [kept]
@@ -103,7 +111,7 @@ def _compare(
                 unit = max(torch.finfo(each.dtype).eps for each in (*tensors, x))
                 wide = x.to(torch.float64).abs()
                 bound = 2 * unit * wide + 72 * 2.0**-23 * wide.amax(-1, keepdim=True)
-                yield Comparison(f"result {place}", got, x, bound)
+                yield OutputComparison(f"result {place}", got, x, bound)
         for result, moved, request in zip(made, there, here, strict=True):
             if request is not None:
                 # The reference casts the kernel's own values: they differ from the definition's by
@@ -149,5 +157,5 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
 
 
 FORWARD, BACKWARD = (
-    Check(_kind, partial(_compare, each), partial(_examples, each)) for each in (False, True)
+    KernelCheck(_kind, partial(_compare, each), partial(_examples, each)) for each in (False, True)
 )

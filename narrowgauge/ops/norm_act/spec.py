@@ -95,7 +95,7 @@ Requests = Sequence[CastRequest | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class StoredAsCodes:
     """A tensor [rows, columns] that is stored only as codes.
 
     codes   codes of the tensor, or of its transpose
@@ -115,11 +115,11 @@ class Kept:
     def numel(self) -> int:
         return self.shape[0] * self.shape[1]
 
-    def to(self, device: str | torch.device) -> Kept:
+    def to(self, device: str | torch.device) -> StoredAsCodes:
         return replace(self, codes=self.codes.to(torch.device(device)))
 
 
-Given = Tensor | Kept  # an input of a function
+Given = Tensor | StoredAsCodes  # an input of a function
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class NormActSpec:
         """Return the spec of a call. tensors[0] is [..., columns] with any number of axes."""
         casts = tuple((each.cast, each.transposed) for each in requests if each is not None)
         dtypes, first = tuple(each.dtype for each in tensors), tensors[0]
-        kept = (first.codes.cast, first.turned) if isinstance(first, Kept) else None
+        kept = (first.codes.cast, first.turned) if isinstance(first, StoredAsCodes) else None
         device = device_of(
-            *(each.codes.data if isinstance(each, Kept) else each for each in tensors)
+            *(each.codes.data if isinstance(each, StoredAsCodes) else each for each in tensors)
         )
         return cls(kind, device, dtypes, first.shape[-1], casts, first.numel() == 0, kept)

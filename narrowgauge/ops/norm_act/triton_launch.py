@@ -30,10 +30,10 @@ from narrowgauge.ops.norm_act.spec import (
     CastRequest,
     CastResult,
     Given,
-    Kept,
     Kind,
     Requests,
     Statistics,
+    StoredAsCodes,
 )
 from narrowgauge.ops.quantize import triton_launch as quantizing
 from narrowgauge.ops.quantize.triton_launch import Output, triton_transpose
@@ -85,7 +85,7 @@ class Casting:
     run: int  # columns that a program takes, piece by piece; 0: all of its rows
 
 
-class Result(NamedTuple):
+class KernelOutputs(NamedTuple):
     """Outputs of a kernel.
 
     y           [rows, columns]
@@ -129,11 +129,11 @@ class _Target:
         self.transposed = Output((columns, rows), cast, y.device) if request.transposed else None
 
     @property
-    def result(self) -> Result:
+    def result(self) -> KernelOutputs:
         """The buffers as the kernels take them."""
         live = None if self.request is None else self.request.live
         codes, scale = (None, None) if self.plain is None else (self.plain.codes, self.plain.scale)
-        return Result(
+        return KernelOutputs(
             self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live
         )
 
@@ -180,7 +180,7 @@ class _Target:
 
 
 @dataclass(frozen=True)
-class Reading:
+class InputForm:
     """Compile-time constant of a kernel: the form of its inputs.
 
     dtype  dtype of the inputs
@@ -214,11 +214,11 @@ class Turned:
 
 def _read(
     kind: Kind, tensors: Sequence[Given]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], Reading]:
-    """Return (numbers or codes, scales, `Reading`) of the inputs."""
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], InputForm]:
+    """Return (numbers or codes, scales, `InputForm`) of the inputs."""
     first = tensors[0]
     parts = [
-        (each.codes.data, each.codes.scale) if isinstance(each, Kept) else (each, None)
+        (each.codes.data, each.codes.scale) if isinstance(each, StoredAsCodes) else (each, None)
         for each in tensors
     ]
     inputs = tuple(
@@ -227,9 +227,9 @@ def _read(
     )
     scales = tuple(None if scale is None else scale.contiguous() for _, scale in parts)
     constants, block = None, 1
-    if isinstance(first, Kept):
+    if isinstance(first, StoredAsCodes):
         constants, block = _constants(first.codes.cast, inputs[0]), first.codes.cast.tile[1]
-    return inputs, scales, Reading(_triton_type(first.dtype), kind.wide, constants, block)
+    return inputs, scales, InputForm(_triton_type(first.dtype), kind.wide, constants, block)
 
 
 def _triton_type(dtype: torch.dtype) -> Any:
@@ -284,7 +284,9 @@ def backward(
     """See `ops.norm_act`."""
     gy = gy.contiguous()
     if kind.is_norm:
-        gradients = _norm_backward_turned if isinstance(tensors[0], Kept) else _norm_backward
+        gradients = (
+            _norm_backward_turned if isinstance(tensors[0], StoredAsCodes) else _norm_backward
+        )
         return gradients(kind, tensors, statistics, gy)
     inputs, scales, reading = _read(kind, tensors)
     made = [torch.empty_like(x, dtype=each.dtype) for x, each in zip(inputs, tensors, strict=True)]

@@ -42,16 +42,16 @@ from narrowgauge.scaling import WHOLE, scale_shape
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
-    from narrowgauge.ops.selfcheck import Check
+    from narrowgauge.ops.selfcheck import KernelCheck
 
 
-def check_of(op: str) -> Callable[[], Check[Spec]]:
+def check_of(op: str) -> Callable[[], KernelCheck[Spec]]:
     """Return a function that loads the self-check of `op`.
 
     The module of the check is imported only when a kernel is checked.
     """
 
-    def load() -> Check[Spec]:
+    def load() -> KernelCheck[Spec]:
         from narrowgauge.ops.quantize.selfcheck import CHECKS
 
         return CHECKS[op]

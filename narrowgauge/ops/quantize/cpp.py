@@ -45,7 +45,7 @@ LIBRARY = cpp.Library(
 )
 
 
-class Constants(Structure):
+class FormatConstants(Structure):
     """Must match `Format` in cast.cpp."""
 
     _fields_ = (
@@ -187,12 +187,12 @@ def _cast(
 
 @cache
 def _constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
-    """Return a pointer to `Constants`."""
+    """Return a pointer to `FormatConstants`."""
     format = cast.format
     mantissa, smallest_normal, has_nan = 0, 0.0, False
     if isinstance(format, FloatFormat):
         mantissa, smallest_normal, has_nan = format.mantissa, format.smallest_normal, format.has_nan
-    found = Constants(
+    found = FormatConstants(
         x_narrow=DTYPES[x_dtype],
         out_kind=_KINDS[dtype],
         whole=isinstance(format, IntFormat),

@@ -37,7 +37,7 @@ from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device
-from narrowgauge.ops.selfcheck import Check, Comparison, spread_normal
+from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison, spread_normal
 from narrowgauge.recipe import DelayedScaling
 from narrowgauge.scaling import WHOLE
 
@@ -51,10 +51,12 @@ Call = tuple[tuple[Any, ...], str]
 Calls = Callable[[Spec, Tensor], Iterator[Call]]  # all calls for which a kernel is checked, with x
 
 
-def _check(definition: Run, calls: Calls, examples: Callable[[], Iterable[Spec]]) -> Check[Spec]:
+def _check(
+    definition: Run, calls: Calls, examples: Callable[[], Iterable[Spec]]
+) -> KernelCheck[Spec]:
     """Return the check of kernels that `calls` calls, on both orientations of both samples."""
 
-    def compare(run: Run, kind: Hashable, device: torch.device) -> Iterator[Comparison]:
+    def compare(run: Run, kind: Hashable, device: torch.device) -> Iterator[OutputComparison]:
         spec = _spec(kind)
         cuts = (0, 4) if WHOLE in spec.cast.tile and not spec.delayed else (0,)
         for poisoned in (False, True):
@@ -73,7 +75,7 @@ def _check(definition: Run, calls: Calls, examples: Callable[[], Iterable[Spec]]
                     for each in compared(got, truth, window, poisoned):
                         yield each._replace(name=each.name + where)
 
-    return Check(_kind, compare, examples)
+    return KernelCheck(_kind, compare, examples)
 
 
 def _kind(spec: Spec) -> tuple[Hashable, ...]:
@@ -110,7 +112,7 @@ def _moved(given: Any, device: torch.device) -> Any:
 
 def compared(
     got: Any, truth: Any, window: tuple[Tensor, Tensor] | None, poisoned: bool
-) -> Iterator[Comparison]:
+) -> Iterator[OutputComparison]:
     """Yield the comparisons of a QTensor, or of (x, x.T, amax).
 
     Amax states come first, and scales before codes.
@@ -120,18 +122,18 @@ def compared(
     if not isinstance(truth, tuple):
         got, truth = (got, None), (truth, None)
     if window is not None:
-        yield Comparison("amax", got[2], truth[2])
-        yield Comparison("window", *window)
+        yield OutputComparison("amax", got[2], truth[2])
+        yield OutputComparison("window", *window)
     for mine, theirs, of in zip(got[:2], truth[:2], ("", " of x.T"), strict=True):
         if theirs is None:
             continue
-        yield Comparison(f"scale{of}", mine.scale, theirs.scale)
+        yield OutputComparison(f"scale{of}", mine.scale, theirs.scale)
         if theirs.global_scale is not None:
-            yield Comparison(
+            yield OutputComparison(
                 f"tensor's scale{of}", mine.global_scale.reshape(1), theirs.global_scale.reshape(1)
             )
         if window is None or not poisoned:
-            yield Comparison(
+            yield OutputComparison(
                 f"{'values' if mine.is_expanded else 'codes'}{of}", mine.data, theirs.data
             )
 

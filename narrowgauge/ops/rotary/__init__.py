@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
-from narrowgauge.ops.selfcheck import Check, Comparison
+from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison
 from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.ops.triton.launch import Kernels, launch
 
@@ -60,7 +60,7 @@ class Strided(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spec:
+class RotarySpec:
     """Properties of a call that decide which kernel is chosen.
 
     dtypes    dtypes of q, k, cos and sin
@@ -74,7 +74,7 @@ class Spec:
     is_empty: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Spec:
+    def of(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> RotarySpec:
         given = q, k, cos, sin
         dtypes = tuple(each.dtype for each in given)
         return cls(
@@ -98,7 +98,7 @@ def reference(
     return turned(q, dtypes[0]), turned(k, dtypes[1])
 
 
-def refuse(spec: Spec) -> Refusal | None:
+def refuse(spec: RotarySpec) -> Refusal | None:
     """Return the reason why the kernel does not compute this, or None."""
     if (refusal := refuse_tensors(spec.device, spec.dtypes, spec.is_empty)) is not None:
         return refusal
@@ -132,7 +132,7 @@ def run_triton(
 
 def _compare(
     run: Callable[..., Pair], kind: tuple[tuple[torch.dtype, ...], int], device: torch.device
-) -> Iterator[Comparison]:
+) -> Iterator[OutputComparison]:
     """Compare values and gradients of a small sample bit by bit, in both layouts of a head."""
     for transposed in (True, False):
         q, k, cos, sin = _sample(*kind, transposed)
@@ -143,7 +143,7 @@ def _compare(
             truth = reference(first, second, cos, sin, wanted, inverse)
             found = run(*(x.to(device) for x in (first, second, cos, sin)), wanted, inverse)
             for name, got, x in zip(("q", "k"), found, truth, strict=True):
-                yield Comparison(f"gradient of {name}" if inverse else name, got, x)
+                yield OutputComparison(f"gradient of {name}" if inverse else name, got, x)
 
 
 def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> list[Tensor]:
@@ -159,12 +159,14 @@ def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> lis
 
 
 _EXAMPLES = [
-    Spec(Device("cpu"), (of_q_and_k,) * 2 + (of_angles,) * 2, head)
+    RotarySpec(Device("cpu"), (of_q_and_k,) * 2 + (of_angles,) * 2, head)
     for of_q_and_k in (torch.float16, torch.bfloat16)
     for of_angles in (of_q_and_k, torch.float32)
     for head in (8, 80)  # a power of two, and another length
 ]
-CHECK: Check[Spec] = Check(lambda spec: (spec.dtypes, spec.head), _compare, lambda: _EXAMPLES)
-KERNELS: Registry[Spec] = Registry("rotary")
+CHECK: KernelCheck[RotarySpec] = KernelCheck(
+    lambda spec: (spec.dtypes, spec.head), _compare, lambda: _EXAMPLES
+)
+KERNELS: Registry[RotarySpec] = Registry("rotary")
 KERNELS.register(Kernel("triton", refuse, run_triton, check=lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, reference, by_torch=True))

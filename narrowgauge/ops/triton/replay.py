@@ -58,7 +58,7 @@ class Launch(NamedTuple):
     compiled: Any
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """Form of a tensor that is allocated or returned.
 
     base    index of its base: first the arguments, then the allocated tensors
@@ -155,7 +155,7 @@ class Recording(TorchDispatchMode):
                     return i
         return None
 
-    def form(self, x: Tensor) -> Form:
+    def form(self, x: Tensor) -> TensorForm:
         """Return the form of a kernel's argument or of a result, and mark its base as read."""
         if (base := self.base(x)) is None:
             self.missed = True
@@ -163,20 +163,20 @@ class Recording(TorchDispatchMode):
             self.read.add(base)
         known = None if base is None else self.bases[base]
         offset = 0 if known is None else x.data_ptr() - known.data_ptr()
-        return Form(-1 if base is None else base, tuple(x.shape), x.stride(), x.dtype, offset)
+        return TensorForm(-1 if base is None else base, tuple(x.shape), x.stride(), x.dtype, offset)
 
 
 Pick = Callable[[list[Any]], Any]
 
 
-class Parts(NamedTuple):
+class QTensorForm(NamedTuple):
     """A QTensor with Forms in place of its tensors."""
 
-    data: Form
-    scale: Form
+    data: TensorForm
+    scale: TensorForm
     cast: Any
     inner: int
-    global_scale: Form | None
+    global_scale: TensorForm | None
 
 
 class Replay:
@@ -188,7 +188,7 @@ class Replay:
     def __init__(self, recording: Recording, result: Any) -> None:
         formed = _with_forms(result, recording)
         self._forms = [
-            None if x is None else Form(i, tuple(x.shape), x.stride(), x.dtype)
+            None if x is None else TensorForm(i, tuple(x.shape), x.stride(), x.dtype)
             for i, x in enumerate(recording.bases)
         ]
         for form in _forms_in(formed):
@@ -213,9 +213,11 @@ class Replay:
         # Arguments of kernels and results are indices into a pool, or tuples of indices. The pool
         # holds bases, then constants, then other views of bases.
         self._constants: list[Any] = []
-        self._views: list[Form] = []
+        self._views: list[TensorForm] = []
         self._launches = [self._prepared(each, recording) for each in recording.launches]
-        self._is_tuple = isinstance(formed, tuple) and not isinstance(formed, Form | Parts)
+        self._is_tuple = isinstance(formed, tuple) and not isinstance(
+            formed, TensorForm | QTensorForm
+        )
         self._results = [
             self._returned(each, recording) for each in (formed if self._is_tuple else (formed,))
         ]
@@ -302,7 +304,7 @@ class Replay:
         form = recording.form(argument)
         return self._seen(form) if typed or form.offset else form.base
 
-    def _seen(self, form: Form) -> int:
+    def _seen(self, form: TensorForm) -> int:
         """Return the index in the pool of a tensor of this form."""
         base = self._forms[form.base]
         if base is not None and base[1:] == form[1:]:
@@ -314,9 +316,9 @@ class Replay:
 
     def _returned(self, part: Any, recording: Recording) -> Callable[[list[Any]], Any]:
         """Return a function that picks a part of the result from the pool."""
-        if isinstance(part, Form):
+        if isinstance(part, TensorForm):
             return itemgetter(self._seen(part))
-        if not isinstance(part, Parts):
+        if not isinstance(part, QTensorForm):
             recording.missed |= part is not None
             return _nothing
         whole = None if part.global_scale is None else itemgetter(self._seen(part.global_scale))
@@ -348,7 +350,7 @@ def _starts(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
     return run.launch, (function, *settings, run.arg_annotations, run.kernel_signature), True
 
 
-def _view(x: Tensor, form: Form) -> Tensor:
+def _view(x: Tensor, form: TensorForm) -> Tensor:
     x = x if x.dtype == form.dtype else x.view(form.dtype)
     if form.offset:
         return x.as_strided(
@@ -361,7 +363,7 @@ def _with_forms(result: Any, recording: Recording) -> Any:
     """Replace tensors by Forms in tensors, QTensors, None, and tuples."""
     if isinstance(result, QTensor):
         whole = None if result.global_scale is None else recording.form(result.global_scale)
-        return Parts(
+        return QTensorForm(
             recording.form(result.data),
             recording.form(result.scale),
             result.cast,
@@ -373,15 +375,15 @@ def _with_forms(result: Any, recording: Recording) -> Any:
     return recording.form(result) if isinstance(result, Tensor) else None
 
 
-def _forms_in(result: Any) -> Iterator[Form]:
-    if isinstance(result, Form):
+def _forms_in(result: Any) -> Iterator[TensorForm]:
+    if isinstance(result, TensorForm):
         yield result
     elif isinstance(result, tuple):
         for each in result:
             yield from _forms_in(each)
 
 
-def _bytes(form: Form) -> int:
+def _bytes(form: TensorForm) -> int:
     return math.prod(form.shape) * form.dtype.itemsize
 
 
@@ -389,7 +391,7 @@ def _nothing(*_: Any) -> None:
     """Stands for memory that the call allocates and nobody reads, and for a result that is None."""
 
 
-def _allocation(form: Form, zeroed: bool, device: torch.device) -> Callable[[], Tensor]:
+def _allocation(form: TensorForm, zeroed: bool, device: torch.device) -> Callable[[], Tensor]:
     if zeroed:
         return partial(torch.zeros, form.shape, dtype=form.dtype, device=device)
     if device.type == "cuda" and _EMPTY_CUDA is not None:

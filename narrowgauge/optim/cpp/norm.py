@@ -30,7 +30,7 @@ LIBRARY = Library(
 )  # fmt: skip
 
 
-class Blocks:
+class GradientBlocks:
     """Gradients as blocks of 4,096 elements.
 
     `of` returns None for tensors that the kernel does not accept.
@@ -54,7 +54,7 @@ class Blocks:
         self._tensors = tensors
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Blocks | None:
+    def of(cls, tensors: Sequence[Tensor]) -> GradientBlocks | None:
         """Build blocks from dense float32 and bfloat16 CPU tensors. Empty tensors are skipped."""
         tensors = [each for each in tensors if each.numel()]
         if (

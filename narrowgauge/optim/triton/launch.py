@@ -26,7 +26,7 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.cast_constants import CastConstants, constants_of
 from narrowgauge.ops.triton.launch import Kernels, launch
 from narrowgauge.optim import masters, moments, noise, rules
-from narrowgauge.optim.selfcheck import Kind
+from narrowgauge.optim.selfcheck import StepKind
 from narrowgauge.optim.step import DTYPES, ParamStep
 from narrowgauge.recipe import DelayedScaling
 
@@ -94,7 +94,7 @@ class Form:
 
 
 @cache
-def form_of(kind: Kind, capability: tuple[int, int] = (0, 0)) -> Form:
+def form_of(kind: StepKind, capability: tuple[int, int] = (0, 0)) -> Form:
     """Return the Form of a kind of step; the same object for the same kind.
 
     capability: compute capability of the GPU, which decides how codes are computed.
@@ -147,7 +147,7 @@ def form_of_step(param_step: ParamStep) -> Form:
     return form
 
 
-def kind_of(param_step: ParamStep) -> Kind:
+def kind_of(param_step: ParamStep) -> StepKind:
     """Return the Kind of a step whose gradient and constants are set.
 
     The kernel is compiled for a kind and checked with it.
@@ -163,7 +163,7 @@ def kind_of(param_step: ParamStep) -> Kind:
     turns = stepped is not None and stepped.turned is not None and rows % ALIGNMENT == 0
     draws = param_step.master_kind in ("stochastic", "fp16-scaled")
     shift = param_step.first_index % noise.BLOCK if draws else 0
-    return Kind(
+    return StepKind(
         param_step.rule, c.nesterov, first.format, second.format, weight.dtype, gradient.dtype, param_step.master_kind,
         param_step.tile, aligned, None if stepped is None else stepped.cast, turns, shift,
     )  # fmt: skip

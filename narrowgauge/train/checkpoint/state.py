@@ -121,7 +121,8 @@ def unusable(where: str) -> Iterator[None]:
     except NarrowgaugeError as error:
         raise CheckpointError(
             f"{where}: does not fit this run: {str(error).rstrip('.')}. Narrow states of matrices that tp cuts go on with that tp alone: "
-            "resume with the parallel and states that wrote it, or branch with others: --from RUN@STEP --states fp32. If nothing was "
+            "resume with the parallel and states that wrote it, or branch with others: --from RUN@STEP --optimizer.states fp32. If "
+            "nothing was "
             "changed, it is damaged: restore it, or remove it to go on from an older one.",
             code="checkpoint.unfit",
         ) from error

@@ -335,7 +335,7 @@ class Best:
             return False
         if self.metric not in found:
             raise ConfigError(
-                f"best = {self.metric!r}: this evaluation measures {', '.join(map(repr, found))}. Choose one of them, or 'none'.",
+                f"task.best = {self.metric!r}: this evaluation measures {', '.join(map(repr, found))}. Choose one of them, or 'none'.",
                 code="train.best",
             )
         value = float(found[self.metric])

@@ -23,6 +23,14 @@ from dataclasses import dataclass
 from narrowgauge.errors import ConfigError, Reason, closest
 
 KEYS = {"dp": "dp", "ddp": "dp", "fsdp": "fsdp", "tp": "tp", "pp": "pp"}
+# Each part, and its words in --help
+AXES = {
+    "dp": "Replicas that read different data.",
+    "fsdp": "Ranks that shard the weights, gradients and states of a replica.",
+    "tp": "Ranks that share each matmul.",
+    "pp": "Stages of a pipeline.",
+    "sp": "true: ranks of tp hold different tokens between matmuls.",
+}
 REST = 0  # size of a key without a number: all remaining ranks
 
 

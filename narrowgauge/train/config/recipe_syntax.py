@@ -6,11 +6,11 @@ In a file, as a table or as a list:
     "lm_head" = "bf16"
     "layers.1.down_proj" = "bf16:grad_weight"
 
-    recipes = ["lm_head=bf16", "layers.1.down_proj=bf16:grad_weight"]
+    recipe.layers = ["lm_head=bf16", "layers.1.down_proj=bf16:grad_weight"]
 
 On the command line:
 
-    --recipes lm_head=bf16 --recipes layers.1.down_proj=bf16:grad_weight
+    --recipe.layers lm_head=bf16 --recipe.layers layers.1.down_proj=bf16:grad_weight
 
 Matmuls are named as in `switch` and joined with `+`: `forward` is output, `backward` means both
 gradients. Recipe names are checked later, because that imports torch.

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from typing import Any
 
+from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import closest
 from narrowgauge.train.config import recipe_syntax
 
-Problem = tuple[tuple[str, ...], str]  # (keys whose values break a rule, message)
+Problem = tuple[tuple[str, ...], str]  # (names of fields whose values break a rule, message)
 Check = tuple[object, str, str]  # (truthy if broken, keys separated by spaces, message)
 TABLE = Mapping[str, str]  # type of a setting, besides bool, int, float and str
 
@@ -103,27 +104,44 @@ Rule = Range | OneOf | OneOrPair | Matching
 
 
 def setting(
-    group: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = ()
+    table: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = (), short: bool = False,
+    free: bool = False,
 ) -> Any:  # fmt: skip
     """Declares a setting as a dataclass field.
 
-    group    group in --help and config.toml
+    table    its table in a file and its group in --help; "" for the top of the file
     default  default value, or a type such as `dict` for a mutable default
     help     help text
     rule     allowed values
-    key      key in a file, if it differs from the field's name
+    key      key in its table, if it differs from the field's name
     tasks    tasks in which the setting has an effect; () means all
+    short    the table's name alone also means this setting: recipe = "bf16", --recipe bf16
+    free     may change when a run resumes, and in a branch
     """
-    metadata = {"group": group, "help": help, "rule": rule, "key": key, "tasks": tasks}
+    metadata = {
+        "table": table, "help": help, "rule": rule, "key": key, "tasks": tasks, "short": short, "free": free,
+    }  # fmt: skip
     if isinstance(default, type):
         # hash=False: a dict would make the frozen configuration unhashable.
         return field(default_factory=default, metadata=metadata, hash=False)
     return field(default=default, metadata=metadata)
 
 
+def path_of(each: Field[Any]) -> str:
+    """Full name of a setting, "table.key"; the key alone if it has no table."""
+    table, key = each.metadata["table"], each.metadata["key"] or each.name
+    return f"{table}.{key}" if table else str(key)
+
+
 def key_of(each: Field[Any]) -> str:
-    """Key of a setting in a file; with dashes instead of underscores, its flag."""
-    return str(each.metadata["key"] or each.name)
+    """Shortest name of a setting in a file; with dashes instead of underscores, its flag."""
+    return str(each.metadata["table"]) if each.metadata["short"] else path_of(each)
+
+
+def former_key(each: Field[Any]) -> str:
+    """Name of a setting before it stood in a table, as run.json and the codes of errors have it."""
+    path = path_of(each)
+    return next((former for former, now in FORMER.items() if now == path), path)
 
 
 def has_effect(each: Field[Any], task: str) -> bool:
@@ -133,11 +151,11 @@ def has_effect(each: Field[Any], task: str) -> bool:
 
 def refuse(each: Field[Any], value: Any) -> Problem | None:
     """Problem with a setting's value (wrong type or broken rule), or None."""
-    key, rule = key_of(each), each.metadata["rule"]
+    rule = each.metadata["rule"]
     reason = _refuse_type(each.type, value)
     if not reason and rule and (broken := rule.refuse(value)):
         reason = f"must be {broken}"
-    return ((key,), f"{key} = {shown(value)}: {reason}.") if reason else None
+    return ((each.name,), f"{key_of(each)} = {shown(value)}: {reason}.") if reason else None
 
 
 def is_set(config: Any, name: str) -> bool:

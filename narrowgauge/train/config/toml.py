@@ -1,31 +1,45 @@
 """Reads and writes configurations as TOML; errors name the file and line.
 
-A file holds the keys of `TrainConfig` at its top level, and one table, `[recipes]`, from pattern to
-recipe:
+A file holds the tables of `TrainConfig`, and a few settings at its top:
 
+    output = "runs/first"
+
+    [model]
     hidden_size = 512
-    recipe = "fp8-row"
 
-    [recipes]
-    "lm_head" = "bf16"
+    [recipe]
+    name = "fp8-row"
+    layers = { lm_head = "bf16" }
 
-The table may also be written as a list: recipes = ["lm_head=bf16"].
+A table that has a setting of its own name may be that setting alone: recipe = "fp8-row". The tables
+of `guard` and `parallel` may also hold the parts of this setting: every = 2000 in `[guard]`.
 
-`tomllib` reports lines for syntax errors only, so `_place` searches for the lines of keys.
+Former keys, all at the top of the file, are understood for one release: `FORMER`.
+
+`tomllib` reports lines for syntax errors only, so `_lines` searches for the lines of keys.
 """
 
 import json
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import Field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from narrowgauge.diagnose import guard_settings
+from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.storage import reading
-from narrowgauge.train.config import recipe_syntax
-from narrowgauge.train.config.settings import TABLE, InvalidSettings, TrainConfig, by_key, key_of
+from narrowgauge.train.config import parallel_syntax, recipe_syntax
+from narrowgauge.train.config.settings import (
+    TABLE,
+    InvalidSettings,
+    TrainConfig,
+    by_path,
+    key_of,
+    shown,
+)
 
 MAX_BYTES = 2**16
 STORED = reading.Kind(
@@ -33,21 +47,119 @@ STORED = reading.Kind(
     step="Restore a copy of it, or name another folder that narrowgauge train wrote.",
 )
 MULTILINE = re.compile(r"(?s)(\"{3}|'{3}).*?\1")
-# key -> (unchecked value, its origin such as 'tiny.toml:3' or '--steps')
-Given = Mapping[str, tuple[Any, str]]
+NAME = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
+LINE = re.compile(
+    rf"[ \t]*(?:\[[ \t]*(?P<table>{NAME}(?:[ \t]*\.[ \t]*{NAME})*)[ \t]*\]|(?P<key>{NAME}(?:[ \t]*\.[ \t]*{NAME})*)[ \t]*=)"
+)
+# Settings in a language of their own, and the parts that may also be keys of their table.
+PARTS = {"guard": guard_settings.KEYS, "parallel": parallel_syntax.AXES}
+
+
+class Entry(NamedTuple):
+    """A setting that was given.
+
+    value   unchecked value
+    origin  its place, such as 'tiny.toml:3' or '--training.steps'
+    former  its former key, if it was given by that
+    """
+
+    value: Any
+    origin: str
+    former: str = ""
+
+
+# Field name, or "guard.every" for a part of a setting -> what was given
+Given = Mapping[str, Entry]
 
 
 def build(*layers: Given) -> TrainConfig:
-    """Merges layers of settings into a configuration; later layers override earlier ones by key."""
-    given = {key: entry for layer in layers for key, entry in layer.items()}
-    known = by_key()
+    """Merges layers of settings into a configuration; later layers override earlier ones."""
+    given: dict[str, Entry] = {}
+    for layer in layers:
+        whole = {name: entry for name, entry in layer.items() if "." not in name}
+        # A setting that is given whole overrides the parts of earlier layers.
+        given = {
+            name: entry for name, entry in given.items() if name.partition(".")[0] not in whole
+        }
+        given |= layer
     try:
-        return TrainConfig(**{known[key].name: value for key, (value, _) in given.items()})
+        return TrainConfig(**_composed(given))
     except InvalidSettings as error:
         # Only here are the origins of all layers known; the dataclass knows values alone.
-        raise InvalidSettings(
-            error.problems, {key: origin for key, (_, origin) in given.items()}
-        ) from None
+        origins = {name.partition(".")[0]: entry.origin for name, entry in given.items()}
+        raise InvalidSettings(error.problems, origins) from None
+
+
+def _composed(given: Given) -> dict[str, Any]:
+    """Values by field name, with the parts of a setting written in its own language."""
+    values = {name: entry.value for name, entry in given.items() if "." not in name}
+    for name in PARTS:
+        parts = {
+            key.partition(".")[2]: entry
+            for key, entry in given.items()
+            if key.startswith(f"{name}.")
+        }
+        whole = values.get(name, "")
+        if parts and isinstance(whole, str):
+            kept = [
+                words
+                for words in whole.split(",")
+                if words.strip() and words.partition("=")[0].strip() not in parts
+            ]
+            values[name] = ",".join([*kept, *_written(name, parts)])
+    return values
+
+
+def _written(name: str, parts: Given) -> Iterator[str]:
+    """Parts of a setting as text: every=2000."""
+    for part, entry in parts.items():
+        is_plain = isinstance(entry.value, bool | int | float | str)
+        if not is_plain or (isinstance(entry.value, str) and "," in entry.value):
+            raise ConfigError(
+                f"{entry.origin}: {name}.{part} = {shown(entry.value)}: must be one number or word. Give one.",
+                code=f"config.{name}",
+            )
+        if entry.value is True:
+            yield part
+        elif entry.value is not False:
+            yield f"{part}={entry.value}"
+
+
+def given(entries: Iterable[tuple[str, str, Entry]]) -> Given:
+    """Settings of one file or command line; (field name, key as written, entry) each.
+
+    Raises ConfigError if two keys of one setting have different values.
+    """
+    found: dict[str, tuple[str, Entry]] = {}
+    for name, key, entry in entries:
+        before, other = found.setdefault(name, (key, entry))
+        if other is not entry and other.value != entry.value:
+            (former, first), (now, second) = sorted(
+                ((before, other), (key, entry)), key=lambda each: not each[1].former
+            )
+            raise ConfigError(
+                f"{first.origin}: {former} = {shown(first.value)}: is the same setting as {now}, which is {shown(second.value)} "
+                f"({second.origin}). Remove {former}.",
+                code="config.both-keys",
+            )
+        if other.former:
+            found[name] = key, entry
+    return {name: entry for name, (_, entry) in found.items()}
+
+
+def former_keys(*layers: Given) -> str:
+    """A line on the former keys that were used, or ''."""
+    keys = {each.name: key_of(each) for each in fields(TrainConfig)}
+    used = {
+        entry.former: f"--{keys[name].replace('_', '-')}" if entry.former[0] == "-" else keys[name]
+        for layer in layers
+        for name, entry in layer.items()
+        if entry.former
+    }
+    listed = ", ".join(f"{former} (now {now})" for former, now in used.items())
+    return (
+        f"former names of settings, which the next release does not know: {listed}." if used else ""
+    )
 
 
 def load(path: Path) -> TrainConfig:
@@ -106,42 +218,93 @@ def settings(text: str, name: str) -> Given:
     values = _tomllib(text, name)
     # Blank out multi-line strings, whose content could look like a key, but keep the line count.
     outside = MULTILINE.sub(lambda found: "\n" * found[0].count("\n"), text)
-    origins = {key: _place(name, outside, key) for key in values}
-    known = by_key()
-    for key, value in values.items():
-        if (
-            isinstance(value, list)
-            and key in known
-            and known[key].type is TABLE
-            and all(isinstance(each, str) for each in value)
-        ):
-            try:
-                values[key] = recipe_syntax.table(value)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{origins[key]}: {key}: {error}. Write each pattern once.",
-                    code="config.pattern",
-                ) from None
-    problems = [
-        ((key,), reason)
-        for key, value in values.items()
-        if (reason := _misplaced(key, value, known))
-    ]
+    lines = _lines(outside)
+
+    def place(path: str) -> str:
+        """File and line of a key; of its table or the file alone if it is written unusually."""
+        line = lines.get(path) or lines.get(path.rpartition(".")[0])
+        return f"{name}:{line}" if line else name
+
+    entries: list[tuple[str, str, Entry]] = []
+    problems: list[tuple[tuple[str, ...], str]] = []
+    origins: dict[str, str] = {}
+    for path, value in _paths(values):
+        origin, former = place(path), path if path in FORMER and path not in SHORT else ""
+        field = NAMES.get(FORMER.get(path, path)) if path not in TABLES or path in SHORT else None
+        if field is None:
+            problems.append(((path,), _unknown(path, value)))
+            origins[path] = origin
+        else:
+            entries.append((field, path, Entry(_table(field, value, path, origin), origin, former)))
     if problems:
         raise InvalidSettings(problems, origins)
-    return {key: (value, origins[key]) for key, value in values.items()}
+    return given(entries)
 
 
-def _misplaced(key: str, value: Any, known: Mapping[str, Field[Any]]) -> str:
-    """Reason why a key cannot stand at the top level, or ''."""
-    if isinstance(value, dict) and (key not in known or known[key].type is not TABLE):
-        return f"[{key}] is not a table of the configuration. Only [recipes] is one; all other keys stand at the top."
-    if key in known:
-        return ""
-    near = closest(key.replace("-", "_").lower(), known, limit=1)
-    return f"{key!r} is not a setting. " + (
+def _paths(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
+    """(key as in `by_path`, value) of all settings of a file, and of unknown keys."""
+    for key, value in values.items():
+        path = f"{table}.{key}" if table else key
+        if isinstance(value, dict) and path in TABLES:
+            yield from _paths(value, path)
+        else:
+            yield path, value
+
+
+def _table(field: str, value: Any, key: str, origin: str) -> Any:
+    """The value; of a list of 'pattern=recipe', the table that it stands for."""
+    is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if not is_list or field not in OF_PATTERNS:
+        return value
+    try:
+        return recipe_syntax.table(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{origin}: {key}: {error}. Write each pattern once.", code="config.pattern"
+        ) from None
+
+
+def _unknown(path: str, value: Any) -> str:
+    """Why a key is no setting, and the nearest one."""
+    table, _, key = path.rpartition(".")
+    if path in TABLES:
+        return f"[{path}] is a table, and not {shown(value)}. Its settings are {', '.join(_keys_of(path))}."
+    if isinstance(value, dict) and not table:
+        near = closest(path.lower(), TABLES, limit=1)
+        return (
+            f"[{path}] is not a table of the configuration. "
+            f"{f'Closest: {near}. ' if near else ''}Tables are {', '.join(TABLES)}."
+        )
+    asked = key.replace("-", "_").lower()
+    # Keys of the same table first; else the key may stand in another table.
+    near = closest(asked, _keys_of(table), limit=1) if table else ""
+    if not near:
+        known = {each.rpartition(".")[2]: each for each in (*PATHS, *SHORT)} | FORMER
+        found = closest(asked, known, limit=1).strip("'")
+        near = f"'{known[found]}'" if found else ""
+    where = f" of [{table}]" if table else ""
+    return f"{key!r} is not a setting{where}. " + (
         f"Closest: {near}." if near else "See narrowgauge train --help."
     )
+
+
+def _keys_of(table: str) -> list[str]:
+    own = [path.rpartition(".") for path in PATHS]
+    return [*(key for owner, _, key in own if owner == table), *PARTS.get(table, ())]
+
+
+PATHS = by_path()
+TABLES = tuple(
+    dict.fromkeys(each.metadata["table"] for each in PATHS.values() if each.metadata["table"])
+)
+SHORT = tuple(key_of(each) for each in PATHS.values() if each.metadata["short"])
+OF_PATTERNS = tuple(each.name for each in PATHS.values() if each.type is TABLE)
+# Every spelling but the former ones -> field name, or "guard.every" for a part of a setting
+NAMES = (
+    {path: each.name for path, each in PATHS.items()}
+    | {key_of(each): each.name for each in PATHS.values()}
+    | {f"{table}.{part}": f"{table}.{part}" for table, parts in PARTS.items() for part in parts}
+)
 
 
 def _tomllib(text: str, name: str) -> dict[str, Any]:
@@ -166,27 +329,45 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
         ) from None
 
 
-def _place(name: str, outside: str, key: str) -> str:
-    """File and line of a top-level key or table; the file alone if the key is written unusually."""
-    found = re.search(rf"""(?m)^[ \t]*\[?[ \t]*(["']?){re.escape(key)}\1[ \t]*[=.\]]""", outside)
-    return f"{name}:{outside.count(chr(10), 0, found.start()) + 1}" if found else name
+def _lines(outside: str) -> dict[str, int]:
+    """Line of each key and of each table's header, by "key", "table" or "table.key"."""
+    found: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(outside.splitlines(), 1):
+        match = LINE.match(line)
+        if match is None:
+            continue
+        words = ".".join(
+            word.strip("\"'") for word in re.findall(NAME, match["table"] or match["key"])
+        )
+        if match["table"]:
+            table = words
+        else:
+            words = f"{table}.{words}" if table else words
+        # The line of [recipe.layers] is also that of [recipe], should that have no header.
+        for end in range(words.count(".") + 1):
+            found.setdefault(words.rsplit(".", end)[0] if end else words, number)
+    return found
 
 
 def dump(config: TrainConfig) -> str:
-    """TOML text with every key, grouped; reading it restores the configuration."""
-    groups: dict[str, list[str]] = {}
-    for each in fields(TrainConfig):
-        if each.type is not TABLE:
-            # TOML requires top-level keys before the first table, so [recipes] is written last.
-            value = getattr(config, each.name)
-            # The field's own type converts an int given for a float, so that 1 is written as 1.0.
-            literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]
-            lines = groups.setdefault(f"# {each.metadata['group']}", [])
-            lines.append(f"{key_of(each)} = {literal.lower() if each.type is bool else literal}")
-    groups["# precision, by layer\n[recipes]"] = [
-        f"{_text(a)} = {_text(b)}" for a, b in config.layers_recipe.items()
-    ]
-    return "\n\n".join("\n".join([head, *lines]) for head, lines in groups.items()) + "\n"
+    """TOML text with every key, in its table; reading it restores the configuration."""
+    tables: dict[str, list[str]] = {}
+    for path, each in PATHS.items():
+        value, (table, _, key) = getattr(config, each.name), path.rpartition(".")
+        if each.type is TABLE:
+            tables[path] = [f"{_text(a)} = {_text(b)}" for a, b in value.items()]
+            continue
+        # The field's own type converts an int given for a float, so that 1 is written as 1.0.
+        literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]
+        written = literal.lower() if each.type is bool else literal
+        tables.setdefault(table, []).append(f"{key} = {written}")
+    return (
+        "\n\n".join(
+            "\n".join([f"[{table}]", *lines] if table else lines) for table, lines in tables.items()
+        )
+        + "\n"
+    )
 
 
 def _text(value: str) -> str:

@@ -224,7 +224,7 @@ class Pipeline:
                 )
             except ValueError as error:
                 raise ConfigError(
-                    f"schedule = {self.config.schedule!r}: {error} Change micro_batches, or take another schedule.",
+                    f"parallel.schedule = {self.config.schedule!r}: {error} Change micro_batches, or take another schedule.",
                     code="pipeline.schedule",
                 ) from error
             self._schedule = positions, found
@@ -354,7 +354,7 @@ class Pipeline:
         }
         if idle := [number for number, trains in self.of_all(own).items() if not trains]:
             raise ConfigError(
-                f"freeze = {self.config.freeze!r}: nothing of stage {min(idle)} of {self.count} would train. Freeze less, or take a "
+                f"model.freeze = {self.config.freeze!r}: nothing of stage {min(idle)} of {self.count} would train. Freeze less, or take a "
                 "smaller pp.",
                 code="pipeline.all-frozen",
             )
@@ -367,8 +367,8 @@ def refuse(config: TrainConfig, turns: int, ranks: int, count: int) -> None:
     """
     if turns < count:
         raise ConfigError(
-            f"micro_batches = {turns}: fewer than the {count} stages of the pipeline (schedule {config.schedule!r} on "
-            f"{ranks} ranks), some of which would always wait. Take --micro-batches {count} or more.",
+            f"batch.micro_batches = {turns}: fewer than the {count} stages of the pipeline (schedule {config.schedule!r} on "
+            f"{ranks} ranks), some of which would always wait. Take --batch.micro-batches {count} or more.",
             code="pipeline.micro-batches",
         )
     if config.task not in ("text", "causal-lm"):

@@ -292,7 +292,7 @@ class Ranks:
             if time.monotonic() > until_s:
                 tell(
                     f"WARNING: rank {self.rank} of {self.world} is not watched: its sentinel has not reached the store of torchrun "
-                    f"within {SENTINEL_S:g} s. A rank that dies or hangs is named after --timeout-s alone."
+                    f"within {SENTINEL_S:g} s. A rank that dies or hangs is named after --parallel.timeout-s alone."
                 )
                 return
             time.sleep(POLL_S)

@@ -243,8 +243,8 @@ def parts_of(config: TrainConfig, sizes: Layout) -> int:
     parts = config.micro_batches * copies
     if copies > 1 and not config.token_budget and config.batch_size % parts:
         raise ConfigError(
-            f"batch_size = {config.batch_size}: must be a multiple of {parts}, the micro-batches of {copies} ranks with "
-            f"micro_batches = {config.micro_batches} each. Change one of them.",
+            f"batch.size = {config.batch_size}: must be a multiple of {parts}, the micro-batches of {copies} ranks with "
+            f"batch.micro_batches = {config.micro_batches} each. Change one of them.",
             code="parallel.batch-size",
         )
     return parts
@@ -256,24 +256,27 @@ def refuse(config: TrainConfig, sizes: Layout) -> None:
         return
     if config.cuda_graph:
         raise ConfigError(
-            f"cuda_graph = true: does not capture the messages of {sizes.world} ranks. Train without --cuda-graph.",
+            f"device.cuda_graph = true: does not capture the messages of {sizes.world} ranks. Train without --device.cuda-graph.",
             code="parallel.cuda-graph",
         )
     if config.weights != "16bit" and sizes.fsdp == 1:
         raise ConfigError(
-            f"weights = {config.weights!r}: with parallel = {str(sizes)!r} no weights are gathered. Take parallel = 'fsdp', or leave "
+            f"parallel.weights = {config.weights!r}: with parallel = {str(sizes)!r} no weights are gathered. Take parallel = 'fsdp', or "
+            "leave "
             f"weights out.{_branch(config, 'weights')}",
             code="parallel.weights",
         )
     if config.compile and config.weights != "16bit":
         raise ConfigError(
-            f"compile = true: was not tried with weights = {config.weights!r}, which this command would compile as one model. "
-            "Take weights = '16bit', or leave compile out.",
+            f"device.compile = true: was not tried with parallel.weights = {config.weights!r}, which this command would compile as one "
+            "model. "
+            "Take parallel.weights = '16bit', or leave compile out.",
             code="parallel.compiled-codes",
         )
     if sizes.pp == 1 and not sizes.sp and config.activations != "16bit":
         raise ConfigError(
-            f"activations = {config.activations!r}: no activations travel so with parallel = {str(sizes)!r}. Take pp=2, or tp=2,sp, whose "
+            f"parallel.activations = {config.activations!r}: no activations travel so with parallel = {str(sizes)!r}. Take pp=2, or "
+            "tp=2,sp, whose "
             f"ranks send tokens to each other; or leave it out.{_branch(config, 'activations')}",
             code="parallel.activations",
         )
@@ -284,30 +287,34 @@ def refuse(config: TrainConfig, sizes: Layout) -> None:
         )
     if config.gradients != "16bit" and sizes.fsdp == 1 and sizes.dp > 1 and sizes.tp * sizes.pp > 1:
         raise ConfigError(
-            f"gradients = {config.gradients!r}: copies (dp) beside tp or pp add up their gradients as torch sends them. Take fsdp in the "
+            f"parallel.gradients = {config.gradients!r}: copies (dp) beside tp or pp add up their gradients as torch sends them. Take "
+            "fsdp in the "
             f"place of dp, or leave gradients out.{_branch(config, 'gradients')}",
             code="parallel.gradients-of-copies",
         )
     if config.gradients != "16bit" and sizes.data == 1:
         raise ConfigError(
-            f"gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to parallel."
+            f"parallel.gradients = {config.gradients!r}: ranks that all read the same data send none. Leave it out, or add fsdp to "
+            "parallel."
             f"{_branch(config, 'gradients')}",
             code="parallel.no-gradients",
         )
     if sizes.tp * sizes.pp > 1 and config.compile:
         raise ConfigError(
-            "compile = true: does not work with parts of layers (tp) or stages (pp). Take parallel = 'dp' or 'fsdp', or leave it out.",
+            "device.compile = true: does not work with parts of layers (tp) or stages (pp). Take parallel = 'dp' or 'fsdp', or leave it "
+            "out.",
             code="parallel.compiled",
         )
     if sizes.tp * sizes.pp > 1 and config.precision == "amp-fp16":
         raise ConfigError(
-            "precision = 'amp-fp16': an overflow in one stage, or part of a layer, must be known to all, and torch's GradScaler does not "
+            "recipe.precision = 'amp-fp16': an overflow in one stage, or part of a layer, must be known to all, and torch's GradScaler "
+            "does not "
             "see to that. Take precision amp-bf16, or fsdp.",
             code="parallel.float16",
         )
     if sizes.tp > 1 and config.fuse:
         raise ConfigError(
-            "fuse = true: hands whole tensors to layers that have a part of their features under tp. Leave it out.",
+            "recipe.fuse = true: hands whole tensors to layers that have a part of their features under tp. Leave it out.",
             code="parallel.fuse",
         )
 

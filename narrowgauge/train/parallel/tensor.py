@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from narrowgauge.conversion import suspended
 from narrowgauge.distributed.lost import is_lost
 from narrowgauge.distributed.per_rank_dropout import PerRankDropout
-from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputs
+from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputDTensors
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
@@ -87,7 +87,7 @@ def cut(model: Any, mesh: DeviceMesh, inputs: Mapping[str, Any], cuts_tokens: bo
     styles = _styles(model, plan, cuts_tokens)
     if (head := _own_head(model)) is not None:
         styles[head] = ColwiseParallel(
-            shared=SharedInputs(model.get_submodule(head)), output_layouts=Replicate()
+            shared=SharedInputDTensors(model.get_submodule(head)), output_layouts=Replicate()
         )
     if (attribute := tensor_plans.HEADS_IN_CODE.get(model.config.model_type)) is not None:
         for name in {name.rpartition(".")[0] for name in plan}:
@@ -138,13 +138,13 @@ def per_rank_dropout(model: Any, shared: Shared, state: DistributedState | None)
 
 
 def _styles(model: Any, plan: Mapping[str, str], cuts_tokens: bool) -> dict[str, ParallelStyle]:
-    shared: dict[str, SharedInputs] = {}
+    shared: dict[str, SharedInputDTensors] = {}
     found: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
         parent = name.rpartition(".")[0]
         if style in (COLUMNS, GATHERED_COLUMNS):
             if parent not in shared:
-                shared[parent] = SharedInputs(model.get_submodule(parent))
+                shared[parent] = SharedInputDTensors(model.get_submodule(parent))
             output = Replicate() if style == GATHERED_COLUMNS else None
             found[name] = ColwiseParallel(shared=shared[parent], output_layouts=output)
         elif style in (ROWS, SPLIT_ROWS):
@@ -196,7 +196,7 @@ def _refuse_cut_tiles(model: nn.Module, ways: int) -> None:
         ):
             raise ConfigError(
                 f"parallel with tp={ways}: {name!r} {list(layer.weight.shape)} follows {layer.recipe.name}, and ranks would cut its "
-                f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipes '{name}=fp8-row'.",
+                f"tiles or blocks: {words}. Take a smaller tp, fsdp, or another recipe with --recipe.layers '{name}=fp8-row'.",
                 code="tensor-parallel.tiles",
             )
 

@@ -246,7 +246,10 @@ class Answers:
         least = gib(self.counts.of(everything, replace(shape, rows=1)).allocated)
         needs = f"With all that saves memory, one row still needs {least}."
         if not self.config.freeze:
-            needs += ' What trains is yours to say, so freezing is not tried: freeze = "embed*,layers.0-7" saves states and gradients.'
+            needs += (
+                ' What trains is yours to say, so freezing is not tried: model.freeze = "embed*,layers.0-7" saves states and '
+                "gradients."
+            )
         # batch_size grows with the ranks, so that the rows of each rank stay the same.
         for ranks in (2, 4, 8, 16, 32, 64):
             layout = replace(

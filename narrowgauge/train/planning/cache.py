@@ -33,7 +33,8 @@ ENTRY = reading.Kind(
 TELLS = reading.Kind(
     most_bytes=reading.GIB, error=StorageError, step="Name another model.", follow_links=True
 )
-GROUPS = ("model", "task", "precision", "training")  # groups of settings that can affect memory
+# Tables whose settings cannot affect memory.
+WITHOUT_MEMORY = ("", "evaluation", "checkpoint", "log", "guard")
 
 
 def load(question: Any) -> Any:
@@ -77,9 +78,8 @@ def question_of(config: TrainConfig) -> dict[str, Any]:
     kept = {
         each.name: getattr(config, each.name)
         for each in fields(config)
-        if each.metadata["group"] in GROUPS
+        if each.metadata["table"] not in WITHOUT_MEMORY
     }
-    kept |= {"vocab_size": config.vocab_size, "tokenizer": config.tokenizer}
     return kept | {
         "layers_recipe": dict(config.layers_recipe),
         "folders": [_of_folder(config.model), _of_folder(config.tokenizer)],

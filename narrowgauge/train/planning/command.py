@@ -85,7 +85,8 @@ def _refuse_layout(config: TrainConfig) -> None:
 def _chosen(config: TrainConfig, counts: Counts, room: Room) -> Choice:
     if not room.usable:
         raise ConfigError(
-            "checkpointing = 'auto': chooses by the memory of a card, and none is named. Pass --card h100 or --memory 24GiB, or a policy.",
+            "memory.checkpointing = 'auto': chooses by the memory of a card, and none is named. Pass --card h100 or --memory 24GiB, or "
+            "a policy.",
             code="plan.auto-checkpointing",
         )
     return chosen(config, counts, room.usable)

@@ -12,7 +12,7 @@ import torch
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops import rng
 from narrowgauge.plan.forecast import Forecast, forecast
-from narrowgauge.plan.moments import Moment
+from narrowgauge.plan.moments import MemoryMoment
 from narrowgauge.plan.sharding import divided, micro_batches_in_flight
 from narrowgauge.plan.tally import as_rows, from_rows
 from narrowgauge.train.config import parallel_syntax
@@ -198,7 +198,9 @@ def _from_json(entry: Any) -> Forecast | None:
     """Forecast from a cache entry; None for an entry of another form."""
     try:
         moments = [
-            Moment(**{**each, "parts": {(part, kind): size for part, kind, size in each["parts"]}})
+            MemoryMoment(
+                **{**each, "parts": {(part, kind): size for part, kind, size in each["parts"]}}
+            )
             for each in entry["moments"]
         ]
         work = from_rows(entry["work"])

@@ -67,7 +67,7 @@ def with_layers(sizes: Any, layers: int) -> dict[str, Any]:
 def _differing(config: TrainConfig) -> str:
     """A clause naming the setting that makes blocks differ, or ''."""
     if config.checkpointing not in ALIKE:
-        return f"checkpointing = {config.checkpointing!r} treats its blocks differently"
+        return f"memory.checkpointing = {config.checkpointing!r} treats its blocks differently"
     numbered = {
         "recipes": config.layers_recipe.keys(), "freeze": [config.freeze], "switch": [config.switch.partition("@")[0]],
     }  # fmt: skip

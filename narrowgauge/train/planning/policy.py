@@ -1,4 +1,4 @@
-"""checkpointing = "auto": the cheapest policy that fits the memory (`memory.cheapest`), traced."""
+"""memory.checkpointing = "auto": the cheapest policy that fits the memory (`memory.cheapest`), traced."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def available_bytes(device: torch.device) -> int:
         found = int(line.split()[1]) * 1024
     except (OSError, StopIteration, ValueError, IndexError) as error:
         raise ConfigError(
-            f"checkpointing = 'auto': {MEMORY} does not tell how much memory is available here. Name a policy, as --checkpointing full.",
+            f"memory.checkpointing = 'auto': {MEMORY} does not tell how much memory is available here. Name a policy, as "
+            "--memory.checkpointing full.",
             code="checkpointing.unknown-memory",
         ) from error
     try:

@@ -58,7 +58,7 @@ def classes_of(rows: Iterable[data.Record], source: str, column: str) -> Classes
         if isinstance(label, bool) or not isinstance(label, str | int):
             raise DataError(
                 f"{row.origin}: label {label!r} in column {column!r} is neither text nor a whole number. Correct the row, or name "
-                "another label_column.",
+                "another data.columns.label.",
                 code="classes.label-type",
             )
         if isinstance(label, str) and not label.strip():
@@ -70,7 +70,7 @@ def classes_of(rows: Iterable[data.Record], source: str, column: str) -> Classes
         if len(labels) > MOST_CLASSES:
             raise DataError(
                 f"{source}: column {column!r} has more than {MOST_CLASSES:,} different labels up to {row.origin}. Name another "
-                "label_column, or list the classes.",
+                "data.columns.label, or list the classes.",
                 code="classes.too-many",
             )
     if not labels:

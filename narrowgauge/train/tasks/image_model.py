@@ -49,8 +49,8 @@ def preprocessing_of(config: TrainConfig) -> tuple[data.Preprocessing, list[str]
     # size.
     if asked and own and not config.from_scratch and asked != own:
         raise ConfigError(
-            f"image_size = {config.image_size}: the model was trained on {own[0]} x {own[1]} pixels, a position for each patch. "
-            "Leave image_size out, or train --from-scratch.",
+            f"data.image_size = {config.image_size}: the model was trained on {own[0]} x {own[1]} pixels, a position for each patch. "
+            "Leave image_size out, or train --model.from-scratch.",
             code="image.size",
         )
     path = file_of(config.model, FILE) if config.model else None
@@ -101,7 +101,7 @@ def image_model(config: TrainConfig, model_class: ModelClass) -> Any:
     height, width = _pair(options["image_size"]) or (0, 0)
     if min(height, width) < config.patch_size:
         raise ConfigError(
-            f"patch_size = {config.patch_size}: pictures have {height} x {width} pixels. Lower patch_size, or raise image_size.",
+            f"model.patch_size = {config.patch_size}: pictures have {height} x {width} pixels. Lower patch_size, or raise image_size.",
             code="image.patch-size",
         )
     sizes = transformers.ViTConfig(

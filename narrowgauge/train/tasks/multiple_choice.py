@@ -286,8 +286,8 @@ class ChoicesTask(TableTask):
         most, longest = task.rows_per_example, task.data_facts["longest"]
         if 0 < config.token_budget < most * longest and config.too_long != "skip":
             raise DataError(
-                f"token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
-                f"{most * (longest + 15)} or more, or too_long = 'skip'.",
+                f"batch.token_budget = {config.token_budget}: {most} choices of {longest} tokens do not fit. Set "
+                f"{most * (longest + 15)} or more, or data.too_long = 'skip'.",
                 code="choices.token-budget",
             )
         return task
@@ -303,7 +303,7 @@ class ChoicesTask(TableTask):
         ids = super().dummy_example(width)["input_ids"]
         return {"input_ids": [ids] * self.rows_per_example, "labels": 0}
 
-    def epoch(self, number: int) -> data.Plan:
+    def epoch(self, number: int) -> data.EpochPlan:
         plan, batching = super().epoch(number), self._batching
         steps: Any = plan.steps
         # The generic planner counts one row for each example, so padding is counted again over the

@@ -49,7 +49,7 @@ def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any
         return min(known, default=None)
     if positions is not None and config.max_length > positions:
         raise ConfigError(
-            f"max_length = {config.max_length}: the model knows positions up to {positions}. Set max_length to {positions} or less.",
+            f"data.max_length = {config.max_length}: the model knows positions up to {positions}. Set max_length to {positions} or less.",
             code="examples.max-length",
         )
     return config.max_length

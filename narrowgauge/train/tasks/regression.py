@@ -93,7 +93,7 @@ def number_of(row: Record, column: str) -> float:
     number = float(value) if isinstance(value, str) and DECIMAL.fullmatch(value) else value
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise DataError(
-            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in label_column.",
+            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in data.columns.label.",
             code="regression.not-a-number",
         )
     if not math.isfinite(number) or abs(number) > LARGEST:
@@ -232,7 +232,7 @@ def scale_notes(names: list[str], numbers: Numbers, where: str) -> Iterator[str]
         if np.ptp(column) == 0:
             raise DataError(
                 f"{where}: every number in column {name!r} is {column[0]:g} ({len(column)} rows), so there is nothing to learn or to "
-                "correlate with. Pass other data, a larger validation_fraction or another label_column.",
+                "correlate with. Pass other data, a larger data.validation_fraction or another data.columns.label.",
                 code="regression.constant",
             )
     # A separate generator: the checks above must run when `scale_notes` is called, not when it is

@@ -173,14 +173,14 @@ class TableTask(TrainTask):
         return self.train.strata if self.config.stratify else None
 
     @cached_property
-    def _plan(self) -> data.Plan:
+    def _plan(self) -> data.EpochPlan:
         """Plan of the first epoch."""
         return self.epoch(0)
 
-    def epoch(self, number: int) -> data.Plan:
+    def epoch(self, number: int) -> data.EpochPlan:
         return self._planned(self._batching, number, self.config.micro_batches)
 
-    def _planned(self, batching: data.Batching, number: int, micro_batches: int) -> data.Plan:
+    def _planned(self, batching: data.Batching, number: int, micro_batches: int) -> data.EpochPlan:
         return data.plan(
             self.train.lengths, batching, number, strata=self._strata, micro_batches=micro_batches
         )
@@ -253,7 +253,7 @@ class TableTask(TrainTask):
         later = (
             "; models that began at random learnt to write later so" if self.entry.generates else ""
         )
-        return [f"{said} batch_order = 'length' would pad {sorted_:.0f} %{later}."]
+        return [f"{said} batch.order = 'length' would pad {sorted_:.0f} %{later}."]
 
     def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         """The example's text for the console, with learnt tokens highlighted."""
@@ -261,7 +261,7 @@ class TableTask(TrainTask):
 
     def model(self) -> Any:
         model = pretrained(self.config, self.model_class)
-        check_sizes(model, self.tokenizer, "max_length", self.config.max_length)
+        check_sizes(model, self.tokenizer, "data.max_length", self.config.max_length)
         return model
 
     def feed(self, model: Any) -> "TableFeed":

@@ -274,7 +274,8 @@ def tags_of(rows: Iterator[Record], task: Tagging, most: int) -> dict[str, str]:
             found.setdefault(tag, row.origin)
         if len(found) > most:
             raise DataError(
-                f"{row.origin}: up to here there are more than {most:,} different tags. Name another tags_column, or list the classes.",
+                f"{row.origin}: up to here there are more than {most:,} different tags. Name another data.columns.tags, or list the "
+                "classes.",
                 code="tagging.too-many",
             )
     return found

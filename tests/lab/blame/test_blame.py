@@ -47,7 +47,7 @@ def test_an_operand_of_too_few_bits_is_found_and_named(product, side, format):
         assert suspect.worse is getattr(suspect, side) and suspect.worse.format.startswith(
             format.name
         )
-        assert found.setting == f'recipes = ["layers.1.down_proj=bf16:{product}"]'
+        assert found.setting == f'recipe.layers = ["layers.1.down_proj=bf16:{product}"]'
         assert found.sentences()[-1] == found.setting
         assert f"{suspect.worse.role} as {format.name}" in found.sentences()[1]
 

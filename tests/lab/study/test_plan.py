@@ -58,7 +58,7 @@ def test_what_cannot_be_a_study_is_refused(make_study, changes, said):
         (["--recipes=bf16,auto"], coded("study.auto", "'auto'")),
         (["--parallel=0"], coded("study.parallel", "'0'")),
         (["--parallel=all"], coded("study.parallel", "'all'")),
-        (["--steps=0"], coded("config.steps", "steps = 0")),
+        (["--training.steps=0"], coded("config.steps", "training.steps = 0")),
         (["--recipe=bf16"], coded("cli.arguments", "--recipe")),
         (["--metric=bleu"], coded("study.best", "bleu")),
     ],
@@ -122,7 +122,7 @@ def stored_for(study, **changes):
             {"config": TrainConfig(learning_rate=2e-3)},
             coded("study.other-study", "learning_rate", "002", "001"),
         ),
-        ({"config": TrainConfig(steps=301)}, coded("study.other-study", "steps = 301")),
+        ({"config": TrainConfig(steps=301)}, coded("study.other-study", "training.steps = 301")),
     ],
 )
 def test_a_folder_of_another_study_is_refused(make_study, changes, said):

@@ -9,7 +9,7 @@ import pytest
 from narrowgauge.lab.study import progress as module
 from narrowgauge.lab.study import runner
 from narrowgauge.lab.study.plan import Job
-from narrowgauge.lab.study.progress import Progress, Reached, reached
+from narrowgauge.lab.study.progress import Reached, StudyProgress, reached
 from tests.report.synthetic_run import Plan, write_run
 
 
@@ -66,7 +66,7 @@ def test_each_recipe_has_its_pace_and_runs_share_the_machine(tmp_path):
     jobs = [job(tmp_path, recipe, seed) for recipe in ("bf16", "mxfp8", "other") for seed in (0, 1)]
     log(jobs[0], step(50, 50.0))
     log(jobs[2], step(50, 100.0))
-    shown = Progress(jobs, 100, 2)
+    shown = StudyProgress(jobs, 100, 2)
     found = {each.name: reached(each) for each in jobs}
     assert shown.left_s(found) == pytest.approx((50 + 100 + 100 + 200 + 150 + 150) / 2)
     shown.over = {each.name: "" for each in jobs if each is not jobs[3]}

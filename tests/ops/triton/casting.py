@@ -140,7 +140,7 @@ def examine(cast: Cast, dtype: torch.dtype) -> None:
     assert verdict.reason is None, verdict.reason
 
 
-SMALL = selfcheck.Kind(
+SMALL = selfcheck.StepKind(
     rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=True,
 )  # fmt: skip
 

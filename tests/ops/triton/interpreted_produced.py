@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2, INT8
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, definition, spec, triton_launch, value
-from narrowgauge.ops.norm_act.spec import NARROW, CastRequest, CastResult, Kept, Kind
+from narrowgauge.ops.norm_act.spec import NARROW, CastRequest, CastResult, Kind, StoredAsCodes
 from narrowgauge.ops.quantize import quantize, tile_amax
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.recipe import WHOLE, Cast
@@ -114,13 +114,17 @@ def compare_forward(
 
 def kept_in_codes(
     kind: Kind, tensors: list[Tensor], cast: Cast = NARROW["fp8"]
-) -> list[Tensor | Kept]:
+) -> list[Tensor | StoredAsCodes]:
     """Of a norm the codes of y.T, of an activation those of its inputs. One weight is 0, which y tells nothing about."""
     if not kind.is_norm:
-        return [Kept(quantize(each, cast, backend="reference"), each.dtype) for each in tensors]
+        return [
+            StoredAsCodes(quantize(each, cast, backend="reference"), each.dtype) for each in tensors
+        ]
     tensors[1][5] = -1.0 if kind.name == "gemma-norm" else 0.0
     return [
-        Kept(quantize(value(kind, tensors).T, TENSOR, backend="reference"), tensors[0].dtype, True),
+        StoredAsCodes(
+            quantize(value(kind, tensors).T, TENSOR, backend="reference"), tensors[0].dtype, True
+        ),
         *tensors[1:],
     ]
 
@@ -141,7 +145,7 @@ def compare_gradients(
     of_codes: bool = False,
 ) -> None:
     """Beside the definition's; the sums of a weight's gradient over rows among them."""
-    tensors: list[Tensor | Kept] = [*tensors_of(kind, *shape, dtype)]
+    tensors: list[Tensor | StoredAsCodes] = [*tensors_of(kind, *shape, dtype)]
     gy = torch.randn(shape).to(dtype)
     statistics = definition.statistics(kind, tensors)
     if of_codes:

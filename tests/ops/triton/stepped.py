@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from narrowgauge.cuda_graphs import FORWARD_BACKWARD, GraphedStep
-from narrowgauge.ops.registry import Choice, Kernel
+from narrowgauge.ops.registry import Kernel, KernelChoice
 from narrowgauge.ops.selfcheck import examine
 from narrowgauge.optim import (
     AdamW,
@@ -308,7 +308,7 @@ def compare_graphed() -> None:
 
 
 def choose_interpreted(param_step: ParamStep) -> Kernel[Any]:
-    param_step.backend = None, Choice(replace(INTERPRETED, name="triton"), ())
+    param_step.backend = None, KernelChoice(replace(INTERPRETED, name="triton"), ())
     return param_step.backend[1].kernel  # type: ignore[no-any-return]
 
 
@@ -429,27 +429,27 @@ def cases() -> Iterator[Case]:
 
 
 PROVEN = {
-    "8bit": selfcheck.Kind(
+    "8bit": selfcheck.StepKind(
         rules.ADAMW, False, moments.E5M2, moments.TAPERED8, torch.float32, torch.bfloat16, None, 256, aligned=True
     ),
-    "4bit": selfcheck.Kind(
+    "4bit": selfcheck.StepKind(
         rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
     ),
-    "shard": selfcheck.Kind(
+    "shard": selfcheck.StepKind(
         rules.LION, False, moments.WIDE, moments.NONE, torch.bfloat16, torch.bfloat16, "stochastic", 256, aligned=False, shift=13
     ),
-    "scaled shard": selfcheck.Kind(
+    "scaled shard": selfcheck.StepKind(
         rules.SGD, False, moments.WIDE, moments.NONE, torch.bfloat16, torch.float32, "fp16-scaled", 256, aligned=True, shift=9
     ),
 }  # fmt: skip
 
 
-def failure(kind: selfcheck.Kind) -> str:
+def failure(kind: selfcheck.StepKind) -> str:
     """Why the kernel fails its check, or ''."""
     return examine("optim", launch.step, CHECK, (kind,), torch.device("cpu")).reason or ""
 
 
-def prove(kind: selfcheck.Kind) -> None:
+def prove(kind: selfcheck.StepKind) -> None:
     assert not failure(kind), failure(kind)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.formats import E4M3, E5M2, INT8
-from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, Kept, Kind
+from narrowgauge.ops.norm_act.spec import KINDS, CastRequest, Kind, StoredAsCodes
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast
 from narrowgauge.scaling import POW2
@@ -88,13 +88,13 @@ def kernels_of_codes(name: str, of_gradient: bool, sm: int) -> list[Compiled]:
         data = torch.empty(columns, rows, dtype=torch.float8_e4m3fn)
         codes = QTensor(data=data, scale=torch.ones(1, 1), cast=CASTS["tensor"], inner=rows)
         parameters = [torch.empty(columns, dtype=torch.bfloat16)] * (1 + (name == "layer-norm"))
-        given = [Kept(codes, torch.bfloat16, turned=True), *parameters]
+        given = [StoredAsCodes(codes, torch.bfloat16, turned=True), *parameters]
     else:
         data = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
         codes = QTensor(
             data=data, scale=torch.ones(rows, columns // 128), cast=CASTS["vector"], inner=columns
         )
-        given = [Kept(codes, torch.bfloat16)] * (1 + kind.is_gated)
+        given = [StoredAsCodes(codes, torch.bfloat16)] * (1 + kind.is_gated)
     order = CastRequest(CASTS["e5m2"], torch.zeros(3), True, True)
 
     def call() -> None:

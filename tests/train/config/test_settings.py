@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config import toml
@@ -21,7 +22,7 @@ from narrowgauge.train.config.settings import (
     OneOf,
     OneOrPair,
     TrainConfig,
-    by_key,
+    by_path,
     key_of,
     resolved,
 )
@@ -29,7 +30,7 @@ from tests.raising import coded, raises
 from tests.selection import quick
 
 FIELDS = dataclasses.fields(TrainConfig)
-KEYS = sorted(by_key())
+PATHS = by_path()
 
 
 def refusal(text: str) -> str:
@@ -45,9 +46,9 @@ def test_defaults_are_valid_and_frozen():
     assert hash(config) == hash(TrainConfig())
 
 
-def test_every_setting_has_a_group_and_a_sentence():
+def test_every_setting_has_a_name_of_its_own_and_a_sentence():
+    assert len(PATHS) == len(FIELDS)
     for each in FIELDS:
-        assert each.metadata["group"] in ("model", "data", "task", "precision", "training", "run")
         assert each.metadata["help"].endswith("."), each.name
 
 
@@ -109,47 +110,53 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": 100}, "hidden_size = 100: must be a multiple of 2 * heads = 16"),
-        ({"hidden_size": 24, "heads": 8}, "multiple of 2 * heads = 16"),
-        ({"heads": 8, "kv_heads": 3}, "kv_heads = 3: must divide heads = 8"),
-        ({"batch_size": 16, "micro_batches": 3}, "micro_batches = 3: must divide batch_size = 16"),
+        (
+            {"hidden_size": 100},
+            "model.hidden_size = 100: must be a multiple of 2 * model.heads = 16",
+        ),
+        ({"hidden_size": 24, "heads": 8}, "multiple of 2 * model.heads = 16"),
+        ({"heads": 8, "kv_heads": 3}, "model.kv_heads = 3: must divide model.heads = 8"),
+        (
+            {"batch_size": 16, "micro_batches": 3},
+            "batch.micro_batches = 3: must divide batch.size = 16",
+        ),
         (
             {"learning_rate": 1e-4, "min_learning_rate": 1e-3},
-            "min_learning_rate = 0.001: must not exceed",
+            "optimizer.min_learning_rate = 0.001: must not exceed",
         ),
         ({"from_scratch": True}, "from_scratch"),
-        ({"model": "m", "layers": 2}, "layers = 2: has no effect with model = 'm'"),
+        ({"model": "m", "layers": 2}, "model.layers = 2: has no effect with model = 'm'"),
         (
             {"cuda_graph": True, "checkpointing": "full"},
-            "cuda_graph = true: does not work with checkpointing = 'full'",
+            "device.cuda_graph = true: does not work with memory.checkpointing = 'full'",
         ),
         (
             {"step_in_backward": True},
-            "step_in_backward = true: clip = 1.0 wants the norm of the whole gradient",
+            "optimizer.step_in_backward = true: optimizer.clip = 1.0 wants the norm of the whole gradient",
         ),
         (
             {"step_in_backward": True, "clip": 0.0, "held_gradients": "fp8"},
-            "with held_gradients = 'fp8', since it holds none",
+            "with optimizer.held_gradients = 'fp8', since it holds none",
         ),
         (
             {"held_gradients": "fp8", "cuda_graph": True},
-            "held_gradients = 'fp8': does not work with cuda_graph = true",
+            "optimizer.held_gradients = 'fp8': does not work with device.cuda_graph = true",
         ),
         (
             {"clip_by": "previous"},
-            "clip_by = 'previous': has no effect with step_in_backward = false",
+            "optimizer.clip_by = 'previous': has no effect with optimizer.step_in_backward = false",
         ),
         (
             {"step_in_backward": True, "clip": 0.0, "clip_by": "previous"},
-            "clip_by = 'previous': has no effect with clip = 0.0",
+            "optimizer.clip_by = 'previous': has no effect with optimizer.clip = 0.0",
         ),
         (
             {"step_in_backward": True, "clip_by": "two-pass", "compile": True},
-            "does not work with compile = true, whose",
+            "does not work with device.compile = true, whose",
         ),
         (
             {"step_in_backward": True, "clip_by": "two-pass", "precision": "amp-fp16"},
-            "with precision = 'amp-fp16', whose loss scaling",
+            "with recipe.precision = 'amp-fp16', whose loss scaling",
         ),
         (
             {"recipe": "auto", "checkpointing": "auto"},
@@ -157,7 +164,7 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(name, value):
         ),
         (
             {"tokenizer": "t", "vocab_size": 512},
-            "vocab_size = 512: has no effect with tokenizer = 't'",
+            "data.vocab_size = 512: has no effect with data.tokenizer = 't'",
         ),
     ],
 )
@@ -212,47 +219,94 @@ def test_every_rule_with_two_moments_may_give_each_its_format(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("steps = 3\nlayres = 3", "tiny.toml:2: 'layres' is not a setting. Closest: 'layers'."),
-        ("steps = 3\n'my key' = 3", "tiny.toml:2: 'my key' is not a setting."),
-        ("Hidden-Size = 3", "tiny.toml:1: 'Hidden-Size' is not a setting. Closest: 'hidden_size'."),
-        ("# a comment\n\nlayers = '3'", "tiny.toml:3: layers = '3': must be a whole number"),
-        ("steps = 1e3", "tiny.toml:1: steps = 1000.0: must be a whole number"),
-        ("seed = true", "tiny.toml:1: seed = true: must be a whole number"),
-        ("learning_rate = nan", "tiny.toml:1: learning_rate = nan: must be a finite number"),
-        ("compile = 1", "tiny.toml:1: compile = 1: must be true or false"),
-        ('prompt = """\nlayers = 0\n"""\nlayers = 0', "tiny.toml:4: layers = 0: must be from 1"),
-        ("steps = 1\r\nlayers = 0\r\n", "tiny.toml:2: layers = 0"),
         (
-            "heads = 7\nhidden_size = 256",
-            "tiny.toml:2: hidden_size = 256: must be a multiple of 2 * heads = 14",
+            "training.steps = 3\nlayres = 3",
+            "tiny.toml:2: 'layres' is not a setting. Closest: 'model.layers'.",
         ),
-        ("layers = 1\nsteps = 2\nlayers = 2", "tiny.toml:3: this key was given before"),
-        ("layers = 1\nlayers.x = 2", "tiny.toml:2: "),
-        ("layers = ", "tiny.toml:1: Invalid value"),
-        ("layers = 1\nrecipe = bf16", "tiny.toml:2: Invalid value"),
-        ("\nsteps = [\n1,", "tiny.toml:3: Invalid value"),
-        ("[model]\nlayers = 3", "tiny.toml:1: [model] is not a table of the configuration"),
-        ("[wrong]\nlayers = 3", "tiny.toml:1: [wrong] is not a table of the configuration"),
-        ("recipes = 3", "tiny.toml:1: recipes = 3: must be a table"),
+        ("training.steps = 3\n'my key' = 3", "tiny.toml:2: 'my key' is not a setting."),
         (
-            "steps = 3\n[recipes]\nlayers.0.up = 'bf16'",
+            "Hidden-Size = 3",
+            "tiny.toml:1: 'Hidden-Size' is not a setting. Closest: 'model.hidden_size'.",
+        ),
+        (
+            "# a comment\n\nmodel.layers = '3'",
+            "tiny.toml:3: model.layers = '3': must be a whole number",
+        ),
+        ("training.steps = 1e3", "tiny.toml:1: training.steps = 1000.0: must be a whole number"),
+        ("training.seed = true", "tiny.toml:1: training.seed = true: must be a whole number"),
+        (
+            "learning_rate = nan",
+            "tiny.toml:1: optimizer.learning_rate = nan: must be a finite number",
+        ),
+        ("device.compile = 1", "tiny.toml:1: device.compile = 1: must be true or false"),
+        (
+            'evaluation.prompt = """\nmodel.layers = 0\n"""\nmodel.layers = 0',
+            "tiny.toml:4: model.layers = 0: must be from 1",
+        ),
+        ("training.steps = 1\r\nmodel.layers = 0\r\n", "tiny.toml:2: model.layers = 0"),
+        (
+            "model.heads = 7\nmodel.hidden_size = 256",
+            "tiny.toml:2: model.hidden_size = 256: must be a multiple of 2 * model.heads = 14",
+        ),
+        (
+            "model.layers = 1\ntraining.steps = 2\nmodel.layers = 2",
+            "tiny.toml:3: this key was given before",
+        ),
+        ("model.layers = 1\nlayers.x = 2", "tiny.toml:2: "),
+        ("model.layers = ", "tiny.toml:1: Invalid value"),
+        ("model.layers = 1\nrecipe = bf16", "tiny.toml:2: Invalid value"),
+        ("\ntraining.steps = [\n1,", "tiny.toml:3: Invalid value"),
+        ("[model]\nlayers = 0", "tiny.toml:2: model.layers = 0: must be from 1"),
+        (
+            "[modle]\nlayers = 3",
+            "tiny.toml:1: [modle] is not a table of the configuration. Closest: 'model'.",
+        ),
+        (
+            "[model]\nlayres = 3",
+            "tiny.toml:2: 'layres' is not a setting of [model]. Closest: 'layers'.",
+        ),
+        (
+            "[training]\nlayers = 3",
+            "tiny.toml:2: 'layers' is not a setting of [training]. Closest: 'model.layers'.",
+        ),
+        (
+            "[data.columns]\ntxt = 'a'",
+            "tiny.toml:2: 'txt' is not a setting of [data.columns]. Closest: 'text'.",
+        ),
+        ("training = 3", "tiny.toml:1: [training] is a table, and not 3. Its settings are steps,"),
+        ("[guard]\nstep = 3", "tiny.toml:2: 'step' is not a setting of [guard]. Closest: 'steps'."),
+        (
+            "[guard]\nevery = 2\nsteps = 4",
+            "tiny.toml:3: guard = 'every=2,steps=4': a stretch of 4 steps",
+        ),
+        (
+            "[guard]\nevery = '2,then=stay'",
+            "tiny.toml:2: guard.every = '2,then=stay': must be one number or word",
+        ),
+        (
+            "layers = 2\n[model]\nlayers = 3",
+            "tiny.toml:1: layers = 2: is the same setting as model.layers, which is 3 (tiny.toml:3)",
+        ),
+        ("recipe.layers = 3", "tiny.toml:1: recipe.layers = 3: must be a table"),
+        (
+            "training.steps = 3\n[recipes]\nlayers.0.up = 'bf16'",
             'write a pattern with dots in quotes: "layers..." = "bf16"',
         ),
         (
-            "steps = 3\n[recipes]\nlm_head = 3\n",
-            "tiny.toml:2: recipes = {'lm_head': 3}: must be text",
+            "training.steps = 3\n[recipes]\nlm_head = 3\n",
+            "tiny.toml:2: recipe.layers = {'lm_head': 3}: must be text",
         ),
         (
-            'steps = 3\nrecipes = ["lm_head"]',
-            "tiny.toml:2: recipes: 'lm_head' is not 'pattern=recipe'",
+            'training.steps = 3\nrecipe.layers = ["lm_head"]',
+            "tiny.toml:2: recipe.layers: 'lm_head' is not 'pattern=recipe'",
         ),
-        ('recipes = ["up=bf16:gradweight"]', "'gradweight' is none. Closest: 'grad_weight'"),
+        ('recipe.layers = ["up=bf16:gradweight"]', "'gradweight' is none. Closest: 'grad_weight'"),
         (
             "[recipes]\nup = 'auto:output'",
             "must name a recipe with numbers of its own before the colon of 'auto:output'",
         ),
-        ("layers = " + "[" * 5000, "tiny.toml: cannot be read as TOML"),
-        ("layers = " + "9" * 5000, "tiny.toml: cannot be read as TOML"),
+        ("model.layers = " + "[" * 5000, "tiny.toml: cannot be read as TOML"),
+        ("model.layers = " + "9" * 5000, "tiny.toml: cannot be read as TOML"),
     ],
 )
 def test_a_mistake_has_its_file_and_line(text, expected):
@@ -261,7 +315,11 @@ def test_a_mistake_has_its_file_and_line(text, expected):
 
 def test_a_file_that_cannot_be_read_says_so(tmp_path: Path):
     for name, data, words in [
-        ("latin.toml", b"steps = 3\nprompt = '\xe9'", coded("config.utf8", "toml:2", "-8")),
+        (
+            "latin.toml",
+            b"training.steps = 3\nevaluation.prompt = '\xe9'",
+            coded("config.utf8", "toml:2", "-8"),
+        ),
         ("large.toml", b"#" * 2**17, coded("config.too-large")),
     ]:
         path = tmp_path / name
@@ -275,7 +333,9 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path):
 
 def test_recipes_of_layers_stand_in_a_list_or_a_table(tmp_path: Path):
     path = tmp_path / "list.toml"
-    path.write_text('recipes = ["lm_head=bf16", "layers.1.down_proj=bf16:output+grad_weight"]')
+    path.write_text(
+        'recipe.layers = ["lm_head=bf16", "layers.1.down_proj=bf16:output+grad_weight"]'
+    )
     config = toml.load(path)
     assert config.layers_recipe == {
         "lm_head": "bf16",
@@ -287,7 +347,7 @@ def test_recipes_of_layers_stand_in_a_list_or_a_table(tmp_path: Path):
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path):
     path = tmp_path / "windows.toml"
-    path.write_bytes("steps = 3\r\nprompt = 'é'\r\n".encode("utf-8-sig"))
+    path.write_bytes("training.steps = 3\r\nevaluation.prompt = 'é'\r\n".encode("utf-8-sig"))
     assert toml.load(path) == TrainConfig(steps=3, prompt="é")
 
 
@@ -296,17 +356,21 @@ def typos(key: str) -> set[str]:
     deleted = {key[:i] + key[i + 1 :] for i in range(len(key))}
     swapped = {key[:i] + key[i + 1] + key[i] + key[i + 2 :] for i in range(len(key) - 1)}
     inserted = {key[:i] + letter + key[i:] for i in range(len(key) + 1) for letter in "x"}
-    return (deleted | swapped | inserted) - set(KEYS)
+    return deleted | swapped | inserted
 
 
 @pytest.mark.parametrize("each", quick([5], [1, 5]))
 def test_every_typo_is_refused_and_nearly_always_the_right_key_suggested(each):
     """All typos of edit distance 1 of the kinds above, of all keys or one in five; at least 95 % suggested rightly."""
     right = total = 0
-    for key in list(KEYS)[::each]:
-        for typo in typos(key):
+    for path in sorted(PATHS)[::each]:
+        table, _, key = path.rpartition(".")
+        known = [other.rpartition(".")[2] for other in PATHS if other.rpartition(".")[0] == table]
+        # A typo may be a former key, or a table, or a part of the guard.
+        for typo in typos(key) - {*known, *FORMER, *toml.TABLES, *toml.PARTS["parallel"]}:
             total += 1
-            right += f"Closest: '{key}'" in refusal(f'"{typo}" = 1')
+            text = f'"{typo}" = 1'
+            right += f"Closest: '{key}'" in refusal(f"[{table}]\n{text}" if table else text)
     assert total > 1000 // each
     assert right / total >= 0.95
 
@@ -448,7 +512,8 @@ def configurations(draw) -> TrainConfig:
 def parsed_as_dumped(config):
     text = toml.dump(config)
     assert toml.build(toml.settings(text, "x")) == config
-    assert set(toml.settings(text, "x")) == set(KEYS)
+    assert set(toml.settings(text, "x")) == {each.name for each in FIELDS}
+    assert toml.former_keys(toml.settings(text, "x")) == ""
     assert resolved(resolved(config)) == resolved(config)
 
 
@@ -476,18 +541,18 @@ def test_a_damaged_file_is_a_configuration_or_a_config_error(data):
 
 
 def test_later_layers_win_and_name_themselves():
-    file = toml.settings("steps = 5\nlayers = 2\n", "tiny.toml")
-    config = toml.build(file, {"layers": (3, "--layers")})
+    file = toml.settings("training.steps = 5\nmodel.layers = 2\n", "tiny.toml")
+    config = toml.build(file, {"layers": toml.Entry(3, "--model.layers")})
     assert (config.steps, config.layers) == (5, 3)
-    with pytest.raises(ConfigError, match=r"^--layers: layers = 0: must"):
-        toml.build(file, {"layers": (0, "--layers")})
+    with pytest.raises(ConfigError, match=r"^--model.layers: model.layers = 0: must"):
+        toml.build(file, {"layers": toml.Entry(0, "--model.layers")})
 
 
 def test_a_keep_list_needs_weights_of_16_bits():
     assert TrainConfig(precision="bf16-o3", keep_float32="norms, layers.0-3.*").keep_float32
     with pytest.raises(
         ConfigError,
-        match=r"keep_float32 = 'norms': has no effect with precision = 'amp-bf16', whose weights",
+        match=r"recipe.keep_float32 = 'norms': has no effect with recipe.precision = 'amp-bf16', whose weights",
     ):
         TrainConfig(precision="amp-bf16", keep_float32="norms")
     with pytest.raises(ConfigError, match="must be names with commas, as 'norms,softmax'"):
@@ -498,10 +563,11 @@ def test_a_master_needs_weights_of_16_bits():
     assert TrainConfig(precision="bf16-o2", master="bf16-remainder").master == "bf16-remainder"
     with pytest.raises(
         ConfigError,
-        match=r"master = 'fp32': has no effect with precision = 'amp-bf16', whose weights",
+        match=r"optimizer.master = 'fp32': has no effect with recipe.precision = 'amp-bf16', whose weights",
     ):
         TrainConfig(precision="amp-bf16", master="fp32")
     with pytest.raises(
-        ConfigError, match="embedding_states = 'same': has no effect with states = 'fp32'"
+        ConfigError,
+        match=r"optimizer.embedding_states = 'same': has no effect with optimizer.states = 'fp32'",
     ):
         TrainConfig(embedding_states="same")

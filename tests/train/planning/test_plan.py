@@ -199,7 +199,7 @@ def test_models_from_folders_are_carried_on_from_few_layers(kind, settings, tmp_
 @pytest.mark.slow
 def test_settings_that_treat_layers_differently_are_counted_in_full(settings):
     for changes, why in (
-        ({"checkpointing": "every-2"}, "checkpointing = 'every-2'"),
+        ({"checkpointing": "every-2"}, "memory.checkpointing = 'every-2'"),
         ({"freeze": "layers.0-2"}, "freeze names"),
         ({"layers_recipe": {"layers.0.*": "bf16"}}, "recipes names"),
         ({"recipe": "nvfp4"}, "recipe 'nvfp4' keeps the last 15%"),
@@ -322,18 +322,23 @@ def test_refusals(tmp_path, capsys):
     output = f"--output={tmp_path / 'r'}"
     cli_raises(["plan", "--recipe=auto", output], ConfigError, "plan.auto-recipe", "'auto'")
     cli_raises(["plan", "--card=h1000", output], ConfigError, "card.unknown", "'h100'")
-    assert main(["plan", "--batch-size=5", "--micro-batches=2"]) == 2
-    stages = ["--parallel=pp=8", "--layers=4", "--micro-batches=8", "--batch-size=8"]
+    assert main(["plan", "--batch.size=5", "--batch.micro-batches=2"]) == 2
+    stages = ["--parallel=pp=8", "--model.layers=4", "--batch.micro-batches=8", "--batch.size=8"]
     cli_raises(["plan", *stages], ConfigError, "pipeline.blocks", "4 layers", "8 stages")
     for layout, expected in (
         ("fsdp", coded("plan.rank-count", "fsdp=8")),
         ("tp=3", coded("tensor-parallel.head-count", "num_attention_heads = 4")),
         ("dp=3", coded("parallel.batch-size", "3 ranks")),
         ("pp=2", coded("pipeline.micro-batches", "2 stages")),
-        ("dp=2 --weights=codes", coded("parallel.weights", "'codes'")),
-        ("tp=2 --gradients=fp8", coded("parallel.no-gradients", "'fp8'")),
+        ("dp=2 --parallel.weights=codes", coded("parallel.weights", "'codes'")),
+        ("tp=2 --parallel.gradients=fp8", coded("parallel.no-gradients", "'fp8'")),
     ):
-        sizes = ["--layers=4", "--heads=4", "--hidden-size=64", "--vocab-size=300"]
+        sizes = [
+            "--model.layers=4",
+            "--model.heads=4",
+            "--model.hidden-size=64",
+            "--data.vocab-size=300",
+        ]
         cli_raises(["plan", *f"--parallel={layout}".split(), *sizes], ConfigError, expected)
     cli_raises(["plan", "--picture=x.txt"], ConfigError, "picture.suffix", ".png")
 

@@ -285,12 +285,12 @@ def test_an_epoch_shows_every_picture_once(make):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"image_size": 16}, r"image_size = 16: the model was trained on 8 x 8 pixels"),
+        ({"image_size": 16}, r"data.image_size = 16: the model was trained on 8 x 8 pixels"),
         (
             {"classes": "red,green"},
             r"blue/.*\.png: label 'blue' in column 'label' is none of the 2 classes",
         ),
-        ({"model": "", "image_size": 8}, r"patch_size = 16: pictures have 8 x 8 pixels"),
+        ({"model": "", "image_size": 8}, r"model.patch_size = 16: pictures have 8 x 8 pixels"),
         ({"columns": "a,b"}, "pictures: header"),
     ],
 )
@@ -313,14 +313,14 @@ def test_a_corrupt_picture_is_named_before_the_first_step(make, place, tmp_path)
 
 def test_settings_of_texts_are_refused_for_pictures():
     with pytest.raises(
-        ConfigError, match=r"max_length = 5: has no effect with task = 'image-classification'"
+        ConfigError, match=r"data.max_length = 5: has no effect with task = 'image-classification'"
     ):
         TrainConfig(task="image-classification", data="d", max_length=5)
     with pytest.raises(
-        ConfigError, match=r"flip = true: has no effect with task = 'classification'"
+        ConfigError, match=r"data.flip = true: has no effect with task = 'classification'"
     ):
         TrainConfig(task="classification", model="m", data="d", flip=True)
-    with pytest.raises(ConfigError, match=r"patch_size = 8: has no effect with model = 'm'"):
+    with pytest.raises(ConfigError, match=r"model.patch_size = 8: has no effect with model = 'm'"):
         TrainConfig(task="image-classification", data="d", model="m", patch_size=8)
 
 

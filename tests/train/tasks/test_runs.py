@@ -170,7 +170,13 @@ def test_recipe_none_is_an_ordinary_float32_run(make):
     assert facts["recipe"] == "none" and {row["recipe"] for row in facts["describe"]} == {"none"}
     assert (
         main(
-            ["train", f"--output={config.output}", "--resume", "--recipe=none", "--switch=none@50%"]
+            [
+                "train",
+                f"--output={config.output}",
+                "--resume",
+                "--recipe=none",
+                "--recipe.switch=none@50%",
+            ]
         )
         == 2
     )
@@ -382,7 +388,7 @@ def test_a_metric_that_the_evaluation_does_not_have(make, place, tmp_path):
         best="f1_binary",
         steps=1,
     )
-    with raises(ConfigError, "train.best", "best = 'f1_binary'", "'loss'", "'mcc'", "'f1'"):
+    with raises(ConfigError, "train.best", "task.best = 'f1_binary'", "'loss'", "'mcc'", "'f1'"):
         loop.run(config)
 
 
@@ -421,7 +427,7 @@ def test_an_evaluation_of_a_part_says_so_and_is_always_the_same(make, capfd):
 def test_from_the_command_line(place, tmp_path, capfd):
     words = [
         "train", "--task", "classification", "--model", str(place / "bert"), "--data", str(place / "classes.csv"),
-        "--output", str(tmp_path / "run"), "--steps", "1", "--threads", "1", "--tensor-every", "0", "--device", "cpu",
+        "--output", str(tmp_path / "run"), "--training.steps", "1", "--device.threads", "1", "--log.tensor-every", "0", "--device", "cpu",
     ]  # fmt: skip
     assert main(words) == 0
     assert "accuracy" in capfd.readouterr().err

@@ -132,9 +132,10 @@ def test_a_run_that_translates_has_the_weights_of_one_that_does_not(make):
 
 def test_settings_that_need_translations():
     table = {"task": "seq2seq", "model": "m", "data": "d.csv"}
-    with pytest.raises(ConfigError, match=r"best = 'bleu': needs translations. Set translate"):
+    with pytest.raises(ConfigError, match=r"task.best = 'bleu': needs translations. Set translate"):
         TrainConfig(**table, best="bleu")
     with pytest.raises(
-        ConfigError, match=r"beams = 4, bleu_words = '13a': have no effect with translate = 0"
+        ConfigError,
+        match=r"task.beams = 4, task.bleu_words = '13a': have no effect with task.translate = 0",
     ):
         TrainConfig(**table, beams=4)
