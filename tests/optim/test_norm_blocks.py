@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.ops.cpp import build
+from narrowgauge.ops import cpp
 from narrowgauge.optim.clipping import clip_gradients
 from narrowgauge.optim.cpp import norm
 from narrowgauge.optim.cpp.norm import BLOCK, GradientBlocks
@@ -25,11 +25,17 @@ def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
     return made
 
 
+def launch_on(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of any size run on so many threads."""
+    monkeypatch.setattr(cpp, "ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(cpp, "parts", lambda elements: threads)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_square_and_product(dtype, threads, monkeypatch):
     """Relative 2^-40: sums of 14,000 float64 squares, each within 2^-53."""
-    monkeypatch.setattr(build, "parts", lambda elements: threads)
+    launch_on(threads, monkeypatch)
     own, theirs = gradients(dtype), gradients(dtype)
     blocks = GradientBlocks.of(own)
     truth = sum(each.double().square().sum() for each in theirs)
@@ -44,7 +50,7 @@ def test_square_and_product(dtype, threads, monkeypatch):
 def test_sums_do_not_depend_on_threads(monkeypatch):
     found = []
     for threads in (1, 2, 3):
-        monkeypatch.setattr(build, "parts", lambda elements, threads=threads: threads)
+        launch_on(threads, monkeypatch)
         found.append(GradientBlocks.of(gradients(torch.float32)).square())
     assert found[0] == found[1] == found[2]
 
