@@ -47,7 +47,7 @@ from narrowgauge.lab.guard.engine import GuardEngine, Replay
 from narrowgauge.lab.guard.grown import GROWN, grows_into_steps
 from narrowgauge.lab.guard.nudge import nudge
 from narrowgauge.lab.guard.refusals import refuse, refuse_no_loss, refuse_state
-from narrowgauge.lab.guard.same_weights import words
+from narrowgauge.lab.guard.same_weights import hooked, words
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.snapshot import Snapshot, Training, snapshot_bytes
@@ -124,12 +124,23 @@ class LoopSteps:
         assert len(self._batches) == len(self._generators) == steps
         if as_control:
             nudge(self.model)
-        losses = []
-        with self._as_reference(), suspended(self.model):
-            for kept, states in zip(self._batches, self._generators, strict=True):
-                # The same dropout masks and stochastic rounding as in the run's own step.
-                set_generators(states)
-                losses.append(_kept_loss(self.step(kept.given())))
+        losses: list[Any] = []
+        stepped: list[int] = []
+        # A GradScaler that finds an overflow calls no optimizer. Gradients of a later step would
+        # then be compared with those of the run's first one.
+        hooks = [
+            each.register_step_pre_hook(lambda *_: stepped.append(len(losses)))
+            for each in hooked(self.optimizer)
+        ]
+        try:
+            with self._as_reference(), suspended(self.model):
+                for kept, states in zip(self._batches, self._generators, strict=True):
+                    # The same dropout masks and stochastic rounding as in the run's own step.
+                    set_generators(states)
+                    losses.append(_kept_loss(self.step(kept.given())))
+        finally:
+            for hook in hooks:
+                hook.remove()
         # An unregistered scheduler would have moved the learning rate of the real run during the
         # replay.
         if self._rates() != self._rates_after:
@@ -138,7 +149,7 @@ class LoopSteps:
                 "something counts them that was not put back. Hand it over: Guard(..., also=[...]).",
                 code="guard.learning-rates",
             )
-        return Replay(losses=losses)
+        return Replay(losses=losses, has_gradients=0 in stepped)
 
     def read(self, losses: Sequence[Any]) -> list[float]:
         """Losses as floats, averaged over ranks: one copy from the device, one synchronisation."""

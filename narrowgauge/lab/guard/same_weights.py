@@ -58,11 +58,7 @@ class FirstGradients:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.samples: Samples = {}
         self._model = model
-        self._handles = [
-            each.register_step_pre_hook(self._look)
-            for each in _optimizers(optimizer)
-            if not _hides(each)
-        ]
+        self._handles = [each.register_step_pre_hook(self._look) for each in hooked(optimizer)]
 
     @_disable_dynamo
     @torch.no_grad()
@@ -149,6 +145,11 @@ def _optimizers(optimizer: Any) -> list[Any]:
             each = inner
         found.append(each)
     return found
+
+
+def hooked(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Optimizers that have gradients and a hook before their step."""
+    return [each for each in _optimizers(optimizer) if not _hides(each)]
 
 
 def _hides(optimizer: Any) -> str:

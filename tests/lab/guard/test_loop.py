@@ -73,12 +73,15 @@ class Loop:
             self.narrow.append(self.done)
             if self.sick:
                 self.sick(self)
-        self.optimizer.step()
+        self.update()
         ng.advance(self.model)
         self.scheduler.step()
         self.average.update_parameters(self.model)
         self.optimizer.zero_grad()
         return total
+
+    def update(self):
+        self.optimizer.step()
 
     def run(self, until=None):
         while self.done < (until or len(self.batches)):
@@ -229,6 +232,25 @@ def test_a_check_that_is_dropped_or_over_leaves_no_hook(plain, how):
         loop.step({"ids": list(loop.batches[4])})
         loop.guard.after_step({"ids": list(loop.batches[4])}, torch.tensor(1.0))
     assert len(loop.optimizer._optimizer_step_pre_hooks) == before
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_gradients_are_not_compared_if_the_reference_skips_its_first_update(plain, skips):
+    """As a GradScaler does after an overflow: the next update has the gradients of another step."""
+    loop, updates = Loop(), []
+    update = loop.update
+
+    def skipping():
+        if loop.guard.is_reference:
+            updates.append(loop.done)
+            if skips and len(updates) % 3 == 1:  # a replay has three steps
+                return
+        update()
+
+    loop.update = skipping
+    loop.run(7)
+    [event] = loop.guard.events
+    assert updates and bool(event["weights"]) is not skips
 
 
 @pytest.mark.slow
