@@ -43,6 +43,10 @@ MATRIX += [
     ("4bit/fp8", "stochastic", torch.bfloat16, 90),
 ]
 MATRIX = [each for each in dict.fromkeys(MATRIX) if each not in QUICK]
+# Form -> bytes of stack. ptxas stays at 128 registers, with which four programs fit on a
+# multiprocessor. If the second moment is written first, nothing spills, but a thread takes 145
+# registers (and `fp8` in float32 177 in place of 140), and three programs fit.
+SPILLED = {("fp8", "stochastic", torch.bfloat16, 90): 8}
 
 
 def kernel(
@@ -70,9 +74,9 @@ def test_it_compiles_without_spills_where_a_flag_leaves_it_out(
     check(kernel(states, master, dtype, sm, found_inf=torch.zeros(())))
 
 
-def check(found: Compiled) -> None:
+def check(found: Compiled, most: int = 0) -> None:
     instructions = found.instructions()
-    assert found.spills == 0, found.usage
+    assert found.spills <= most and (not most or found.usage["REG"] == 128), found.usage
     assert {"sqrt.rn.f32", "div.rn.f32"} <= instructions, "correctly rounded"
     wrong = ("fma", "div.full", "div.approx", "sqrt.approx", "mad.rn.f32")
     flushing = {name for name in instructions if ".ftz" in name} - {
@@ -98,7 +102,8 @@ def test_it_compiles_without_spills(states, master, dtype, sm):
 @pytest.mark.slow
 @pytest.mark.parametrize(("states", "master", "dtype", "sm"), MATRIX, ids=str)
 def test_more_forms_compile_without_spills(states, master, dtype, sm):
-    check(kernel(states, master, dtype, sm))
+    found = kernel(states, master, dtype, sm)
+    check(found, SPILLED.get((states, master, dtype, sm), 0))
 
 
 @pytest.mark.slow
