@@ -337,9 +337,10 @@ def advance(model: nn.Module) -> None:
     step traced by torch.compile, steps inside a backward pass.
 
     With weight_codes="step", the default on a CPU and in compiled code, each weight is cast once per
-    step and reused over micro-batches. Before the first step it is cast at each forward pass. No host synchronization,
-    except one small read if a recipe samples rows, and one per layer in the cold
-    start of learned steps. Warns once of learned steps that no optimizer updates.
+    step and reused over micro-batches. Before the first step it is cast at each forward pass.
+
+    No host synchronization, except one small read if a recipe samples rows, and one per layer in the
+    cold start of learned steps. Warns once of learned steps that no optimizer updates.
     """
     require_module(model, "advance")
     layers = {
