@@ -286,16 +286,19 @@ def test_a_check_does_not_straddle_a_switch(make):
 # --- stops
 
 
-# (where, number of the step there, steps after which checks begin then). A replay takes two steps, with a control four.
+# (where, number of the step there, steps after which checks begin then). A replay takes two steps, with a control four. A request in the
+# last step of a replay cuts nothing: the check is judged, and then the run stops.
 STOPS = [
     ("run", 6, [6, 8, 12, 16]),
     ("run", 5, [5, 8, 12, 16]),
     ("replay", 1, [6, 8, 12, 16]),
-    ("replay", 4, [6, 8, 12, 16]),
+    ("replay", 3, [6, 8, 12, 16]),
+    ("replay", 4, [4, 8, 12, 16]),
     ("run", 7, [4, 8, 12, 16]),
     ("run", 9, [4, 9, 12, 16]),
     ("run", 10, [4, 10, 12, 16]),
-    ("replay", 6, [4, 10, 12, 16]),
+    ("replay", 5, [4, 10, 12, 16]),
+    ("replay", 6, [4, 8, 12, 16]),
 ]
 
 
