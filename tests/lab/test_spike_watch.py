@@ -196,7 +196,7 @@ def test_a_spike_of_the_format_behind_one_of_the_data_is_no_second_of_the_data(
 def test_the_ladder_of_debugging_leaves_out_what_the_run_did(make, corrupt, capsys):
     config = make("run", on_spike="skip", keep=9, **LONG)
     assert training.run(config) == 0 and len(spikes(config)) == 1
-    assert main(["debug", config.output, "--at", "96", "--training.steps", "8"]) == 0
+    assert main(["debug", config.output, "--at", "96", "--steps", "8"]) == 0
     assert (
         "It repeats: the losses that the run has logged of 24 steps, to the bit."
         in capsys.readouterr().out
