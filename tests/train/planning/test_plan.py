@@ -251,7 +251,7 @@ def test_a_budget_that_larger_batches_pass_does_not_end_the_plan(settings):
     answers = Answers(config, room := Room.of("l4", ""), Counts(room.device))
     found = answers.answer()
     assert found["fits"] and found["largest"]["rows"] >= 64 * config.batch_size
-    with raises(ConfigError, "checkpointing.budget", 64 * 2**20):
+    with raises(ConfigError, "checkpointing.budget", "67,108,864"):
         answers.counts.of(config, replace(answers.shape(), rows=2**16))
 
 
