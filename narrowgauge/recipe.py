@@ -479,8 +479,8 @@ class Recipe:
                  None: all blocks are cast
 
     Details of save="quantized": per-tensor casts share the codes of `output`, other casts store
-    codes tiled for `grad_weight`. Where backward recasts weights, the default on a GPU, no codes are
-    saved if the producer of x saves x anyway (nn/keep_policy.py). If a CPU emulates the GEMM,
+    codes tiled for `grad_weight`. If backward recasts weights, as a GPU does by default, x is saved
+    in place of codes where its producer saves it anyway (nn/keep_policy.py). If a CPU emulates the GEMM,
     decoded values are saved for per-tensor casts and x for others, because encoding costs more there
     than the GEMM gains.
     """

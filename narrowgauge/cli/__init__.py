@@ -106,7 +106,7 @@ def _flag_or_key(key: str, typed: Mapping[str, str]) -> str:
 
 
 def _path(key: str) -> str:
-    """Full name of a setting, of which a message or a flag may have a former or short one."""
+    """Full name of a setting, from a full, short or former name."""
     return FORMER.get(key, key)
 
 

@@ -1,4 +1,4 @@
-"""Which Linears keep their precision although a pattern matches them, and why.
+"""Linears that keep their precision although a pattern matches them, and the reasons.
 
 Output heads and routers, layers below one hardware tile, and classes other than nn.Linear keep it
 (`reason_to_keep`). A recipe's `wide_blocks` keeps whole blocks in bf16 (`wide_by_policy`).

@@ -122,9 +122,8 @@ def refuse(trainer: Trainer, steps: int) -> None:
     config = trainer.config
     if config.cuda_graph:
         raise ConfigError(
-            "a stretch of steps that do not count: device.cuda_graph = true replays the products of the recipe, and graphs of others "
-            "would want "
-            "memory of their own. Train without --device.cuda-graph.",
+            "a stretch of steps that do not count: device.cuda_graph = true replays the products of the recipe, and graphs of "
+            "others would want memory of their own. Train without --device.cuda-graph.",
             code="probe.cuda-graph",
         )
     if trainer.step + steps > config.steps:

@@ -1,7 +1,7 @@
-"""Reports of tensors that are saved for backward outside autograd: codes, outputs kept for recomputation.
+"""Reports of tensors saved for backward outside autograd: codes, outputs kept for recomputation.
 
-Hooks of autograd do not see these tensors. Whoever saves one reports it here, and measurements
-(`measure.saved_bytes`, the trace of `narrowgauge plan`) listen.
+Autograd's hooks do not see these tensors. Code that saves one calls `report_saved`. Measurements
+receive the reports: `measure.saved_bytes` and the trace of `narrowgauge plan`.
 """
 
 from __future__ import annotations

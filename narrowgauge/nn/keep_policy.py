@@ -83,7 +83,7 @@ class SavedInput(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPolicy:
-    """What one call of a layer may save for backward.
+    """Tensors that one call of a layer may save for backward.
 
     grads             autograd records, so a backward pass may follow
     codes_of_x        lines 5 to 7 of the table: codes of x.T instead of x

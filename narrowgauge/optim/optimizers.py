@@ -1,7 +1,7 @@
 """AdamW, Lion and SGD with momentum, with states of 32, 16, 8 or 4 bits.
 
-rules.py contains the equations and the defaults, moments.py the formats. The constructor and its
-options are those of `base.LowPrecisionOptimizer`.
+rules.py contains the equations and the defaults, moments.py the formats. All classes share the
+constructor of `base.LowPrecisionOptimizer`.
 """
 
 from __future__ import annotations

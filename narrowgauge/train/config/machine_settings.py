@@ -39,7 +39,7 @@ class DeviceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
-    """Table `[parallel]`: ranks and what travels between them."""
+    """Table `[parallel]`: layout of the ranks, and formats of their messages."""
 
     # fmt: off
     parallel: str = PARALLEL("",

@@ -1,6 +1,6 @@
 """Settings without a table, `[evaluation]`, `[checkpoint]`, `[log]` and `[guard]`. Imports no torch.
 
-A run may change all of them when it resumes.
+All of these settings may change when a run resumes.
 """
 
 from dataclasses import dataclass

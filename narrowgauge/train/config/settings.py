@@ -1,8 +1,8 @@
 """All settings of a training run: key, type, default, rule and help text.
 
 TOML keys, command-line flags, `narrowgauge train --help` and RUN/config.toml all derive from
-`TrainConfig`. Each base class of it is one table of a file and holds its settings, so a new setting
-is one entry in the module of its table. `hidden_size` of the table `[model]` becomes the flag
+`TrainConfig`. Each of its base classes holds the settings of one TOML table. A new setting is one
+entry in the module of its table. `hidden_size` of the table `[model]` becomes the flag
 `--model.hidden-size`. In Python all settings are fields of `TrainConfig`.
 
 Recipe names are checked later by `narrowgauge.recipes`: this file imports no torch, so that --help
