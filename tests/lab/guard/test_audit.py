@@ -14,8 +14,7 @@ from benchmarks.planted_faults import BROKEN, plant
 from narrowgauge.diagnose.verdict import UNKNOWN, WORSE
 from narrowgauge.lab.guard.audit import Audited
 from narrowgauge.lab.guard.evidence import Evidence
-from narrowgauge.lab.guard.result import NUMBERS
-from narrowgauge.lab.guard.unlike import KERNEL, STALE, STUCK, UNCAST
+from narrowgauge.lab.guard.result import KERNEL, NUMBERS, STALE, STUCK, UNCAST
 from tests.compare import assert_same
 from tests.selection import quick
 from tests.small_model import Model
