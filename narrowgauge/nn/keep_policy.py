@@ -40,9 +40,10 @@ Of gy nothing is saved. Its two casts are made together if both gradients are ne
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -252,3 +253,21 @@ class RecomputeSource:
 
     tensors: tuple[Tensor | None, ...]
     recompute: Recompute
+
+
+class Keeper(Protocol):
+    """Stores results of `output` GEMMs until their recomputation, under selective checkpointing.
+
+    Policies of torch.utils.checkpoint see dispatcher operations. They miss kernels outside the
+    dispatcher (Triton, C++), and torch's GEMMs are surrounded by casts, rotations, padding and
+    scaling. The Linear therefore asks the active Keeper itself. Results are in the order of calls.
+
+    begin  a Linear starts; returns its stored result during recomputation, else None
+    end    the Linear has finished with this result
+    """
+
+    def begin(self) -> Tensor | None: ...
+    def end(self, output: Tensor | None) -> None: ...
+
+
+KEEPER: ContextVar[Keeper | None] = ContextVar("narrowgauge_kept_products", default=None)

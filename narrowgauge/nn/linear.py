@@ -28,7 +28,7 @@ from narrowgauge.nn.linear_context import (
     RankOptions,
     RecipeProgress,
 )
-from narrowgauge.nn.linear_function import LinearFunction, plan_of, suspended_linear
+from narrowgauge.nn.linear_function import LinearFunction, plan_of
 from narrowgauge.nn.linear_state import LinearState
 from narrowgauge.nn.observer import Observation, Observer, needs_x
 from narrowgauge.nn.plan import PRODUCTS, LinearPlan
@@ -333,6 +333,8 @@ class QLinear(nn.Linear):
             original = self.weight if source is None else source.original(self.weight)
             if recipe is None or compiling:
                 return nn.functional.linear(x, original, self.bias)
+            from narrowgauge.nn.suspended_linear import suspended_linear
+
             return suspended_linear(x, original, self.bias)
         if not isinstance(x, Tensor):
             return imported(_TRANSFORMS, "leaf")(self, x)

@@ -11,18 +11,15 @@ Each operand is rotated along its contracted axis, if the recipe rotates, and th
 (straight_through.py) the backward GEMMs read the codes of the forward pass. Their results are
 gradients of the dequantized operands, which `gradient` converts to gradients of x and w.
 
-`suspended_linear` is the GEMM of a Linear whose recipe is suspended: nn.Linear's, fast on every CPU.
-
 Left out: second derivatives, which raise an error. `suspended` computes them.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.addresses import is_compiling, type_of
 from narrowgauge.nn.autograd_rules import (
@@ -31,32 +28,14 @@ from narrowgauge.nn.autograd_rules import (
     column_sums,
     no_double_backward,
 )
+from narrowgauge.nn.keep_policy import KEEPER
 from narrowgauge.nn.operands import KINDS, Casts, find
 from narrowgauge.nn.plan import LinearPlan
 from narrowgauge.nn.rotation import NONE, Rotation
-from narrowgauge.ops.registry import device_facts
 
 if TYPE_CHECKING:
     from narrowgauge.nn.linear_context import LinearContext
     from narrowgauge.recipe import Recipe
-
-
-class Keeper(Protocol):
-    """Stores results of `output` GEMMs, in the order of calls, for selective checkpointing.
-
-    Policies of torch.utils.checkpoint see dispatcher operations. They miss kernels outside the
-    dispatcher (Triton, C++), and torch's GEMMs are surrounded by casts, rotations, padding and
-    scaling. The Linear therefore asks the active Keeper itself.
-
-    begin  a Linear starts; returns its stored result during recomputation, else None
-    end    the Linear has finished with this result
-    """
-
-    def begin(self) -> Tensor | None: ...
-    def end(self, output: Tensor | None) -> None: ...
-
-
-KEEPER: ContextVar[Keeper | None] = ContextVar("narrowgauge_kept_products", default=None)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -201,30 +180,3 @@ def plan_of(
     if recipe.backward == "straight-through":
         from narrowgauge.nn.straight_through import KINDS as kinds
     return LinearPlan.of(recipe, device, kinds, hidden_by, wide)
-
-
-def suspended_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """nn.functional.linear; float32 GEMMs for bfloat16 on a CPU without bfloat16 instructions.
-
-    The operands are rounded to bfloat16 first, so results differ only by the order of summation.
-    That is ten times faster there, and differentiable any number of times.
-    """
-    if not _multiplies_slowly(x, weight):
-        return nn.functional.linear(x, weight, bias)
-    addend = None if bias is None else bias.bfloat16().float()
-    # Autocast would convert the float32 operands back to bfloat16 and call the slow GEMM.
-    with torch.autocast("cpu", enabled=False):
-        return nn.functional.linear(
-            x.bfloat16().float(), weight.bfloat16().float(), addend
-        ).bfloat16()
-
-
-def _multiplies_slowly(x: Tensor, weight: Tensor) -> bool:
-    """True for a bfloat16 GEMM on a CPU without bfloat16 instructions."""
-    if not isinstance(x, Tensor):  # a Proxy of torch.fx
-        return False
-    if x.device.type != "cpu" or x.dtype == torch.float64 or device_facts("cpu", None).bf16_gemm:
-        return False
-    if torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return x.dtype == weight.dtype == torch.bfloat16
