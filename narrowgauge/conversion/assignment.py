@@ -40,7 +40,7 @@ class Assignment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing has to be recorded on the layer but the reason."""
+        """True if the layer stays an nn.Linear: only the reason is recorded."""
         return self.recipe is None and self.decision is None
 
 
