@@ -40,7 +40,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from narrowgauge.data import IGNORED
 from narrowgauge.errors import ConfigError, OutOfMemoryError
-from narrowgauge.lab.guard.nudge import nudge
+from narrowgauge.lab.guard.check import nudge
 from narrowgauge.nn.converted_model import suspended
 from narrowgauge.snapshot import NAME
 from narrowgauge.snapshot.block_storage import require_free_space

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from narrowgauge.lab import branch, training
-from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.lab.probe import rolled_back
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
-from narrowgauge.snapshot import Snapshot, Training
+from narrowgauge.snapshot import Snapshot, Training, undisturbed
 from narrowgauge.train import assembly, counters, loop
 from narrowgauge.train.checkpoint_ref import branched
 from narrowgauge.train.config.settings import replace
