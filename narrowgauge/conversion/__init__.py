@@ -104,6 +104,7 @@ def convert(
         check_embeddings(model, embeddings)
     if recipe is None:
         return _restored(model)
+    # Everything that can be refused is refused before `_apply` changes the first layer.
     given = assignments(model, recipe, tokens=tokens, compiled=compiled, choices=choices)
     _apply(model, given, weight_codes)
     # One cache for the whole model, layers of an earlier call included: q,
@@ -113,6 +114,7 @@ def convert(
         quantized.state.shared_inputs = shared
     if embeddings is not None:
         quantize_embeddings(model, embeddings)
+    # Modules that torch computes by a fused kernel in eval mode would skip the converted layers.
     refuse_fast_path(model)
     warn(model, quantized_linears(model, "convert"))
     step_end.follow_model(model)
@@ -129,6 +131,7 @@ def _restored(model: nn.Module) -> nn.Module:
         quantized.refuse(None)
     for _, quantized in quantized_linears(model, "convert"):
         quantized.restore()
+    # Linears that a pattern left alone carry the reason for `describe`.
     for module in model.modules():
         module.__dict__.pop(LEFT_BY, None)
     restore_embeddings(model)
@@ -138,7 +141,7 @@ def _restored(model: nn.Module) -> nn.Module:
 
 
 def _apply(model: nn.Module, given: Mapping[str, Assignment], weight_codes: WeightCodes) -> None:
-    """Convert the named Linears, or change the recipes of those that are converted."""
+    """Convert the named Linears. A converted one gets its new recipe."""
     linears = {name: model.get_submodule(name) for name in given}
     # Check every layer before the first one changes, so that an error leaves the model as it was.
     for name, assignment in given.items():
