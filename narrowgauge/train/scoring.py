@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from narrowgauge.conversion import suspended
-from narrowgauge.conversion.embeddings import quantized_embeddings
+from narrowgauge.nn.converted_model import quantized_embeddings, suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
 

@@ -340,8 +340,7 @@ def test_every_flag_of_a_column_reaches_its_task(loop, capsys, task, name):
         f"--data.columns.{name}: data.columns.{name} = 'x': has no effect with task = '{other}'"
         in refused
     )
-    assert f"are {', '.join(TASKS[other].columns)}. " in refused
-    assert f"It is a column of {', '.join(tasks_with(name))}." in refused
+    assert ", ".join(TASKS[other].columns) in refused and ", ".join(tasks_with(name)) in refused
 
 
 def test_the_help_tells_each_tasks_columns(capsys, monkeypatch):
@@ -367,7 +366,7 @@ def test_columns_of_a_file_and_flags_are_one_table(loop, tmp_path, capsys):
     assert cli.main(["train", str(file)]) == 2
     refused = capsys.readouterr().err
     assert "a.toml:8: data.columns.lable = 'mark': has no effect" in refused
-    assert "are text, pair, label. Closest: 'label'." in refused
+    assert "text, pair, label. Closest: 'label'." in refused
     arguments = ["train", "--prompt-column", "a", "--data.columns.prompt", "b"]
     cli_raises(arguments, ConfigError, "config.both-keys", "--prompt-column = 'a'")
 

@@ -7,16 +7,26 @@ underscores.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from narrowgauge.errors import closest
 from narrowgauge.train.config.rules import Check, is_set, shown
 
-if TYPE_CHECKING:
-    from narrowgauge.train.config.data_settings import DataSettings
+
+class Settings(Protocol):
+    """The part of `DataSettings` that the rules of a task read; it is declared with the entries."""
+
+    @property
+    def classes(self) -> str: ...
+    @property
+    def too_long(self) -> str: ...
+    @property
+    def train_on(self) -> str: ...
+    def column_of(self, name: str) -> str: ...
+    def renames(self, name: str) -> bool: ...
 
 
-def _no_checks(c: "DataSettings") -> list[Check]:
+def _no_checks(c: Settings) -> list[Check]:
     return []
 
 
@@ -58,13 +68,13 @@ class TaskEntry:
     default_metric: str = "loss"
     loss_unit: str = "nats/token"
     f1_over: str = ""
-    checks: Callable[["DataSettings"], list[Check]] = _no_checks
+    checks: Callable[[Settings], list[Check]] = _no_checks
 
 
 CLASS_METRICS = ("accuracy", "mcc", "f1", "f1_binary")
 
 
-def _chat_checks(c: "DataSettings") -> list[Check]:
+def _chat_checks(c: Settings) -> list[Check]:
     chats = shown(c.column_of("messages"))
     return [
         (not c.column_of("messages") and is_set(c, "train_on"), "train_on",
@@ -76,7 +86,7 @@ def _chat_checks(c: "DataSettings") -> list[Check]:
     ]  # fmt: skip
 
 
-def _question_checks(c: "DataSettings") -> list[Check]:
+def _question_checks(c: Settings) -> list[Check]:
     return [
         (c.too_long == "truncate", "too_long task",
          "data.too_long = 'truncate': question-answering reads long contexts in windows and cuts none; what is too long is a question that "
@@ -84,14 +94,14 @@ def _question_checks(c: "DataSettings") -> list[Check]:
     ]  # fmt: skip
 
 
-def _choice_checks(c: "DataSettings") -> list[Check]:
+def _choice_checks(c: Settings) -> list[Check]:
     return [
         (not c.column_of("question") and not c.column_of("context"), "columns.question columns.context",
          "data.columns.question = '': data.columns.context is empty too, so nothing is asked. Name one of them."),
     ]  # fmt: skip
 
 
-def _tag_checks(c: "DataSettings") -> list[Check]:
+def _tag_checks(c: Settings) -> list[Check]:
     spans = c.column_of("spans")
     return [
         (c.classes.strip().isdecimal(), "classes",
