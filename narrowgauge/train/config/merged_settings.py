@@ -35,8 +35,8 @@ def _held_gradients(held: Any, parts: Mapping[str, Any]) -> Any:
     steps = parts["step_in_backward"]
     if steps and held == "fp8":
         raise ConfigError(
-            "optimizer.step_in_backward = true: holds no gradients, and optimizer.held_gradients = 'fp8' holds them. Remove one of "
-            "them; optimizer.held_gradients = 'none' steps in backward.",
+            f"optimizer.step_in_backward = true: holds no gradients, and optimizer.held_gradients = {held!r} holds them. Remove one of "
+            "them; step_in_backward = true is held_gradients = 'none' now.",
             code="config.step_in_backward",
         )
     if not isinstance(steps, bool):
