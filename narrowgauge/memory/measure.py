@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory.saved_reports import detached, reporting
+from narrowgauge.memory.saved_tensors import detached, reporting
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 

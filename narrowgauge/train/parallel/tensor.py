@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from narrowgauge.conversion import suspended
-from narrowgauge.distributed.lost import is_lost
+from narrowgauge.distributed.all_ranks import is_lost
 from narrowgauge.distributed.per_rank_dropout import PerRankDropout
 from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputDTensors
 from narrowgauge.errors import ConfigError
