@@ -28,16 +28,15 @@ from torch import nn
 
 from narrowgauge import recipes
 from narrowgauge.conversion.auto import Decision, decisions
+from narrowgauge.conversion.bypassed import refuse_fast_path, warn
 from narrowgauge.conversion.embeddings import (
     check_embeddings,
     quantize_embeddings,
     quantized_embeddings,
     restore_embeddings,
 )
-from narrowgauge.conversion.fast_path import refuse_fast_path
 from narrowgauge.conversion.kept_layers import LEFT_BY, output_head, reason_to_keep, wide_by_policy
 from narrowgauge.conversion.products import Some, composed, parse
-from narrowgauge.conversion.warned import warn
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers

@@ -5,7 +5,7 @@ saved it. A view counts its whole storage. Parameters and buffers are not counte
 anyway.
 
 Tensors saved without autograd (codes, outputs saved by selective checkpointing) are reported
-through `saved_reports.report_saved`. Weight casts that layers cache for the step are counted at the
+through `saved_tensors.report_saved`. Weight casts that layers cache for the step are counted at the
 end, even before the first step.
 """
 
