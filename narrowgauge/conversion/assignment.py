@@ -1,7 +1,7 @@
-"""Which recipe each Linear of a model gets from what `convert` was given: nothing is changed here.
+"""Assigns a recipe to each Linear of a model, from the arguments of `convert`. Changes no layer.
 
-Patterns are matched to layers (`_matching`), combined (`_decisive`), and narrowed by what the library keeps in
-high precision (`kept_layers`). Layers under "auto" are measured (`auto.decisions`).
+Patterns are matched to layers (`_matching`) and combined (`_decisive`). `kept_layers` keeps some layers
+in high precision. Layers under "auto" are measured (`auto.decisions`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Assignment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing has to be recorded on the layer but the reason."""
+        """True if only the reason has to be recorded on the layer."""
         return self.recipe is None and self.decision is None
 
 
