@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from narrowgauge.errors import DataError, NumericsError
 from narrowgauge.snapshot import Scope, Snapshot, Training
-from narrowgauge.train.assembly import assembled
+from narrowgauge.train.assembly import ALONE, Given, assembled
 from narrowgauge.train.callback import Callback, Callbacks
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import TrainConfig
@@ -59,21 +59,22 @@ class Trainer:
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog,
-        has_own_peak: bool = True, ranks: Ranks | None = None, plugins: Sequence[Callable[["Trainer"], Callback]] = (),
+        given: Given = ALONE, ranks: Ranks | None = None, plugins: Sequence[Callable[["Trainer"], Callback]] = (),
     ) -> None:  # fmt: skip
         """Builds all parts and resumes from the newest valid checkpoint, if there is one.
 
-        has_own_peak  the process's peak memory belongs to this run alone
-        ranks         the ranks that share the micro-batches of a step (config.micro_batches); None:
-                      one process
-        plugins       each is called with this Trainer before it resumes, and returns a Callback
+        config   settings whose checkpointing is not "auto" (`planning.of_run.resolved_checkpointing`)
+        given    facts that are known before the parts are built
+        ranks    the ranks that share the micro-batches of a step (config.micro_batches); None: one
+                 process
+        plugins  each is called with this Trainer before it resumes, and returns a Callback
         """
         self.ranks = ranks = ranks or Ranks()
         self.config, self.folder, self.task, self.log = config, folder, task, log
         self.stop: StopRequest | AgreedStop = (
             AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
         )
-        parts = assembled(config, folder, task, ranks, has_own_peak)
+        parts = assembled(config, folder, task, ranks, given)
         self.setup, self.counters, self.model, self.feed = (
             parts.setup,
             parts.counters,
