@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError, Reason
+from narrowgauge.nn.converted_model import advance
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, find
 from narrowgauge.nn.rotation import Rotation

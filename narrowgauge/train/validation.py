@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.conversion import suspended
-from narrowgauge.conversion.embeddings import quantized_embeddings
+from narrowgauge.nn.converted_model import quantized_embeddings, suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
 from narrowgauge.train.checkpoint import state

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.guard_settings import STAY, WARN, GuardSettings
 from narrowgauge.diagnose.sensitivity import ENDS
 from narrowgauge.diagnose.verdict import WORSE
@@ -39,6 +38,7 @@ from narrowgauge.lab.guard.evidence import Evidence
 from narrowgauge.lab.guard.refusals import has_narrow
 from narrowgauge.lab.guard.result import LOWER
 from narrowgauge.lab.guard.same_weights import FirstGradients, Samples, slopes
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.learned_step import LearnedSteps
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowgauge import manifest
-from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.structure import is_weight
 from narrowgauge.train import guard_state

@@ -30,10 +30,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from narrowgauge.conversion import suspended
 from narrowgauge.distributed.all_ranks import is_lost
 from narrowgauge.distributed.per_rank_dropout import PerRankDropout
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
 from narrowgauge.train.parallel import sequence, tensor_plans
