@@ -88,7 +88,7 @@ def assembled(
 ) -> Assembly:
     """Builds all parts of a run. Loads no checkpoint.
 
-    config  settings whose checkpointing is not "auto": `planning.of_run` resolves it before
+    config  settings whose checkpointing is not "auto": `planning.policy` resolves it before
     """
     device, precision = ranks.device(config.device), precisions.get(config.precision)
     # Read the recorded choices of recipe "auto": a new measurement could choose other recipes, and a

@@ -12,7 +12,7 @@ from narrowgauge.train.device import keep_freed_memory, peak_bytes, reset_peak
 from narrowgauge.train.model_files import export
 from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.checkpoints import trained_weights
-from narrowgauge.train.planning import of_run
+from narrowgauge.train.planning import of_run, policy
 from narrowgauge.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def train_and_log(
         freed_memory = keep_freed_memory(config.keep_freed, device)
         # The second run of a process has its own peak only if the system can reset the counter.
         has_own_peak = reset_peak(device) or is_first
-        config, policy_note = of_run.resolved_checkpointing(config, ranks)
+        config, policy_note = policy.resolved(config, ranks)
         given = Given(has_own_peak=has_own_peak, policy_note=policy_note)
         trainer = Trainer(config, folder, task, log, given, ranks, plugins)
         folder.write_config(asked)

@@ -63,7 +63,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         """Builds all parts and resumes from the newest valid checkpoint, if there is one.
 
-        config   settings whose checkpointing is not "auto" (`planning.of_run.resolved_checkpointing`)
+        config   settings whose checkpointing is not "auto" (`planning.policy.resolved`)
         given    facts that are known before the parts are built
         ranks    the ranks that share the micro-batches of a step (config.micro_batches); None: one
                  process

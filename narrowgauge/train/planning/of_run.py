@@ -18,26 +18,11 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.timing.cards import CONTEXT
 from narrowgauge.plan.text import gib
 from narrowgauge.train.planning.counts import Counts
-from narrowgauge.train.planning.policy import settled
 from narrowgauge.train.tasks import Shape
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.loss import Batch
-    from narrowgauge.train.parallel.ranks import Ranks
-
-
-def resolved_checkpointing(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, str]:
-    """Returns (settings whose checkpointing is not "auto", reason for the chosen policy or '').
-
-    Call it before the model is allocated, since the choice needs the free memory. Rank 0 resolves
-    "auto" and broadcasts the result, since estimates could differ between ranks.
-    """
-    if config.checkpointing != "auto":
-        return config, ""
-    device = ranks.device(config.device)
-    policy, note = ranks.told_by_first(lambda: settled(config, device))
-    return replace(config, checkpointing=policy), note
 
 
 def planned(config: TrainConfig, device: torch.device, probe: Batch) -> dict[str, Any]:
