@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from narrowgauge.train.tasks import TrainTask
     from narrowgauge.train.trainer import Trainer
 
-Plugin = Callable[[Trainer], Callback]
-BeginBranch = Callable[[TrainConfig, RunFolder, TrainTask], list[str]]
-BeginBranchApart = Callable[[TrainConfig, Path], list[str]]
+    Plugin = Callable[[Trainer], Callback]
+    BeginBranch = Callable[[TrainConfig, RunFolder, TrainTask], list[str]]
+    BeginBranchApart = Callable[[TrainConfig, Path], list[str]]
 
 
 def _without_lab(config: TrainConfig) -> Sequence[Plugin]:

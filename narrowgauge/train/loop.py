@@ -1,4 +1,4 @@
-"""`narrowgauge train`: prepare the data, train the run and its reference, write the report."""
+"""`narrowgauge train`: join the ranks, prepare the data, train the run and its reference, report."""
 
 import os
 import shlex

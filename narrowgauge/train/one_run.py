@@ -36,7 +36,9 @@ def train_and_log(
 ) -> int:
     """Trains one run from its newest checkpoint, or from the start, to its end.
 
-    asked     configuration to store as config.toml, once the trainer has accepted the checkpoint
+    Returns the exit code.
+
+    asked     settings to store as config.toml, once the trainer has accepted the checkpoint
     is_first  first run of this process: it prints an example of the data
     """
     with followers.log_of(folder, config.tensorboard, ranks) as log:
