@@ -1,9 +1,12 @@
 """`narrowgauge train`: join the ranks, prepare the data, train the run and its reference, report."""
 
+from __future__ import annotations
+
 import os
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,7 +37,9 @@ from narrowgauge.train.parallel.spread import shared
 from narrowgauge.train.preparation import prepare_on_ranks
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from narrowgauge.train.signals import AgreedStop, StopRequest
-from narrowgauge.train.tasks import TrainTask
+
+if TYPE_CHECKING:
+    from narrowgauge.train.tasks import TrainTask
 
 Stop = StopRequest | AgreedStop
 
