@@ -1,6 +1,6 @@
 """Guard of a run: the plugin by which `narrowgauge train --guard` checks a run against BF16.
 
-`lab.guard.engine` does the checks. `RunSteps` shows it the run, and `Guard` prints, logs and saves
+`lab.guard.engine` does the checks. `RunSteps` shows it the run, and `RunGuard` prints, logs and saves
 what it finds. The setting `then` decides what follows when the run is worse. Unless it is `warn`,
 the end of the BF16 reference becomes the state of the run. The log replaces the run's steps by the
 reference steps (event `rewind`).
@@ -136,7 +136,7 @@ class RunSteps:
         )
 
 
-class Guard(Callback):
+class RunGuard(Callback):
     """Guard of one run.
 
     settings  parsed setting `guard`
@@ -355,4 +355,4 @@ class Guard(Callback):
 def plugin(trainer: Trainer) -> Callback:
     """The guard of a run, or a stand-in that keeps the recipe of an earlier guard."""
     settings = parse(trainer.config.guard)
-    return Unguarded(trainer) if settings is None else Guard(trainer, settings)
+    return Unguarded(trainer) if settings is None else RunGuard(trainer, settings)
