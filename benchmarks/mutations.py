@@ -388,7 +388,13 @@ def _product_stages(
 def run(tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
     """pytest's exit code in that tree, and what failed; a run that hangs counts as failed."""
     command = [sys.executable, "-m", "pytest", *PYTEST, *tests]
-    variables = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    # Byte code is kept, whatever the shell says: each call would compile the package again.
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     try:
         done = subprocess.run(
             command, cwd=tree, env=variables, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
