@@ -36,7 +36,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -82,6 +82,7 @@ PYTEST = (
     "--no-header",
     "-rfE",
 )
+HUNG = ["the suite hung"]
 LAST = ("all", "product")  # stages that --near leaves out
 LIMIT_S = 3600  # of one call of pytest; a fault that makes it hang has been noticed
 COMPARISONS = {
@@ -104,6 +105,10 @@ REDUCTIONS = (
     "squeeze",
     "argmax",
 )
+
+
+# (tree, tests) -> pytest's exit code and what failed
+Run = Callable[[Path, Sequence[str]], tuple[int, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -385,25 +390,32 @@ def _product_stages(
         yield stage, found
 
 
-def run(tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
-    """pytest's exit code in that tree, and what failed; a run that hangs counts as failed."""
-    command = [sys.executable, "-m", "pytest", *PYTEST, *tests]
-    # Byte code is kept, whatever the shell says: each call would compile the package again.
-    variables = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "",
-    }
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=variables, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
-            errors="replace", timeout=LIMIT_S,
+class Forks:
+    """Calls of pytest, one after the other, in forks of a process of `forked_pytest`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.output = folder / "output.txt"
+        # Byte code is kept, whatever the shell says: each call would compile the package again.
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("forked_pytest.py")], cwd=folder, env=variables,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return 1, ["the suite hung"]
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", done.stdout, re.MULTILINE)
-    return done.returncode, failed or done.stdout.strip().splitlines()[-1:]
+
+    def __call__(self, tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
+        """pytest's exit code in that tree, and what failed; a run that hangs counts as failed."""
+        job = {"tree": str(tree), "arguments": [*PYTEST, *tests], "output": str(self.output)}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps({**job, "limit_s": LIMIT_S}), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline().strip()
+        if answer == "hung":
+            return 1, HUNG
+        said = self.output.read_text(encoding="utf-8", errors="replace")
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", said, re.MULTILINE)
+        return int(answer), failed or said.strip().splitlines()[-1:]
+
+    def close(self) -> None:
+        self.process.communicate()
 
 
 def copied(root: Path, folder: Path) -> Path:
@@ -422,7 +434,7 @@ def copied(root: Path, folder: Path) -> Path:
     return folder
 
 
-def examine(fault: Fault, tree: Path, clean: Path, whole: bool) -> dict[str, object]:
+def examine(fault: Fault, tree: Path, clean: Path, whole: bool, run: Run) -> dict[str, object]:
     """Applies the fault in `tree`, runs the tests stage by stage until one fails that passes in `clean`, and takes it back."""
     target = tree / fault.file
     source = target.read_text(encoding="utf-8")
@@ -436,7 +448,7 @@ def examine(fault: Fault, tree: Path, clean: Path, whole: bool) -> dict[str, obj
             last = name
             if code in (0, 5):
                 continue
-            if code in (2, 3, 4) or failed == ["the suite hung"] or run(clean, failed)[0] == 0:
+            if code in (2, 3, 4) or failed == HUNG or run(clean, failed)[0] == 0:
                 return {
                     "verdict": "caught",
                     "stage": name,
@@ -536,14 +548,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         clean = copied(ROOT, Path(folder, "clean"))
-        trees: Queue[Path] = Queue()
+        trees: Queue[tuple[Path, Forks]] = Queue()
         for job in range(options.jobs):
-            trees.put(copied(ROOT, Path(folder, f"copy{job}")))
+            tree = copied(ROOT, Path(folder, f"copy{job}", "tree"))
+            trees.put((tree, Forks(tree.parent)))
 
         def judge(number: int, fault: Fault) -> None:
-            tree = trees.get()
-            found = examine(fault, tree, clean, not options.near)
-            trees.put(tree)
+            tree, forks = trees.get()
+            found = examine(fault, tree, clean, not options.near, forks)
+            trees.put((tree, forks))
             append(
                 {**environment(), **rows[number], "seed": options.seed, **found}, options.results
             )
@@ -554,6 +567,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda each: judge(*each), chosen))
+        while not trees.empty():
+            trees.get()[1].close()
     print(summary(options.results, options.areas))
     return 0
 

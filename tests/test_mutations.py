@@ -113,11 +113,24 @@ def test_a_fault_is_caught_by_a_test_that_passes_without_it(tmp_path, monkeypatc
         code = next(answers)
         return code, ["tests/test_a.py::test"] if code == 1 else []
 
-    monkeypatch.setattr(mutations, "run", run)
     fault = mutations.Fault("off by one", "package/a.py", 1, 4, 5, "2")
-    found = mutations.examine(fault, tmp_path, tmp_path, whole=True)
+    found = mutations.examine(fault, tmp_path, tmp_path, whole=True, run=run)
     assert found["verdict"] == verdict and set(seen) == {"x = 2\n"}
     assert (tmp_path / "package/a.py").read_text("utf-8") == "x = 1\n"
+
+
+def test_pytest_runs_in_forks_with_the_package_of_their_tree(tmp_path):
+    for name, value in (("good", 1), ("bad", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").write_text(f"value = {value}\n", encoding="utf-8")
+        test = "import own\n\ndef test_it():\n    assert own.value == 1\n"
+        (tmp_path / name / "test_own.py").write_text(test, encoding="utf-8")
+    forks = mutations.Forks(tmp_path)
+    assert forks(tmp_path / "good", ["test_own.py"])[0] == 0
+    assert forks(tmp_path / "bad", ["test_own.py"]) == (1, ["test_own.py::test_it"])
+    assert forks(tmp_path / "good", ["test_none.py"])[0] == 4
+    forks.close()
+    assert forks.process.returncode == 0
 
 
 def test_the_last_line_of_a_fault_counts(tmp_path):
