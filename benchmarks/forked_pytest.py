@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import time
+import traceback
 from typing import Any
 
-import hypothesis  # noqa: F401
 import pytest
 import scipy.stats  # noqa: F401
 import torch.distributed.pipelining  # noqa: F401
@@ -56,6 +56,8 @@ def main() -> None:
             code = 3  # pytest's own for an internal error
             try:
                 code = child(job)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         code = exit_code(pid, job["limit_s"])

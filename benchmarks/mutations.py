@@ -81,6 +81,9 @@ PYTEST = (
     "no:xdist",
     "--no-header",
     "-rfE",
+    # Of a plugin of pytest that `forked_pytest` imports with transformers.
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
 )
 HUNG = ["the suite hung"]
 LAST = ("all", "product")  # stages that --near leaves out
@@ -448,7 +451,9 @@ def examine(fault: Fault, tree: Path, clean: Path, whole: bool, run: Run) -> dic
             last = name
             if code in (0, 5):
                 continue
-            if code in (2, 3, 4) or failed == HUNG or run(clean, failed)[0] == 0:
+            # Nothing was run: the fault's doing, if the same tests can be collected without it.
+            again = ["--collect-only", *tests] if code in (2, 3, 4) else failed
+            if failed == HUNG or run(clean, again)[0] == 0:
                 return {
                     "verdict": "caught",
                     "stage": name,

@@ -96,7 +96,13 @@ def test_tests_of_a_product_module_are_its_own_then_its_users_then_its_folders()
 
 @pytest.mark.parametrize(
     ("codes", "verdict"),
-    [((1, 0), "caught"), ((1, 1), "unclear"), ((0, 0, 0), "survived"), ((5, 2), "caught")],
+    [
+        ((1, 0), "caught"),
+        ((1, 1), "unclear"),
+        ((0, 0, 0), "survived"),
+        ((5, 2, 0), "caught"),
+        ((3, 3), "unclear"),
+    ],
 )
 def test_a_fault_is_caught_by_a_test_that_passes_without_it(tmp_path, monkeypatch, codes, verdict):
     """The fault is in the tree while tests run, and gone after them."""
