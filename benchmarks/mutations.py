@@ -86,7 +86,7 @@ PYTEST = (
     "ignore::pytest.PytestAssertRewriteWarning",
 )
 HUNG = ["the suite hung"]
-LAST = ("all", "product")  # stages that --near leaves out
+LAST = ("all", "folder", "product")  # stages that --near leaves out
 LIMIT_S = 3600  # of one call of pytest; a fault that makes it hang has been noticed
 COMPARISONS = {
     ast.Lt: (b"<", b"<="),
@@ -374,8 +374,10 @@ def _product_stages(
     named = re.compile(rf"\b{whole}\.{name}\b|from {whole} import (\([^)]*\b{name}\b|.*\b{name}\b)")
 
     def mirrors(test: str) -> bool:
-        """test_loss tells of loss.py and loss_slices.py; test_loss_parallel of loss.py too."""
+        """memory/test_loss tells of loss.py and loss_slices.py; memory/test_loss_x of loss.py."""
         stem = Path(test).stem.removeprefix("test_")
+        if Path(test).parts[1] != parts[0]:
+            return stem == name
         short, long = sorted((name, stem), key=len)
         return long == short or long.startswith(f"{short}_")
 
@@ -388,8 +390,7 @@ def _product_stages(
     ):
         found = [test for test in left if belongs(test)]
         left = [test for test in left if test not in found]
-        if stage == "product":  # its own folder first
-            found.sort(key=lambda test: Path(test).parts[1] != parts[0])
+        found.sort(key=lambda test: Path(test).parts[1] != parts[0])  # its own folder first
         yield stage, found
 
 
@@ -400,6 +401,7 @@ class Forks:
         self.output = folder / "output.txt"
         # Byte code is kept, whatever the shell says: each call would compile the package again.
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        variables.pop("PYTHONPATH", None)
         self.process = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("forked_pytest.py")], cwd=folder, env=variables,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
