@@ -36,7 +36,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -111,6 +111,7 @@ REDUCTIONS = (
 
 
 # (tree, tests) -> pytest's exit code and what failed
+Stage = tuple[str, Sequence[str]]  # its name and its tests
 Run = Callable[[Path, Sequence[str]], tuple[int, list[str]]]
 
 
@@ -439,15 +440,17 @@ def copied(root: Path, folder: Path) -> Path:
     return folder
 
 
-def examine(fault: Fault, tree: Path, clean: Path, whole: bool, run: Run) -> dict[str, object]:
+def examine(
+    fault: Fault, tree: Path, clean: Path, stages: Iterable[Stage], run: Run
+) -> dict[str, object]:
     """Applies the fault in `tree`, runs the tests stage by stage until one fails that passes in `clean`, and takes it back."""
     target = tree / fault.file
     source = target.read_text(encoding="utf-8")
     target.write_text(fault.apply(source), encoding="utf-8")
     last = ""
     try:
-        for name, tests in stages(tree, fault.file):
-            if not tests or (name in LAST and not whole):
+        for name, tests in stages:
+            if not tests:
                 continue
             code, failed = run(tree, tests)
             last = name
@@ -520,6 +523,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="leave out the tests that have no visible connection with the module",
     )
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="TEST",
+        help="run these tests of `make test` alone; a fault that they pass by is not recorded",
+    )
     parser.add_argument("--list", action="store_true", help="say what would be changed, and end")
     parser.add_argument(
         "--equivalent",
@@ -562,11 +571,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def judge(number: int, fault: Fault) -> None:
             tree, forks = trees.get()
-            found = examine(fault, tree, clean, not options.near, forks)
+            asked: Iterable[Stage] = [("named", options.tests or ())]
+            if not options.tests:
+                asked = (
+                    stage
+                    for stage in stages(tree, fault.file)
+                    if not (options.near and stage[0] in LAST)
+                )
+            found = examine(fault, tree, clean, asked, forks)
             trees.put((tree, forks))
-            append(
-                {**environment(), **rows[number], "seed": options.seed, **found}, options.results
-            )
+            if found["verdict"] == "caught" or not options.tests:
+                row = {**environment(), **rows[number], "seed": options.seed, **found}
+                append(row, options.results)
             print(
                 f"{number:3} {found['verdict']:9} {fault.file}:{fault.line} {fault.kind}: {found.get('by', '')}",
                 flush=True,

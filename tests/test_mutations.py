@@ -120,7 +120,8 @@ def test_a_fault_is_caught_by_a_test_that_passes_without_it(tmp_path, monkeypatc
         return code, ["tests/test_a.py::test"] if code == 1 else []
 
     fault = mutations.Fault("off by one", "package/a.py", 1, 4, 5, "2")
-    found = mutations.examine(fault, tmp_path, tmp_path, whole=True, run=run)
+    stages = mutations.stages(tmp_path, fault.file)
+    found = mutations.examine(fault, tmp_path, tmp_path, stages, run)
     assert found["verdict"] == verdict and set(seen) == {"x = 2\n"}
     assert (tmp_path / "package/a.py").read_text("utf-8") == "x = 1\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from narrowgauge.lab import blame_checkpoint, training
 from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.evaluation import command
 from narrowgauge.train.evaluation.command import Asked, evaluate
-from narrowgauge.train.evaluation.lm_tasks import LmTasks
+from narrowgauge.train.evaluation.lm_tasks import LmTasks, Scores
 from narrowgauge.train.evaluation.saved import SavedRun, versions
 from tests.lab.killed_guard import SICK, hurt
 from tests.raising import coded, raises
@@ -157,6 +158,19 @@ def test_a_checkpoint_scores_as_the_run_did(run) -> None:
         for path in run.rglob("*")
         if path.is_file() and path.name != "evaluation.json"
     }
+
+
+def test_the_error_of_a_difference_is_that_of_its_pairs() -> None:
+    """Of three examples one fell from right to wrong: mean -1/3, and the error of -1, 0, 0."""
+
+    def scored(*values: float) -> Scores:
+        mean = statistics.fmean(values)
+        return Scores({"acc": mean}, {"acc": None}, {"acc": dict(enumerate(values))})
+
+    [(metric, found)] = command._differences(scored(0.0, 1.0, 0.0), scored(1.0, 1.0, 0.0)).items()
+    assert metric == "acc" and found["mean"] == pytest.approx(-1 / 3)
+    assert found["stderr"] == pytest.approx(1 / 3)
+    assert (found["changed"], found["examples"]) == (1, 3)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(run) -> None:
