@@ -213,6 +213,19 @@ def test_bad_questions_are_refused(trained, asked, expected) -> None:
         evaluate(trained, asked)
 
 
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_weights_are_scored_in_the_dtype_that_was_asked_for(run, monkeypatch, dtype) -> None:
+    seen = []
+
+    def scored(saved, model, given):
+        seen.append({parameter.dtype for parameter in model.parameters()})
+        return Scores({"loss": 1.0}, {}, {})
+
+    monkeypatch.setattr(command, "_on_own_data", scored)
+    evaluate(run, Asked(dtype=dtype, device="cpu"))
+    assert seen == [{torch.bfloat16 if dtype else torch.float32}] * 2
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path) -> None:
     with raises(ConfigError, "run.none"):
         evaluate(tmp_path)
