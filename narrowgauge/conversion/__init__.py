@@ -1,4 +1,4 @@
-"""convert: assign recipes to the Linears of a model, in place. advance: end an optimizer step.
+"""convert: assign recipes to the Linears of a model, in place.
 
     convert(model, "fp8-current")
     convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})  later patterns win
@@ -22,31 +22,32 @@ unless the pattern that applies to a layer spells out the block's number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, get_args
 
 from torch import nn
 
 from narrowgauge.conversion.assignment import Assignment, Patterns, assignments
+from narrowgauge.conversion.bypassed import refuse_fast_path, warn
 from narrowgauge.conversion.embeddings import (
     check_embeddings,
     quantize_embeddings,
-    quantized_embeddings,
     restore_embeddings,
 )
-from narrowgauge.conversion.fast_path import refuse_fast_path
 from narrowgauge.conversion.kept_layers import LEFT_BY
-from narrowgauge.conversion.warned import warn
 from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
-from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.cast_sources import SharedInputs
-from narrowgauge.nn.embedding import Codes, QEmbedding
+from narrowgauge.nn.converted_model import advance, nonfinite_amax, quantized_linears, suspended
 from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.structure import require_module
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.embedding import Codes
+
+__all__ = ["Patterns", "advance", "convert", "nonfinite_amax", "suspended"]
 
 
 def convert(
@@ -102,17 +103,19 @@ def convert(
         check_embeddings(model, embeddings)
     if recipe is None:
         return _restored(model)
+    # Everything that can be refused is refused before `_apply` changes the first layer.
     given = assignments(model, recipe, tokens=tokens, compiled=compiled, choices=choices)
     _apply(model, given, weight_codes)
     # One cache for the whole model, layers of an earlier call included: q,
     # k and v then share the casts of their input.
     shared = SharedInputs()
-    for _, quantized in _quantized(model):
+    for _, quantized in quantized_linears(model, "convert"):
         quantized.state.shared_inputs = shared
     if embeddings is not None:
         quantize_embeddings(model, embeddings)
+    # Modules that torch computes by a fused kernel in eval mode would skip the converted layers.
     refuse_fast_path(model)
-    warn(model, _quantized(model))
+    warn(model, quantized_linears(model, "convert"))
     step_end.follow_model(model)
     # Last, when every layer has its recipe: a producer's cast is the cast that its readers need.
     if fuse:
@@ -123,10 +126,11 @@ def convert(
 def _restored(model: nn.Module) -> nn.Module:
     """Turn every converted layer of `model` back, and return the model."""
     # Check every layer before the first one changes, so that an error leaves the model as it was.
-    for _, quantized in _quantized(model):
+    for _, quantized in quantized_linears(model, "convert"):
         quantized.refuse(None)
-    for _, quantized in _quantized(model):
+    for _, quantized in quantized_linears(model, "convert"):
         quantized.restore()
+    # Linears that a pattern left alone carry the reason for `describe`.
     for module in model.modules():
         module.__dict__.pop(LEFT_BY, None)
     restore_embeddings(model)
@@ -136,7 +140,7 @@ def _restored(model: nn.Module) -> nn.Module:
 
 
 def _apply(model: nn.Module, given: Mapping[str, Assignment], weight_codes: WeightCodes) -> None:
-    """Convert the named Linears, or change the recipes of those that are converted."""
+    """Convert the named Linears. A converted one gets its new recipe."""
     linears = {name: model.get_submodule(name) for name in given}
     # Check every layer before the first one changes, so that an error leaves the model as it was.
     for name, assignment in given.items():
@@ -153,71 +157,3 @@ def _apply(model: nn.Module, given: Mapping[str, Assignment], weight_codes: Weig
             quantized.weight_codes = weight_codes
         else:
             layer.__dict__[LEFT_BY] = assignment.reason  # for `describe`
-
-
-@contextmanager
-def suspended(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, every QLinear computes as nn.Linear and embeddings are unquantized."""
-    layers: list[QLinear | QEmbedding] = [layer for _, layer in _quantized(model, "suspended")]
-    layers += [layer for _, layer in quantized_embeddings(model)]
-    before = [layer.is_suspended for layer in layers]
-    try:
-        for layer in layers:
-            layer.is_suspended = True
-        yield model
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            # Not `layer.is_suspended`: nn.Module.__setattr__ fails at interpreter exit.
-            layer.state.is_suspended = was
-
-
-def advance(model: nn.Module) -> None:
-    """End an optimizer step: update amax histories and clear the quantized weights.
-
-    Learned steps count down their cold start and are clamped to positive values. A GEMM that may
-    sample its rows decides for the next step, by the variance that was predicted in this one.
-
-    The optimizers of torch and of narrowgauge.optim end the step themselves (nn/step_end.py). A
-    call after `optimizer.step()` then only clears casts made since, and makes the end of the step
-    visible in the loop. The call is required if no such optimizer steps: weights written by hand, a
-    step traced by torch.compile, steps inside a backward pass.
-
-    With weight_codes="step", the default on a CPU and in compiled code, each weight is cast once per
-    step and reused over micro-batches. Before the first step it is cast at each forward pass.
-
-    No host synchronization, except one small read if a recipe samples rows, and one per layer in the
-    cold start of learned steps. Warns once of learned steps that no optimizer updates.
-    """
-    require_module(model, "advance")
-    layers = {
-        module: name
-        for name, module in model.named_modules()
-        if isinstance(module, QLinear | QEmbedding)
-    }
-    step_end.end_steps(
-        {layer: name for layer, name in layers.items() if not layer.state.step_ended}
-    )
-    for layer in layers:
-        # The hook of an optimizer has ended this step already: only clear casts made since.
-        if layer.state.step_ended:
-            layer.end_step()
-            layer.state.step_ended = False
-
-
-def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
-    """(layer, role) -> number of steps with a non-finite amax; layers without any are omitted.
-
-    Synchronizes with the device.
-    """
-    found = {}
-    for name, layer in _quantized(model):
-        for role, window in (layer.scaling or {}).items():
-            assert isinstance(window, AmaxHistory)
-            if count := int(window.nonfinite):
-                found[name, role] = count
-    return found
-
-
-def _quantized(model: nn.Module, verb: str = "convert") -> Iterator[tuple[str, QLinear]]:
-    require_module(model, verb)
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, QLinear))

@@ -1,7 +1,7 @@
-"""Which recipe each Linear of a model gets from what `convert` was given: nothing is changed here.
+"""`assignments`: a recipe for each Linear, from the arguments of `convert`. Nothing changes here.
 
-Patterns are matched to layers (`_matching`), combined (`_decisive`), and narrowed by what the library keeps in
-high precision (`kept_layers`). Layers under "auto" are measured (`auto.decisions`).
+`_matching` matches patterns to layers, `_decisive` combines them, and `kept_layers` names the layers
+that keep their precision. `auto.decisions` measures the layers under "auto".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Assignment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing has to be recorded on the layer but the reason."""
+        """True if the layer stays an nn.Linear: only the reason is recorded."""
         return self.recipe is None and self.decision is None
 
 
@@ -54,7 +54,7 @@ def assignments(
 ) -> dict[str, Assignment]:
     """Name of a Linear -> what it gets; Linears without an entry stay as they are.
 
-    The arguments are those of `convert`. Raises ConfigError if the model has no Linear, if a
+    `convert` describes the arguments. Raises ConfigError if the model has no Linear, if a
     pattern matches none, and if every matched one is kept in high precision.
     """
     resolved = _resolved(recipe)
@@ -81,6 +81,7 @@ def assignments(
             f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}",
             code="convert.all-kept",
         )
+    # The order of `matching` is the order of the modules, so reports list layers as the model does.
     given: dict[str, Assignment] = {}
     left_to_auto: dict[str, nn.Linear] = {}
     wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> reason for bf16
@@ -99,6 +100,7 @@ def assignments(
         if own is None and pattern:
             reason = f"pattern {pattern!r} leaves it as it is"
         given[name] = Assignment(composed(own, parts, name) if parts else own, reason)
+    # All at once: layers of one shape are measured once.
     if left_to_auto:
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
             # On a GPU bf16 is nn.Linear. On a CPU without bfloat16

@@ -24,7 +24,6 @@ from torch import nn
 
 import narrowgauge
 from narrowgauge import manifest, storage
-from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
 from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import plural
@@ -35,6 +34,7 @@ from narrowgauge.lab import ladder_page as page
 from narrowgauge.lab import probe
 from narrowgauge.lab.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.lab.reopen import reopened
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.storage import reading
 from narrowgauge.train import checkpoint_ref

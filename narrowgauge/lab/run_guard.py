@@ -34,8 +34,7 @@ from narrowgauge.diagnose.verdict import REFERENCE_DIVERGED, WORSE
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.lab.blamed import STEPS, blame_run
 from narrowgauge.lab.guard.check import CONTROL_EVERY, wants_control
-from narrowgauge.lab.guard.engine import GuardEngine, Replay
-from narrowgauge.lab.guard.grown import GROWN, grows_into_steps
+from narrowgauge.lab.guard.engine import GROWN, GuardEngine, Replay, grows_into_steps
 from narrowgauge.lab.guard.refusals import has_narrow
 from narrowgauge.lab.guard.same_weights import words
 from narrowgauge.lab.probe import ProbeResult, place_of_copy, take_steps

@@ -16,10 +16,10 @@ from torch import nn
 import narrowgauge
 from narrowgauge.conversion import auto
 from narrowgauge.conversion.description import describe, without_numbers
-from narrowgauge.conversion.embeddings import quantized_embeddings
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.fuse import fusions
+from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.float32_modules import SOFTMAX, kept_modules, summary
 from narrowgauge.optim import state_bytes
 from narrowgauge.train.attention import softmax_words

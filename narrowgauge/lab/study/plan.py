@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,14 @@ from narrowgauge.diagnose.seeds import Margin
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import InvalidSettings, TrainConfig, key_of, resolved, shown
+from narrowgauge.train.config.settings import (
+    InvalidSettings,
+    TrainConfig,
+    differences,
+    key_of,
+    resolved,
+    shown,
+)
 from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
 
 MOST_RUNS = 10_000
@@ -229,15 +236,15 @@ class StudyFolder:
                 "what it favours: leave --metric out, or choose another --output.",
                 code="study.other-metric",
             )
-        changes = [
-            f"{key_of(each)} = {shown(getattr(study.config, each.name))}, but the study has {shown(getattr(before, each.name))}"
-            for before in (toml.load_stored(self.config),)
-            for each in fields(TrainConfig)
-            # Settings that affect no number (declared free, MAY_CHANGE) may differ, except the length
-            # of training.
-            if not each.metadata["free"] and each.name not in MAY_CHANGE - {"steps", "epochs"} and each.name not in OF_RUNS
-            and getattr(study.config, each.name) != getattr(before, each.name)
-        ]  # fmt: skip
+        # Settings that affect no number (declared free, MAY_CHANGE) may differ, except the length of
+        # training.
+        may_change = {*OF_RUNS, *MAY_CHANGE} - {"steps", "epochs"}
+        changes = differences(
+            resolved(study.config),
+            resolved(toml.load_stored(self.config)),
+            "the study",
+            lambda each: not each.metadata["free"] and each.name not in may_change,
+        )
         if changes:
             raise ConfigError(
                 f"output = '{path}': holds another study: {'; '.join(changes)}. Drop the change, or choose another --output.",

@@ -30,7 +30,7 @@ def chosen_classes(
         return int(given)
     if given:
         return tuple(name.strip() for name in given.split(","))
-    found = classes_of(rows(), config.data, config.label_column)
+    found = classes_of(rows(), config.data, config.column_of("label"))
     own = (
         getattr(own_configuration(config, model_class), "id2label", None) if config.model else None
     ) or {}

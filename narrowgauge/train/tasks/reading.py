@@ -116,7 +116,7 @@ def keys(examples: data.Examples) -> Iterator[bytes]:
 
 def header(config: TrainConfig) -> list[str] | None:
     """Column names of a CSV file without a header line, or None."""
-    return [name.strip() for name in config.columns.split(",")] if config.columns else None
+    return [name.strip() for name in config.header.split(",")] if config.header else None
 
 
 def split_rows(examples: data.Examples, fraction: float) -> tuple[data.Examples, data.Examples]:

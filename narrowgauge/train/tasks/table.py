@@ -15,10 +15,10 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from narrowgauge import data
-from narrowgauge.conversion import suspended
 from narrowgauge.data.batches import Indices
 from narrowgauge.data.rows import round_up
 from narrowgauge.errors import Reason
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.loss import Batch
 from narrowgauge.train.pretrained import ModelClass, check_sizes, pretrained
