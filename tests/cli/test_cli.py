@@ -239,8 +239,10 @@ def test_every_setting_has_a_flag_that_the_help_shows(capsys, monkeypatch):
     assert all(word in shown for word in str(cli_flags.FILE.help).split())
     flags = {cli_flags.flag(key_of(each)) for each in by_path().values()}
     assert set(re.findall(r"(?m)^│ (--[a-z.0-9-]+)", shown)) - PARTS == flags
-    for group in (*toml.TABLES, "run"):
-        assert f"─ {group} ─" in shown
+    # The file comes first, then the tables in the order in which a file has them.
+    assert re.findall(r"─ ([a-z.]+) ─", shown)[:2] == ["file", "run"]
+    groups = [shown.index(f"─ {group} ─") for group in ("file", "run", *toml.TABLES)]
+    assert groups == sorted(groups)
 
 
 def test_a_parent_without_a_name_is_no_new_run(loop, tmp_path, monkeypatch, capsys):
