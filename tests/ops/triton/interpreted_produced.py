@@ -168,7 +168,8 @@ KINDS = tuple(
 )  # what a case begins with
 QUICK = ("rms-norm", "layer-norm", "swiglu", "gelu", "gelu-tanh")
 WIDE = ("plain (", "mx (", "first step (")
-FEW = ("gelu", "gelu-tanh")  # whose casts are those of swiglu
+# Whose casts are those of swiglu and of rms-norm.
+FEW = ("gelu", "gelu-tanh", "layer-norm")
 
 
 def is_quick(name: str) -> bool:
@@ -176,10 +177,11 @@ def is_quick(name: str) -> bool:
     function = name.removeprefix("backward ").split()[0]
     if " of codes " in name:
         return function in ("rms-norm", "swiglu") and name.endswith("(37, 131)")
-    if function not in QUICK or (function in FEW and not name.endswith(" delayed (37, 131)")):
+    few = (" delayed (37, 131)", "backward layer-norm none (37, 131)")
+    if function not in QUICK or (function in FEW and not name.endswith(few)):
         return False
     if name.endswith(" within"):
-        return True
+        return "nan" in name or "delayed" in name
     forward_in_wide_rows = not name.startswith("backward") and any(part in name for part in WIDE)
     return name.endswith("(5, 1030)" if forward_in_wide_rows else "(37, 131)")
 
