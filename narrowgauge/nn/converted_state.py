@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Submodule with the state of a recipe -> its name in messages.
 ADDED = {
-    "scaling": "amax windows",
+    "scaling": "amax histories",
     "steps": "learned steps",
     "sampling": "readings of the sampler",
 }

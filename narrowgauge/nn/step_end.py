@@ -97,10 +97,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    if windows := [each for layer in with_state for each in (layer.scaling or {}).values()]:
+    if histories := [each for layer in with_state for each in (layer.scaling or {}).values()]:
         from narrowgauge.nn.amax_history import roll_history
 
-        roll_history(windows)
+        roll_history(histories)
 
 
 @torch.no_grad()
