@@ -758,7 +758,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("train/liveness/__init__.py", "json.loads"): "what the sentinel of this process sends",
     ("train/liveness/sentinel.py", "json.loads"): "what the rank of this sentinel sends",
     ("train/liveness/sentinel.py", "open"): KERNEL,
-    ("train/liveness/page.py", "mmap.mmap"): "anonymous memory, shared with the sentinel",
+    ("train/liveness/__init__.py", "mmap.mmap"): "anonymous memory, shared with the sentinel",
     ("train/liveness/processes.py", "read_bytes"): KERNEL,
     ("train/liveness/processes.py", "read_text"): KERNEL,
     ("train/parallel/ranks.py", "json.loads"): "a value of the ranks' store",

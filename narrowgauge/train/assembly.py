@@ -15,7 +15,6 @@ from narrowgauge.diagnose.runs import read_run
 from narrowgauge.optim import precision as precisions
 from narrowgauge.structure import is_weight
 from narrowgauge.train import step
-from narrowgauge.train.counters import Counters
 from narrowgauge.train.loss import inputs_of
 from narrowgauge.train.model import build
 from narrowgauge.train.optimizer import build_optimizer
@@ -23,7 +22,7 @@ from narrowgauge.train.parallel.spread import Parallel
 from narrowgauge.train.parallel.stage_state import WholeNumbers
 from narrowgauge.train.passes import Passes
 from narrowgauge.train.recipe_schedule import RecipeSchedule, recipe_switches
-from narrowgauge.train.run_checkpoints import RunCheckpoints
+from narrowgauge.train.run_checkpoints import Counters, RunCheckpoints
 from narrowgauge.train.tasks.feed import SkippingFeed
 from narrowgauge.train.validation import Validation
 

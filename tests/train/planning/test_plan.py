@@ -20,8 +20,8 @@ from narrowgauge.plan.room import KEPT_FREE, Room, gib
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.planning import cache, of_run
 from narrowgauge.train.planning.answer import Answers
+from narrowgauge.train.planning.command import second_step
 from narrowgauge.train.planning.counts import Counts
-from narrowgauge.train.planning.measured import second_step
 from narrowgauge.train.planning.steps import Source
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, lines
 from tests.raising import cli_raises, coded, raises
