@@ -174,8 +174,9 @@ def roll_history(histories: list[AmaxHistory]) -> None:
     Histories with equal settings are updated together.
 
     A tensor that was not recorded, or was all zero, leaves history and scale unchanged, so ending a
-    step twice equals ending it once. A non-finite amax never enters the history: the scale of that
-    step was NaN, and the next step uses the amax from before.
+    step twice equals ending it once. A non-finite amax never enters the history: casts with that
+    amax had a scale of NaN, and the next step uses the amax from before. Whether a step that a
+    GradScaler skips ends at all is decided in `step_end`.
     """
     groups: dict[tuple[DelayedScaling, torch.device], list[AmaxHistory]] = {}
     for each in histories:

@@ -632,7 +632,7 @@ class QLinear(nn.Linear):
         step_end.follow_layer(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copy and pickle: without cached casts, the optimizer's casts and observer."""
+        """State for copy and pickle: fields without a copied lifetime are left out (`converted_state`)."""
         frozen = {} if self.frozen is None else self.frozen.copied(self)
         return self.__dict__ | {"state": self.state.copied()} | frozen
 

@@ -10,8 +10,15 @@ Weights written without a version change, by a fused optimizer, are therefore re
 between (eager mode) has begun another step, which `advance` ends.
 
 Not covered, so that `advance` is needed: a step traced by torch.compile, optimizers that are not
-torch's, weights written by hand. If a GradScaler skips a step, torch calls no hook, and the amax of
-further passes joins the same step.
+torch's, weights written by hand.
+
+A step that a GradScaler skips ends in one of three ways. Its non-finite amaxes never enter a
+history, and scales of the next step are finite in each case (`ops.quantize.amax_state`).
+
+    torch's optimizers, foreach or not     no hook is called; further passes join the same step
+    fused ones, which take the loss scale  `optimizer.step()` is called although nothing changes, so
+                                           the hook ends the step: finite amaxes enter the history
+    `advance` in the loop                  ends the step, whatever the scaler did
 
 The hook also reports weights that were written behind reused casts on a
 GPU (`weight_cache`), and learned steps that no optimizer holds

@@ -207,6 +207,27 @@ def test_models_whose_layers_have_the_same_names_all_end_their_step():
         )
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_ends_where_the_optimizer_is_called(fused):
+    """torch's fused optimizers take the loss scale themselves, so a GradScaler calls them for a skipped step too."""
+    model = built("fp8-delayed")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    histories, weights = [], []
+    for is_finite in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(16, 32)).square().sum()).backward()
+        if not is_finite:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        histories.append(model[0].amax_history("x").history.clone())
+        weights.append(model[0].weight.detach().clone())
+    assert_same(weights[0], weights[1])
+    assert torch.equal(histories[0], histories[1]) is not fused
+    assert histories[1].isfinite().all()
+
+
 def test_accumulating_without_a_step_ends_none_and_a_skipped_step_neither():
     model = built()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
