@@ -11,8 +11,8 @@ from narrowgauge.train.config.rules import (
     NUMBERS,
     OneOf,
     OneOrPair,
-    Pair,
     Range,
+    TwoNumbers,
     setting,
 )
 
@@ -49,7 +49,7 @@ class OptimizerSettings:
     weight_decay: float = OPTIMIZER(0.1, "Weight decay of matrices, as the rule of the updates has it.", Range(0, 1))
     betas: NUMBERS = OPTIMIZER((UNSET, UNSET),  # noqa: RUF009 (it returns a dataclasses.field)
         f"Both betas, as 0.9,0.95; the first is also the momentum; {AS_THE_RULE}",
-        Pair(Range(0, 1, open_high=True, unset=UNSET)))
+        TwoNumbers(Range(0, 1, open_high=True, unset=UNSET)))
     epsilon: float = OPTIMIZER(UNSET, f"Guard against division by zero; {AS_THE_RULE}", Range(0, 1, open_low=True, unset=UNSET))
     clip: float = OPTIMIZER(1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
     clip_by: str = OPTIMIZER("",

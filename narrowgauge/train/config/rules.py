@@ -49,7 +49,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Pair:
+class TwoNumbers:
     """Two numbers, each of a range."""
 
     range: Range
@@ -115,7 +115,7 @@ class OneOrPair:
 NOT_EMPTY = Matching(r"(?s).+", "not empty")
 COUNT = Range(1, 2**31 - 1)
 COUNT_OR_ZERO = Range(0, 2**31 - 1)
-Rule = Range | Pair | OneOf | OneOrPair | Matching
+Rule = Range | TwoNumbers | OneOf | OneOrPair | Matching
 
 
 def setting(

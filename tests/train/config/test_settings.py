@@ -16,7 +16,7 @@ from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.optimizer_settings import UNSET
 from narrowgauge.train.config.parallel_syntax import names
-from narrowgauge.train.config.rules import NUMBERS, Pair, Range, has_effect
+from narrowgauge.train.config.rules import NUMBERS, Range, TwoNumbers, has_effect
 from narrowgauge.train.config.settings import (
     FUSED_SAVES,
     TABLE,
@@ -95,7 +95,7 @@ def test_a_wrong_type_is_refused_with_key_and_rule(each):
 def just_outside(each: dataclasses.Field) -> list:
     """The nearest values beyond each end of a range; words that are close to allowed ones."""
     rule = each.metadata["rule"]
-    if isinstance(rule, Pair):
+    if isinstance(rule, TwoNumbers):
         return [(0.9, 1.0), (-math.ulp(0), 0.9), (math.nextafter(-1, 0), 0.9)]
     if not isinstance(rule, Range):
         if each.type is int:
@@ -412,7 +412,7 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         )
     if each.name == "augment":
         return st.sampled_from(["", "flip", "crop=4", "flip, crop=4", "crop=0,flip"])
-    if isinstance(rule, Pair):
+    if isinstance(rule, TwoNumbers):
         number = st.floats(rule.range.low, rule.range.high, exclude_max=True) | st.just(UNSET)
         return st.tuples(number, number)
     if each.type is int:
