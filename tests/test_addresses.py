@@ -19,6 +19,7 @@ from narrowgauge.ops import hadamard as rotation
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.hadamard import definition
+from narrowgauge.ops.quantize import cpp as casts
 from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.optim.cpp import binding
@@ -117,7 +118,7 @@ def test_compiled_code_raises_for_what_was_not_refused(hide):
         lambda: cpp.turn(torch.randn(4, 16), 16, 16, 16, hide(torch.ones(16)), None, inverse=False),
         lambda: cpp.encode(x, 1.0, 7, True, True),
         lambda: cpp.decode(hide(torch.ones(4, 8, dtype=torch.uint8)), 16),
-        lambda: cpp.round_stochastically(x, row, 7, (1, 2)),
+        lambda: casts.run(x, Cast(format=INT4), None, None, None),
         lambda: cpp.gemm(as_codes, torch.ones(4, 16, dtype=torch.int8), row, row, True, 7),
         lambda: binding._moment(SimpleNamespace(format=INT4, codes=x, scale=None, expansion=None)),
         lambda: launch(None, 1, x, warps=4),

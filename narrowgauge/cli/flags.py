@@ -23,20 +23,25 @@ from cyclopts import Group, Parameter, Token
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import checkpoint_ref, run_folder
 from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
+from narrowgauge.train.config.merged_settings import MERGED
+from narrowgauge.train.config.rules import former_path
 from narrowgauge.train.config.settings import (
     NO_RECIPE,
+    NUMBERS,
     TABLE,
     OneOf,
     OneOrPair,
     TrainConfig,
     former_key,
     key_of,
+    key_of_name,
     path_of,
     resolved,
     shown,
 )
 
 FORMERLY = "formerly_"  # prefix of the parameter of a former flag
+EARLIER = "earlier_"  # the same for a flag with a table, of a setting that is one with others now
 WHOLE = "whole_"  # prefix of the parameter of --model.name, beside --model
 PART = "__"  # stands for the dot of --guard.every in the name of a parameter
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
@@ -71,7 +76,7 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     folder = run_folder.RunFolder(Path(config.output))
     # A resumed run is checked against its own settings, a branch against its parent's.
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
-        run_folder.refuse_other_run(toml.load_stored(folder.config), config)
+        run_folder.refuse_other_run(resolved(toml.load_stored(folder.config)), config)
     elif config.parent and not folder.has_run():
         run = checkpoint_ref.CheckpointRef.of(config.parent).run
         checkpoint_ref.refuse(checkpoint_ref.settings_of(run), config)
@@ -109,14 +114,23 @@ def from_flags(given: Mapping[str, Any]) -> toml.Given:
     """Settings by flags; `given` names the parameters of `signature_of`."""
     entries = []
     for parameter, value in given.items():
-        name = parameter.removeprefix(FORMERLY).removeprefix(WHOLE).replace(PART, ".")
-        each = TrainConfig.__dataclass_fields__.get(name)
-        key = key_of(each) if each else name
-        if each and parameter != name:
-            key = path_of(each) if parameter.startswith(WHOLE) else former_key(each)
-        former = flag(key) if parameter.startswith(FORMERLY) else ""
+        name, key, former = _named(parameter)
         entries.append((name, flag(key), toml.Entry(value, flag(key), former)))
     return toml.given(entries)
+
+
+def _named(parameter: str) -> tuple[str, str, str]:
+    """(field or part, key as written, former flag or '') of a parameter of `signature_of`."""
+    name = parameter.removeprefix(FORMERLY).removeprefix(EARLIER).removeprefix(WHOLE)
+    name = name.replace(PART, ".")
+    each = TrainConfig.__dataclass_fields__.get(name)
+    earlier = next((key for key, part in toml.EARLIER.items() if part == name), key_of_name(name))
+    if parameter.startswith(FORMERLY):
+        key = former_key(each) if each else former_path(earlier)
+        return name, key, flag(key)
+    if parameter.startswith(EARLIER):
+        return name, earlier, flag(earlier)
+    return name, path_of(each) if each and parameter.startswith(WHOLE) else key_of_name(name), ""
 
 
 def say_former(*layers: toml.Given) -> None:
@@ -138,30 +152,51 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
     ]
     groups: dict[str, Group] = {}
     for each in (each for each in fields(TrainConfig) if each.name not in without):
-        table = each.metadata["table"] or "run"
+        table = toml.OF_ENTRIES.get(each.name, each.metadata["table"] or "run")
         group = groups.setdefault(table, Group(table, sort_key=len(groups) + 1))
         parameters.append(_parameter(each, each.name, key_of(each), group=group))
         for part, help in toml.PARTS.get(each.name, {}).items():
-            words = Parameter(
-                name=flag(f"{each.name}.{part}"), help=help, group=group, show_default=False, converter=_read_part
-            )  # fmt: skip
-            parameters.append(
-                inspect.Parameter(
-                    f"{each.name}{PART}{part}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str, words]
-                )
-            )  # fmt: skip
+            key, name = f"{key_of(each)}.{part}", f"{each.name}{PART}{part}"
+            read = None if each.name in toml.OF_ENTRIES else _read_part
+            parameters.append(_part(name, key, help, converter=read, group=group))
+            if former_path(key) != key:
+                former = _part(FORMERLY + name, former_path(key), help, converter=read, show=False)
+                parameters.append(former)
         if each.metadata["short"]:
             parameters.append(_parameter(each, WHOLE + each.name, path_of(each), show=False))
         if former_key(each) not in (key_of(each), path_of(each)):
             former = _parameter(each, FORMERLY + each.name, former_key(each), show=False)
             parameters.append(former)
+    parameters += [
+        _part(prefix + part.replace(".", PART), key, "", kind, show=False)
+        for earlier, part in toml.EARLIER.items()
+        for name, _, word in (part.partition("."),)
+        if name not in without
+        for kind in (MERGED[name].kinds[word],)
+        for prefix, key in ((EARLIER, earlier), (FORMERLY, former_path(earlier)))
+    ]
     return inspect.Signature(parameters)
+
+
+def _part(name: str, key: str, help: str, kind: type = str, **shape: Any) -> inspect.Parameter:
+    """Parameter of a function that stands for a part of a setting."""
+    if kind is bool:
+        shape |= {"negative": f"--no-{flag(key)[2:]}"}
+    elif kind is not str:
+        shape |= {"converter": _read_value}
+    words = Parameter(name=flag(key), help=help, show_default=False, **shape)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, words]
+    )
 
 
 def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.Parameter:
     """Parameter of a function that stands for a setting, with the flag of `key`."""
     is_table = each.type is TABLE
-    read = None if each.type is bool else _read_table if is_table else _read_value
+    # A pair is one word, 0.9,0.95: cyclopts would take two.
+    kind = list[str] if is_table else str if each.type is NUMBERS else each.type
+    readers = {bool: None, TABLE: _read_table, NUMBERS: _read_numbers}
+    read = readers.get(each.type, _read_value)
     shape |= {"negative": f"--no-{flag(key)[2:]}"} if each.type is bool else {}
     parameter = Parameter(
         name=flag(key), help=_help(each), negative_iterable=(), show_default=False, converter=read, **shape
@@ -169,7 +204,7 @@ def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.P
     # None stands for a table that was not given: a dict is no default of a signature.
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None if is_table else each.default,
-        annotation=Annotated[list[str] if is_table else each.type, parameter],
+        annotation=Annotated[kind, parameter],
     )  # fmt: skip
 
 
@@ -196,6 +231,14 @@ def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
         return kind(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
+
+
+def _read_numbers(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
+    text = tokens[0].value
+    try:
+        return tuple(float(number) for number in text.strip("[] ").split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not numbers with commas, as 0.9,0.95") from None
 
 
 def _read_part(kind: Any, tokens: Sequence[Token]) -> Any:

@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, get_args
 from torch import nn
 
 from narrowgauge.conversion.assignment import Assignment, Patterns, assignments
+from narrowgauge.conversion.bypassed import refuse_fast_path, warn
 from narrowgauge.conversion.embeddings import (
     check_embeddings,
     quantize_embeddings,
     restore_embeddings,
 )
-from narrowgauge.conversion.fast_path import refuse_fast_path
 from narrowgauge.conversion.kept_layers import LEFT_BY
-from narrowgauge.conversion.warned import warn
 from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import Save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers

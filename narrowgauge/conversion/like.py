@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from narrowgauge.conversion.fast_path import refuse_fast_path
+from narrowgauge.conversion.bypassed import refuse_fast_path
 from narrowgauge.errors import ConfigError, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn.amax_history import LayerState

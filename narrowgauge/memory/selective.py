@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from narrowgauge.memory.recomputation import checkpointed
-from narrowgauge.memory.saved_reports import report_saved
+from narrowgauge.memory.saved_tensors import report_saved
 from narrowgauge.nn.keep_policy import KEEPER
 
 # Not every release of torch has all of them.

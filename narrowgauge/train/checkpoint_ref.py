@@ -22,10 +22,10 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import (
     TrainConfig,
+    differences,
     former_key,
     key_of,
     resolved,
-    shown,
 )
 from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
 
@@ -36,7 +36,7 @@ BEST = "best"
 # meaningless under others.
 NUMBERS = frozenset(
     {"recipe", "layers_recipe", "embedding_codes", "switch", "precision", "keep_float32", "fuse", "save", "states", "embedding_states"}
-    | {"master", "loss", "compress_activations", "step_in_backward", "clip_by", "held_gradients", "gradients", "weights", "activations"}
+    | {"master", "loss", "compress_activations", "clip_by", "held_gradients", "gradients", "weights", "activations"}
 )  # fmt: skip
 STEPS = frozenset(
     {
@@ -44,8 +44,7 @@ STEPS = frozenset(
         "min_learning_rate",
         "warmup_steps",
         "weight_decay",
-        "beta1",
-        "beta2",
+        "betas",
         "epsilon",
         "clip",
     }
@@ -163,13 +162,12 @@ def refuse(parent: TrainConfig, config: TrainConfig) -> None:
             code="branch.output",
         )
     free = NUMBERS | STEPS | MAY_CHANGE
-    wrong = [
-        f"{key_of(each)} = {shown(getattr(config, each.name))}, but the parent has {shown(getattr(parent, each.name))}"
-        for each in fields(TrainConfig)
-        if not each.metadata["free"]
-        and each.name not in free
-        and getattr(config, each.name) != getattr(parent, each.name)
-    ]
+    wrong = differences(
+        config,
+        parent,
+        "the parent",
+        lambda each: not each.metadata["free"] and each.name not in free,
+    )
     if wrong:
         allowed = ", ".join(
             key_of(each) for each in fields(TrainConfig) if each.name in NUMBERS | STEPS

@@ -1,7 +1,9 @@
 """Trainable parameters, memory options and optimizer of a run, built from its settings."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,12 @@ from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.checks import refuse_silent_failures
 from narrowgauge.optim.optimizers import OPTIMIZERS
 from narrowgauge.optim.param_groups import groups
-from narrowgauge.optim.precision import Precision
 from narrowgauge.optim.shards import is_sharded, local, local_gradient
 from narrowgauge.optim.size import state_bytes
 from narrowgauge.train.config.settings import TrainConfig, numbers_of_rule
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.precision import Precision
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 
@@ -70,7 +74,7 @@ def build_optimizer(
         and config.states == "fp32"
         and _master(config, precision) is None
     )
-    if is_plain and not config.step_in_backward and config.held_gradients == "16bit":
+    if is_plain and config.held_gradients == "16bit":
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [
             {"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]}
@@ -118,7 +122,7 @@ def _narrow(config: TrainConfig, model: nn.Module, precision: Precision) -> torc
         "seed": config.seed,
     }
     numbers = _adam_settings(config)
-    settings = {**numbers, "momentum": numbers_of_rule(config)["beta1"]}
+    settings = {**numbers, "momentum": numbers["betas"][0]}
     chosen = OPTIMIZERS[config.optimizer]
     known = {name: value for name, value in settings.items() if name in chosen.rule.options}
     return chosen(parts, lr=config.learning_rate, **known, **shared)
@@ -132,7 +136,7 @@ def _adam_settings(config: TrainConfig) -> dict[str, Any]:
     numbers = numbers_of_rule(config)
     return {
         "lr": config.learning_rate,
-        "betas": (numbers["beta1"], numbers["beta2"]),
+        "betas": numbers["betas"],
         "eps": numbers["epsilon"],
     }
 

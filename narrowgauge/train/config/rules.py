@@ -16,7 +16,9 @@ from narrowgauge.train.config import recipe_syntax
 
 Problem = tuple[tuple[str, ...], str]  # (names of fields whose values break a rule, message)
 Check = tuple[object, str, str]  # (truthy if broken, keys separated by spaces, message)
-TABLE = Mapping[str, str]  # type of a setting, besides bool, int, float and str
+# Types of settings besides bool, int, float and str
+TABLE = Mapping[str, str]
+NUMBERS = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,19 @@ class Range:
             return f"from {self.low} to {self.high}{unset}"
         low = f"above {self.low}" if self.open_low else f"at least {self.low}"
         return f"{low} and {'below' if self.open_high else 'at most'} {self.high}{unset}"
+
+
+@dataclass(frozen=True)
+class TwoNumbers:
+    """Two numbers, each of a range."""
+
+    range: Range
+
+    def refuse(self, value: tuple[float, float]) -> str:
+        return str(self) if any(map(self.range.refuse, value)) else ""
+
+    def __str__(self) -> str:
+        return f"two numbers, each {self.range}"
 
 
 @dataclass(frozen=True)
@@ -100,12 +115,12 @@ class OneOrPair:
 NOT_EMPTY = Matching(r"(?s).+", "not empty")
 COUNT = Range(1, 2**31 - 1)
 COUNT_OR_ZERO = Range(0, 2**31 - 1)
-Rule = Range | OneOf | OneOrPair | Matching
+Rule = Range | TwoNumbers | OneOf | OneOrPair | Matching
 
 
 def setting(
     table: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = (), short: bool = False,
-    free: bool = False,
+    free: bool = False, parts: Mapping[str, str] | None = None,
 ) -> Any:  # fmt: skip
     """Declares a setting as a dataclass field.
 
@@ -117,9 +132,11 @@ def setting(
     tasks    tasks in which the setting has an effect; () means all
     short    the table's name alone also means this setting: recipe = "bf16", --recipe bf16
     free     may change when a run resumes, and in a branch
+    parts    {name: help text} of parts that have a key and a flag of their own, as guard.every
     """
     metadata = {
         "table": table, "help": help, "rule": rule, "key": key, "tasks": tasks, "short": short, "free": free,
+        "parts": parts or {},
     }  # fmt: skip
     if isinstance(default, type):
         # hash=False: a dict would make the frozen configuration unhashable.
@@ -140,7 +157,11 @@ def key_of(each: Field[Any]) -> str:
 
 def former_key(each: Field[Any]) -> str:
     """Name of a setting before it stood in a table, as run.json and the codes of errors have it."""
-    path = path_of(each)
+    return former_path(path_of(each))
+
+
+def former_path(path: str) -> str:
+    """The same for the full name of a setting, or of a part as "data.columns.text"."""
     return next((former for former, now in FORMER.items() if now == path), path)
 
 
@@ -151,6 +172,8 @@ def has_effect(each: Field[Any], task: str) -> bool:
 
 def refuse(each: Field[Any], value: Any) -> Problem | None:
     """Problem with a setting's value (wrong type or broken rule), or None."""
+    if each.type is TABLE and each.metadata["parts"]:
+        return _refuse_parts(each, value)
     rule = each.metadata["rule"]
     reason = _refuse_type(each.type, value)
     if not reason and rule and (broken := rule.refuse(value)):
@@ -163,6 +186,18 @@ def is_set(config: Any, name: str) -> bool:
     return bool(getattr(config, name) != config.__dataclass_fields__[name].default)
 
 
+def _refuse_parts(each: Field[Any], value: Any) -> Problem | None:
+    """Problem with a table whose entries are parts, or with its first wrong entry, or None."""
+    if not isinstance(value, Mapping):
+        return (each.name,), f"{key_of(each)} = {shown(value)}: must be a table of name = text."
+    for part, text in value.items():
+        if not isinstance(part, str) or not part:
+            return (each.name,), f"{key_of(each)} = {shown(value)}: must have names as text."
+        if reason := _refuse_text(part) or _refuse_text(text):
+            return (f"{each.name}.{part}",), f"{key_of(each)}.{part} = {shown(text)}: {reason}."
+    return None
+
+
 def _refuse_type(kind: Any, value: Any) -> str:
     """Reason why `value` is not of type `kind`, or ''.
 
@@ -172,6 +207,10 @@ def _refuse_type(kind: Any, value: Any) -> str:
         return _refuse_text(value)
     if kind is TABLE:
         return _refuse_table(value)
+    if kind is NUMBERS:
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        is_pair = is_pair and not any(_refuse_type(float, each) for each in value)
+        return "" if is_pair else "must be two finite numbers"
     # bool is a subclass of int.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool:
@@ -210,5 +249,7 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**20:
         # repr() of an int with more than 4,300 digits raises ValueError since Python 3.11.
         return f"{'-' if value < 0 else ''}a number of {int(math.log10(abs(value))) + 1} digits"
+    if isinstance(value, tuple):
+        value = list(value)
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

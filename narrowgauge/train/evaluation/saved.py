@@ -29,7 +29,7 @@ from narrowgauge.train.model import build
 from narrowgauge.train.preparation import prepare
 from narrowgauge.train.recipe_schedule import recipe_switches
 from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.scoring import narrow_forward
+from narrowgauge.train.validation import narrow_forward
 
 if TYPE_CHECKING:
     from narrowgauge.train.tasks import TrainTask

@@ -67,10 +67,10 @@ def check_casts(made: CastResult, order: CastRequest, spoiled: bool = False) -> 
     """The codes of what was stored."""
     assert made.plain is not None
     amax = None
-    if order.live is not None:
-        live = torch.tensor([order.live[0].item(), 0.5, 0.0])
+    if order.amax_state is not None:
+        live = torch.tensor([order.amax_state[0].item(), 0.5, 0.0])
         amax = update_amax(live, tile_amax(made.value, (WHOLE, WHOLE)))
-        assert_same(order.live, live, at="live")
+        assert_same(order.amax_state, live, at="live")
         assert made.amax is not None
         assert_same(made.amax, amax, any_nan=True, at="amax")
     expected = quantize(made.value, order.cast, amax=amax, backend="reference")
@@ -253,7 +253,10 @@ def _fresh(orders: list[CastRequest | None]) -> list[CastRequest | None]:
     return [
         each
         and CastRequest(
-            each.cast, None if each.live is None else each.live.clone(), True, each.transposed
+            each.cast,
+            None if each.amax_state is None else each.amax_state.clone(),
+            True,
+            each.transposed,
         )
         for each in orders
     ]
