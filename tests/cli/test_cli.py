@@ -204,7 +204,10 @@ def test_a_closed_standard_output_is_no_traceback():
 
 @pytest.mark.parametrize(
     "locale",
-    [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}],
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        pytest.param({"PYTHONIOENCODING": "ascii"}, marks=pytest.mark.slow),
+    ],
 )
 def test_output_is_ascii_where_the_encoding_is(locale):
     for arguments in (["train", "--help"], ["train", "--data", ""], ["t\u00e9st"], ["--help"]):
@@ -292,7 +295,8 @@ NEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name_of", [key_of, former_key])
+# Former names of all settings at once: tests/train/config/test_former_keys.py
+@pytest.mark.parametrize("name_of", quick([key_of], [key_of, former_key]))
 @pytest.mark.parametrize("each", OF_TASKS, ids=key_of)
 def test_every_flag_of_a_task_reaches_its_setting(loop, each, name_of):
     """Each with a task in which it means something, by its own name and by its former one."""
