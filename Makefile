@@ -77,10 +77,11 @@ dry-run: ## what training steps launch, move and wait for on a GPU, counted with
 	$(MAKE) $(DRY_RUN)/.installed-peers VENV=$(DRY_RUN) CONSTRAINTS=$(DRY_RUN)/constraints.txt
 	$(DRY_RUN)/bin/python -m tests.gpu_dry_run $(ARGS)
 
-check: $(INSTALLED) ## format, lint, language, types, layers
+check: $(INSTALLED) ## format, lint, language, structure, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python scripts/language.py --check
+	$(BIN)/python scripts/structure.py --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

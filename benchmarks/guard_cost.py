@@ -76,7 +76,7 @@ def measured(data: Path, folder: Path, *, recipe: str, then: str, tokens: int) -
     }  # fmt: skip
     words = f"every={GUARD['every']},steps={GUARD['steps']},margin=20%,then={then}"
     spent: dict[str, float] = {"run": 0.0, "guard": 0.0, "stretches": 0.0, "audit": 0.0}
-    guard = run_guard.Guard
+    guard = run_guard.RunGuard
     places = [(Trainer, "_optimizer_step", "run"), (probe, "_step", "stretches")]
     places += [(guard, name, "guard") for name in ("before_step", "after_step", "state")]
     places += [(audit._LayerAudit, name, "audit") for name in ("__call__", "multiplied")]

@@ -1,6 +1,7 @@
-"""Would the suite notice? Seeded one-line faults in numerics, optimizer, checkpoint and data code, one at a time.
+"""Would the suite notice? Seeded one-line faults, one at a time.
 
     make mutations                                  fifty of them, results appended to benchmarks/results/mutations.jsonl
+    make mutations ARGS="--areas product"           fifty others, in what runs, plans, converts and reports
     python -m benchmarks.mutations --list           what would be changed, without running anything
     python -m benchmarks.mutations --only 3 17      some of the fifty
     python -m benchmarks.mutations --equivalent 17 "why no test can see it"
@@ -12,8 +13,13 @@ Kinds of faults, found in the syntax tree, so that moving or renaming a module c
     swapped axes  .T and .mT left out, the other of dimensions 0 and 1 (and -1 and -2), shape[0] for shape[1]
     dropped cast  .to(...), .float(), .double() and .type(...) left out
 
-What a message, an annotation or a refusal says is left alone. A fault is applied in a copy of the tree and the tests of `make test`
-run there: those named after its module or folder, then those that import it, then all others; the first that fails has caught it.
+What a message, an annotation or a refusal says is left alone, and whole numbers where a figure is drawn. There are two sets of
+areas, each with its own seed: `core` is numerics, optimizer, checkpoint and data code, `product` the folders train (without its
+checkpoints, which are core), memory, conversion, diagnose, report and cli.
+
+A fault is applied in a copy of the tree and the tests of `make test` run there: those named after its module or folder, then those
+that import it, then all others; the first that fails has caught it. Of a product fault these are the tests named after the module,
+those that import it, those in the folder of the same name, and then not all others but those of PRODUCT_TESTS alone.
 A test counts only if it passes in the tree without the fault. A fault that survives is named; whether it is equivalent (no input
 gives another result) is for a person to argue, with --equivalent, which adds a line to the results.
 """
@@ -30,7 +36,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,15 +47,28 @@ from benchmarks.environment import ROOT, environment
 
 PACKAGE = "narrowgauge"
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.jsonl"
-# How many of the fifty each area gets, and the first part of the path below the package that puts a module into it.
-SHARES = {"numerics": 20, "optimizer": 12, "checkpoint": 8, "data": 10}
+# Set of areas -> how many of the fifty each area gets. A product area has the name of its folder, and a share of its code's size.
+SHARES = {
+    "core": {"numerics": 20, "optimizer": 12, "checkpoint": 8, "data": 10},
+    "product": {"train": 22, "memory": 6, "conversion": 5, "diagnose": 7, "report": 6, "cli": 4},
+}
+SEEDS = {"core": 0, "product": 1}
+# Where a fault of product code that its nearest tests pass by could be noticed.
+PRODUCT_TESTS = (
+    *SHARES["product"],
+    "lab",
+    "compatibility",
+    "project",
+)
 KINDS = ("sign", "off by one", "swapped axes", "dropped cast")
 FOLDERS = {"optim": "optimizer", "data": "data"}
 CHECKPOINT = re.compile(r"train/checkpoint/|manifest\.py|storage\.py")
-# Neither of the four: text, choices that are measured, and what only reads a model's structure.
+# In no area: text, choices that are measured, and what only reads a model's structure.
 LEFT_OUT = re.compile(
-    r"(train|cli|diagnose|report|conversion|memory)/|__main__|errors|structure|fuse/(patterns|probe)|cuda_graphs|registry|selfcheck"
+    r"__main__|errors|structure|fuse/(patterns|probe)|cuda_graphs|registry|selfcheck"
 )
+# Calls whose whole numbers are lengths, places and ticks of a figure.
+DRAWS = re.compile(r"((axes|beside|figure)\b.*|canvas|note|row|MaxNLocator|Figure)$")
 SILENT_FUNCTIONS = re.compile(r"__(repr|str)__|extra_repr|_?refuse|_?describe|summary|words")
 PYTEST = (
     "-x",
@@ -62,7 +81,12 @@ PYTEST = (
     "no:xdist",
     "--no-header",
     "-rfE",
+    # Of a plugin of pytest that `forked_pytest` imports with transformers.
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
 )
+HUNG = ["the suite hung"]
+LAST = ("all", "folder", "product")  # stages that --near leaves out
 LIMIT_S = 3600  # of one call of pytest; a fault that makes it hang has been noticed
 COMPARISONS = {
     ast.Lt: (b"<", b"<="),
@@ -84,6 +108,11 @@ REDUCTIONS = (
     "squeeze",
     "argmax",
 )
+
+
+# (tree, tests) -> pytest's exit code and what failed
+Stage = tuple[str, Sequence[str]]  # its name and its tests
+Run = Callable[[Path, Sequence[str]], tuple[int, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -112,20 +141,23 @@ def area_of(file: str) -> str | None:
     """The area of a module, by its path below the package."""
     if CHECKPOINT.match(file):
         return "checkpoint"
+    folder = file.partition("/")[0]
+    if folder in SHARES["product"]:
+        return folder
     if LEFT_OUT.search(file) or (file.endswith("__init__.py") and "/" not in file):
         return None
-    return FOLDERS.get(file.partition("/")[0], "numerics")
+    return FOLDERS.get(folder, "numerics")
 
 
-def candidates(root: Path) -> dict[tuple[str, str], list[Fault]]:
+def candidates(root: Path, areas: str) -> dict[tuple[str, str], list[Fault]]:
     """(area, kind) -> every fault that could be made, in the order of files and lines."""
     found: dict[tuple[str, str], list[Fault]] = {
-        (area, kind): [] for area in SHARES for kind in KINDS
+        (area, kind): [] for area in SHARES[areas] for kind in KINDS
     }
     package = root / PACKAGE
     for path in sorted(package.rglob("*.py")):
         area = area_of(path.relative_to(package).as_posix())
-        if area is not None:
+        if area in SHARES[areas]:
             source = path.read_bytes()
             for kind, node, function in places(ast.parse(source)):
                 fault = fault_at(node, kind, source.splitlines(), path.relative_to(root).as_posix())
@@ -135,9 +167,13 @@ def candidates(root: Path) -> dict[tuple[str, str], list[Fault]]:
 
 
 def places(
-    tree: ast.AST, scope: str = "", within: bool = False
+    tree: ast.AST, scope: str = "", within: bool = False, drawn: bool = False
 ) -> Iterator[tuple[str, ast.AST, str]]:
-    """(kind, node, function) wherever a fault can be inside a function; messages, annotations and refusals are passed by."""
+    """(kind, node, function) wherever a fault can be inside a function.
+
+    Messages, annotations and refusals are passed by. `drawn`: inside a call that draws, where whole
+    numbers are passed by too.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
             continue
@@ -149,10 +185,10 @@ def places(
             continue
         if isinstance(node, ast.AnnAssign):
             node = ast.Module([ast.Expr(node.value)] if node.value else [], [])
-        elif within and (kind := kind_of(node)):
+        elif within and (kind := kind_of(node)) and not (drawn and isinstance(node, ast.Constant)):
             yield kind, node, scope
         inner = f"{scope}.{node.name}".lstrip(".") if isinstance(node, ast.ClassDef) else scope
-        yield from places(node, inner, within)
+        yield from places(node, inner, within, drawn or _draws(node))
 
 
 def kind_of(node: ast.AST) -> str | None:
@@ -178,6 +214,16 @@ def kind_of(node: ast.AST) -> str | None:
         case ast.Constant(value=value) if type(value) is int and abs(value) < 2**16:
             return "off by one"
     return None
+
+
+def _draws(node: ast.AST) -> bool:
+    """A call that draws, or a dict of what one is called with."""
+    if isinstance(node, ast.Call):
+        return DRAWS.match(ast.unparse(node.func)) is not None
+    return isinstance(node, ast.Dict) and any(
+        isinstance(key, ast.Constant) and key.value in ("fontsize", "linewidth", "markersize")
+        for key in node.keys
+    )
 
 
 def _has_text(node: ast.AST) -> bool:
@@ -260,11 +306,11 @@ def fault_at(node: ast.AST, kind: str, source: list[bytes], file: str) -> Fault 
     return Fault(kind, file, between[1].lineno, start, end, words.replace(*new, 1).decode())
 
 
-def draw(root: Path, seed: int) -> list[tuple[str, Fault]]:
+def draw(root: Path, areas: str, seed: int) -> list[tuple[str, Fault]]:
     """Fifty faults with their areas: kinds in turn, one module at most once for each kind as long as there are others."""
     random_ = random.Random(seed)
-    found, chosen = candidates(root), []
-    for area, count in SHARES.items():
+    found, chosen = candidates(root, areas), []
+    for area, count in SHARES[areas].items():
         for kind in KINDS:
             random_.shuffle(found[area, kind])
         for number in range(count):
@@ -302,6 +348,9 @@ def stages(root: Path, file: str) -> Iterator[tuple[str, list[str]]]:
 
     words = {*parts[:-1], *parts[-1].split("_")}
     near = [test for test in tests if mirrors(test)]
+    if parts[0] in SHARES["product"] and not CHECKPOINT.match("/".join(parts)):
+        yield from _product_stages(root, parts, tests)
+        return
     yield "mirror", near
     users = [
         test
@@ -312,19 +361,67 @@ def stages(root: Path, file: str) -> Iterator[tuple[str, list[str]]]:
     yield "all", [test for test in tests if test not in near and test not in users]
 
 
-def run(tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
-    """pytest's exit code in that tree, and what failed; a run that hangs counts as failed."""
-    command = [sys.executable, "-m", "pytest", *PYTEST, *tests]
-    variables = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=variables, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
-            errors="replace", timeout=LIMIT_S,
+def _product_stages(
+    root: Path, parts: Sequence[str], tests: Sequence[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """`stages` of a module in a product area.
+
+    Runs use most of these modules, so the tests that only mention the folder are most of the suite.
+    """
+    folder, name = parts[:-1], parts[-1]
+    if name == "__init__":
+        folder, name = folder[:-1], folder[-1]
+    whole = re.escape(".".join((PACKAGE, *folder)))
+    named = re.compile(rf"\b{whole}\.{name}\b|from {whole} import (\([^)]*\b{name}\b|.*\b{name}\b)")
+
+    def mirrors(test: str) -> bool:
+        """memory/test_loss tells of loss.py and loss_slices.py; memory/test_loss_x of loss.py."""
+        stem = Path(test).stem.removeprefix("test_")
+        if Path(test).parts[1] != parts[0]:
+            return stem == name
+        short, long = sorted((name, stem), key=len)
+        return long == short or long.startswith(f"{short}_")
+
+    left = list(tests)
+    for stage, belongs in (
+        ("mirror", mirrors),
+        ("importers", lambda test: named.search((root / test).read_text(encoding="utf-8"))),
+        ("folder", lambda test: Path(test).parts[1:-1] == tuple(parts[:-1])),
+        ("product", lambda test: Path(test).parts[1] in PRODUCT_TESTS),
+    ):
+        found = [test for test in left if belongs(test)]
+        left = [test for test in left if test not in found]
+        found.sort(key=lambda test: Path(test).parts[1] != parts[0])  # its own folder first
+        yield stage, found
+
+
+class Forks:
+    """Calls of pytest, one after the other, in forks of a process of `forked_pytest`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.output = folder / "output.txt"
+        # Byte code is kept, whatever the shell says: each call would compile the package again.
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        variables.pop("PYTHONPATH", None)
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("forked_pytest.py")], cwd=folder, env=variables,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return 1, ["the suite hung"]
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", done.stdout, re.MULTILINE)
-    return done.returncode, failed or done.stdout.strip().splitlines()[-1:]
+
+    def __call__(self, tree: Path, tests: Sequence[str]) -> tuple[int, list[str]]:
+        """pytest's exit code in that tree, and what failed; a run that hangs counts as failed."""
+        job = {"tree": str(tree), "arguments": [*PYTEST, *tests], "output": str(self.output)}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps({**job, "limit_s": LIMIT_S}), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline().strip()
+        if answer == "hung":
+            return 1, HUNG
+        said = self.output.read_text(encoding="utf-8", errors="replace")
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", said, re.MULTILINE)
+        return int(answer), failed or said.strip().splitlines()[-1:]
+
+    def close(self) -> None:
+        self.process.communicate()
 
 
 def copied(root: Path, folder: Path) -> Path:
@@ -343,19 +440,25 @@ def copied(root: Path, folder: Path) -> Path:
     return folder
 
 
-def examine(fault: Fault, tree: Path, clean: Path, whole: bool) -> dict[str, object]:
+def examine(
+    fault: Fault, tree: Path, clean: Path, stages: Iterable[Stage], run: Run
+) -> dict[str, object]:
     """Applies the fault in `tree`, runs the tests stage by stage until one fails that passes in `clean`, and takes it back."""
     target = tree / fault.file
     source = target.read_text(encoding="utf-8")
     target.write_text(fault.apply(source), encoding="utf-8")
+    last = ""
     try:
-        for name, tests in stages(tree, fault.file):
-            if not tests or (name == "all" and not whole):
+        for name, tests in stages:
+            if not tests:
                 continue
             code, failed = run(tree, tests)
+            last = name
             if code in (0, 5):
                 continue
-            if code in (2, 3, 4) or failed == ["the suite hung"] or run(clean, failed)[0] == 0:
+            # Nothing was run: the fault's doing, if the same tests can be collected without it.
+            again = ["--collect-only", *tests] if code in (2, 3, 4) else failed
+            if failed == HUNG or run(clean, again)[0] == 0:
                 return {
                     "verdict": "caught",
                     "stage": name,
@@ -366,7 +469,7 @@ def examine(fault: Fault, tree: Path, clean: Path, whole: bool) -> dict[str, obj
                 "stage": name,
                 "by": f"{failed} fails without the fault too",
             }
-        return {"verdict": "survived", "stage": "all" if whole else "importers"}
+        return {"verdict": "survived", "stage": last}
     finally:
         target.write_text(source, encoding="utf-8")
 
@@ -385,10 +488,12 @@ def append(row: dict[str, object], results: Path) -> None:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def summary(results: Path) -> str:
-    """The last line of each fault counts; their numbers change with the tree."""
+def summary(results: Path, areas: str) -> str:
+    """The last line of each fault in these areas counts; their numbers change with the tree."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in map(json.loads, results.read_text(encoding="utf-8").splitlines()):
+        if row["area"] not in SHARES[areas]:
+            continue
         change = row["file"], row["before"], row["after"]
         rows.pop((*change, ""), None)  # earlier lines do not name the function
         rows[*change, row.get("function", "")] = row
@@ -407,7 +512,8 @@ def summary(results: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Does the suite notice one-line faults?")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--areas", choices=SHARES, default="core")
+    parser.add_argument("--seed", type=int, help="of the draw; 0 for core, 1 for product")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="these of the fifty")
     parser.add_argument(
         "--jobs", type=int, default=2, help="copies of the tree that are tested at a time"
@@ -416,6 +522,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--near",
         action="store_true",
         help="leave out the tests that have no visible connection with the module",
+    )
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="TEST",
+        help="run these tests of `make test` alone; a fault that they pass by is not recorded",
     )
     parser.add_argument("--list", action="store_true", help="say what would be changed, and end")
     parser.add_argument(
@@ -426,8 +538,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    if options.seed is None:
+        options.seed = SEEDS[options.areas]
 
-    faults = list(enumerate(draw(ROOT, options.seed), 1))
+    faults = list(enumerate(draw(ROOT, options.areas, options.seed), 1))
     rows = {number: described(number, area, fault, ROOT) for number, (area, fault) in faults}
     if options.list:
         for row in rows.values():
@@ -441,7 +555,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {**rows[number], "seed": options.seed, "verdict": "equivalent", "argument": why},
             options.results,
         )
-        print(summary(options.results))
+        print(summary(options.results, options.areas))
         return 0
     chosen = [
         (number, fault)
@@ -450,17 +564,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         clean = copied(ROOT, Path(folder, "clean"))
-        trees: Queue[Path] = Queue()
+        trees: Queue[tuple[Path, Forks]] = Queue()
         for job in range(options.jobs):
-            trees.put(copied(ROOT, Path(folder, f"copy{job}")))
+            tree = copied(ROOT, Path(folder, f"copy{job}", "tree"))
+            trees.put((tree, Forks(tree.parent)))
 
         def judge(number: int, fault: Fault) -> None:
-            tree = trees.get()
-            found = examine(fault, tree, clean, not options.near)
-            trees.put(tree)
-            append(
-                {**environment(), **rows[number], "seed": options.seed, **found}, options.results
-            )
+            tree, forks = trees.get()
+            asked: Iterable[Stage] = [("named", options.tests or ())]
+            if not options.tests:
+                asked = (
+                    stage
+                    for stage in stages(tree, fault.file)
+                    if not (options.near and stage[0] in LAST)
+                )
+            found = examine(fault, tree, clean, asked, forks)
+            trees.put((tree, forks))
+            if found["verdict"] == "caught" or not options.tests:
+                row = {**environment(), **rows[number], "seed": options.seed, **found}
+                append(row, options.results)
             print(
                 f"{number:3} {found['verdict']:9} {fault.file}:{fault.line} {fault.kind}: {found.get('by', '')}",
                 flush=True,
@@ -468,7 +590,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda each: judge(*each), chosen))
-    print(summary(options.results))
+        while not trees.empty():
+            trees.get()[1].close()
+    print(summary(options.results, options.areas))
     return 0
 
 

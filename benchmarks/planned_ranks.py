@@ -30,8 +30,8 @@ from narrowgauge.train import loop
 from narrowgauge.train.config.settings import TrainConfig, replace, resolved
 from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.ranks import Ranks
+from narrowgauge.train.planning.command import second_step
 from narrowgauge.train.planning.counts import Counts
-from narrowgauge.train.planning.measured import second_step
 from narrowgauge.train.signals import StopRequest
 
 WORLD, STEPS, STEP_ENDS = 2, 4, "narrowgauge_step_ends"

@@ -32,15 +32,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.conversion import advance
 from narrowgauge.errors import BackendError, ConfigError, Reason
+from narrowgauge.nn.converted_model import advance
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.weight_casts import cast_weight, keeps_casts
+from narrowgauge.nn.operands import Casts, find
+from narrowgauge.nn.rotation import Rotation
+from narrowgauge.nn.weight_cache import WeightCache
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clipping import clip_gradients
 
 if TYPE_CHECKING:
-    from narrowgauge.nn.operands import Casts
     from narrowgauge.optim.cuda_graph import ReplayedStep
 
 # Eager runs before a capture: libraries allocate and choose their kernels in the first runs.
@@ -500,3 +501,41 @@ class GraphedStep:
             # A replay writes weights and inputs without changing torch's version counters, so
             # `validity` keys would match stale casts.
             layer.end_step()
+
+
+def keeps_casts(layer: QLinear) -> bool:
+    """True if a cast of the weight serves a whole optimizer step and needs no input."""
+    if (
+        layer.recipe is None
+        or layer.is_suspended
+        or layer.steps is not None
+        or layer.code_source is not None
+    ):
+        return False
+    return any(layer.plan(layer.weight.device).w.serves_a_step)
+
+
+def cast_weight(layer: QLinear) -> Casts:
+    """Cast the weight before the step's first forward pass. Empty if `keeps_casts` is False."""
+    # A cache of its own: the casts that the layer holds now stay as they are.
+    cache = WeightCache()
+    weight: Tensor = layer.weight
+    if type(weight).__name__ == "DTensor":
+        from narrowgauge.nn.sharded import plain
+
+        weight = plain(weight)
+    if not keeps_casts(layer):
+        return cache.casts
+    with torch.no_grad():
+        context = layer.context(weight, cache)
+        operand, plan = (
+            find("w", weight, context, (True, True), layer.amax_state("w")),
+            context.plan.w,
+        )
+        rows, cols = plan.serves_a_step
+        if rows:
+            operand.rows(Rotation.draw(plan.rows_rotate, weight))
+        if cols and layer.recipe is not None and layer.recipe.backward == "recast":
+            # Straight-through recipes have no cols of their own: backward reads the codes of rows.
+            operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
+    return cache.casts

@@ -20,13 +20,14 @@ from narrowgauge.cuda_graphs import (
     GraphedStep,
     GraphPart,
     Graphs,
+    cast_weight,
+    keeps_casts,
     make_capturable,
     refuse,
 )
 from narrowgauge.errors import BackendError, ConfigError
 from narrowgauge.nn import plan
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.weight_casts import cast_weight, keeps_casts
 from tests.compare import assert_same
 from tests.raising import raises, require
 

@@ -128,7 +128,7 @@ def _build_with_casts(
                     f"the step leaves nothing for some layers: {'; '.join(left.summary())}"
                 )
 
-        from narrowgauge.nn.weight_casts import cast_weight
+        from narrowgauge.cuda_graphs import cast_weight
 
         def step() -> None:
             optimizer.step()

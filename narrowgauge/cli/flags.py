@@ -23,6 +23,7 @@ from cyclopts import Group, Parameter, Token
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import checkpoint_ref, run_folder
 from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
+from narrowgauge.train.config.rules import former_path
 from narrowgauge.train.config.settings import (
     NO_RECIPE,
     TABLE,
@@ -31,6 +32,7 @@ from narrowgauge.train.config.settings import (
     TrainConfig,
     former_key,
     key_of,
+    key_of_name,
     path_of,
     resolved,
     shown,
@@ -71,7 +73,7 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     folder = run_folder.RunFolder(Path(config.output))
     # A resumed run is checked against its own settings, a branch against its parent's.
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
-        run_folder.refuse_other_run(toml.load_stored(folder.config), config)
+        run_folder.refuse_other_run(resolved(toml.load_stored(folder.config)), config)
     elif config.parent and not folder.has_run():
         run = checkpoint_ref.CheckpointRef.of(config.parent).run
         checkpoint_ref.refuse(checkpoint_ref.settings_of(run), config)
@@ -111,9 +113,9 @@ def from_flags(given: Mapping[str, Any]) -> toml.Given:
     for parameter, value in given.items():
         name = parameter.removeprefix(FORMERLY).removeprefix(WHOLE).replace(PART, ".")
         each = TrainConfig.__dataclass_fields__.get(name)
-        key = key_of(each) if each else name
-        if each and parameter != name:
-            key = path_of(each) if parameter.startswith(WHOLE) else former_key(each)
+        key = path_of(each) if each and parameter.startswith(WHOLE) else key_of_name(name)
+        if parameter.startswith(FORMERLY):
+            key = former_key(each) if each else former_path(key)
         former = flag(key) if parameter.startswith(FORMERLY) else ""
         entries.append((name, flag(key), toml.Entry(value, flag(key), former)))
     return toml.given(entries)
@@ -138,24 +140,30 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
     ]
     groups: dict[str, Group] = {}
     for each in (each for each in fields(TrainConfig) if each.name not in without):
-        table = each.metadata["table"] or "run"
+        table = toml.OF_ENTRIES.get(each.name, each.metadata["table"] or "run")
         group = groups.setdefault(table, Group(table, sort_key=len(groups) + 1))
         parameters.append(_parameter(each, each.name, key_of(each), group=group))
         for part, help in toml.PARTS.get(each.name, {}).items():
-            words = Parameter(
-                name=flag(f"{each.name}.{part}"), help=help, group=group, show_default=False, converter=_read_part
-            )  # fmt: skip
-            parameters.append(
-                inspect.Parameter(
-                    f"{each.name}{PART}{part}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str, words]
-                )
-            )  # fmt: skip
+            key, name = f"{key_of(each)}.{part}", f"{each.name}{PART}{part}"
+            read = None if each.name in toml.OF_ENTRIES else _read_part
+            parameters.append(_part(name, key, help, converter=read, group=group))
+            if former_path(key) != key:
+                former = _part(FORMERLY + name, former_path(key), help, converter=read, show=False)
+                parameters.append(former)
         if each.metadata["short"]:
             parameters.append(_parameter(each, WHOLE + each.name, path_of(each), show=False))
         if former_key(each) not in (key_of(each), path_of(each)):
             former = _parameter(each, FORMERLY + each.name, former_key(each), show=False)
             parameters.append(former)
     return inspect.Signature(parameters)
+
+
+def _part(name: str, key: str, help: str, **shape: Any) -> inspect.Parameter:
+    """Parameter of a function that stands for a part of a setting."""
+    words = Parameter(name=flag(key), help=help, show_default=False, **shape)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str, words]
+    )
 
 
 def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.Parameter:

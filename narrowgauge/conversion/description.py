@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from narrowgauge.addresses import holds_numbers
+from narrowgauge.conversion.bypassed import is_read_by_owner
 from narrowgauge.conversion.kept_layers import LEFT_BY, output_head, reason_to_keep
-from narrowgauge.conversion.warned import is_read_by_owner
 from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.embedding import FORMATS, Codes, QEmbedding
-
-
-def quantized_embeddings(model: nn.Module) -> Iterator[tuple[str, QEmbedding]]:
-    return (
-        (name, module) for name, module in model.named_modules() if isinstance(module, QEmbedding)
-    )
 
 
 def check_embeddings(model: nn.Module, codes: object) -> None:

@@ -19,12 +19,12 @@ from typing import TypeVar
 
 from torch import nn
 
-from narrowgauge.conversion.embeddings import quantized_embeddings
-from narrowgauge.conversion.fast_path import refuse_fast_path
+from narrowgauge.conversion.bypassed import refuse_fast_path
 from narrowgauge.errors import ConfigError, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.cast_sources import SharedInputs
+from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.converted_state import ADDED
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
 from narrowgauge.nn.linear import QLinear

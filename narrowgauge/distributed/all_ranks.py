@@ -9,6 +9,7 @@ error's class name and message are exchanged; the message begins with the rank, 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,3 +113,22 @@ def _subclasses(base: type[NarrowgaugeError]) -> dict[str, type[NarrowgaugeError
     for each in base.__subclasses__():
         found |= _subclasses(each)
     return found
+
+
+# Messages of gloo's TCP transport (pair.cc, unbound_buffer.cc) and of the store for a peer that is
+# gone. Paths of gloo's sources do not count: they begin errors of mismatched sizes too.
+BROKEN = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|Socket (unexpectedly )?closed|Pair is not connected|[Tt]imed out"
+    r"|(Connect|Read|Write) timeout|Read error|writev|Broken pipe|connectFullMesh failed"
+)
+
+
+def is_lost(error: Exception) -> bool:
+    """Return True if a collective failed because another rank died or hangs.
+
+    torch raises dist.DistError for some failures. Others, such as broken gloo connections, are
+    plain RuntimeErrors that only their message identifies.
+    """
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None
+    )

@@ -23,11 +23,10 @@ from narrowgauge.fuse.saving import RecomputedOutput, SavedLayout, quantize_inpu
 from narrowgauge.nn import transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.cast_sources import CacheStats
-from narrowgauge.nn.keep_policy import SavePolicy, producer_policy
+from narrowgauge.nn.keep_policy import RecomputeSource, SavePolicy, producer_policy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.observer import needs_x
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.recompute import RecomputeSource
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.definition import ACTIVATIONS

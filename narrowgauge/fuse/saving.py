@@ -6,7 +6,7 @@
              power-of-two scales                      (one scale per tensor; else as "exact")
     "int8"   the same in INT8                         as "fp8"
 
-Linears that read an activation, or a norm that saves x, save nothing of their own (nn.recompute). The
+Linears that read an activation, or a norm that saves x, save nothing of their own (`Recompute`). The
 first backward among the readers recomputes y and its cast for all. From exact inputs the result is
 bit-identical to forward; from codes it is y of the dequantized inputs.
 
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowgauge.nn.keep_policy import Recompute, Saved
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.recompute import Recompute, Saved
 from narrowgauge.ops.norm_act import FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.spec import Given, Statistics, StoredAsCodes
 from narrowgauge.ops.quantize import quantize

@@ -25,13 +25,13 @@ from typing import Any
 
 from torch import nn
 
-from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.blame import CONFIRMED, Blame, Confirmation, observed
 from narrowgauge.lab.blame.confirm import by_gradient, in_16_bits
 from narrowgauge.lab.blame.judge import Baseline, Expected, Finding
 from narrowgauge.lab.probe import ProbeResult, rolled_back, run_probe
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.train.loss import Objective
 
 STEPS = 50  # length of a probe

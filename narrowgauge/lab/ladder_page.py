@@ -20,7 +20,6 @@ from narrowgauge.diagnose.same_curve import CONTROLS
 from narrowgauge.diagnose.verdict import BETTER, EQUIVALENT, WITHIN_MARGIN, WORSE, Verdict
 from narrowgauge.lab.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
 from narrowgauge.report import several_figures, template
-from narrowgauge.report import verdict as verdicts
 from narrowgauge.report.figures import (
     THEME,
     Points,
@@ -54,7 +53,7 @@ def page(ladder: Ladder, fix: str, run: str) -> dict[str, Any]:
     """Variables of the template."""
     *_, conclusion = ladder.report()
     return {
-        "ladder": ladder, "run": run, "fix": fix, "notice": verdicts.notice(verdict(ladder, conclusion)), "repeats": ladder.repeats(),
+        "ladder": ladder, "run": run, "fix": fix, "notice": template.notice(verdict(ladder, conclusion)), "repeats": ladder.repeats(),
         "rows": [row(ladder, place, rung) for place, rung in enumerate(ladder.rungs.values())],
         "scores": scores(ladder), "differences": differences(ladder), "losses": losses(ladder), "controls": f"{CONTROLS:g}",
         "half": ladder.begun + ladder.steps // 2 + 1, "last": ladder.begun + ladder.steps,

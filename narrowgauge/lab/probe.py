@@ -38,10 +38,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from narrowgauge.conversion import suspended
 from narrowgauge.data import IGNORED
 from narrowgauge.errors import ConfigError, OutOfMemoryError
-from narrowgauge.lab.guard.nudge import nudge
+from narrowgauge.lab.guard.check import nudge
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.snapshot import NAME
 from narrowgauge.snapshot.block_storage import require_free_space
 from narrowgauge.train.deferred import MOST, fetched

@@ -1,6 +1,6 @@
 """Guard of a run: the plugin by which `narrowgauge train --guard` checks a run against BF16.
 
-`lab.guard.engine` does the checks. `RunSteps` shows it the run, and `Guard` prints, logs and saves
+`lab.guard.engine` does the checks. `RunSteps` shows it the run, and `RunGuard` prints, logs and saves
 what it finds. The setting `then` decides what follows when the run is worse. Unless it is `warn`,
 the end of the BF16 reference becomes the state of the run. The log replaces the run's steps by the
 reference steps (event `rewind`).
@@ -34,8 +34,7 @@ from narrowgauge.diagnose.verdict import REFERENCE_DIVERGED, WORSE
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.lab.blamed import STEPS, blame_run
 from narrowgauge.lab.guard.check import CONTROL_EVERY, wants_control
-from narrowgauge.lab.guard.engine import GuardEngine, Replay
-from narrowgauge.lab.guard.grown import GROWN, grows_into_steps
+from narrowgauge.lab.guard.engine import GROWN, GuardEngine, Replay, grows_into_steps
 from narrowgauge.lab.guard.refusals import has_narrow
 from narrowgauge.lab.guard.same_weights import words
 from narrowgauge.lab.probe import ProbeResult, place_of_copy, take_steps
@@ -136,7 +135,7 @@ class RunSteps:
         )
 
 
-class Guard(Callback):
+class RunGuard(Callback):
     """Guard of one run.
 
     settings  parsed setting `guard`
@@ -355,4 +354,4 @@ class Guard(Callback):
 def plugin(trainer: Trainer) -> Callback:
     """The guard of a run, or a stand-in that keeps the recipe of an earlier guard."""
     settings = parse(trainer.config.guard)
-    return Unguarded(trainer) if settings is None else Guard(trainer, settings)
+    return Unguarded(trainer) if settings is None else RunGuard(trainer, settings)

@@ -32,10 +32,10 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from narrowgauge.conversion import advance
 from narrowgauge.diagnose.verdict import WORSE
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.guard.loop import Guard
+from narrowgauge.nn.converted_model import advance
 
 KEY = "narrowgauge_guard"  # key in `TrainerState.stateful_callbacks`
 NUMBERS = (

@@ -12,8 +12,7 @@ saved_bytes            measure the bytes that a forward pass saves for backward
 """
 
 from narrowgauge.memory.blocks import compile_blocks, find_blocks
-from narrowgauge.memory.cheapest import Choice, cheapest
-from narrowgauge.memory.checkpointing import CheckpointReport, checkpoint
+from narrowgauge.memory.checkpointing import CheckpointReport, Choice, cheapest, checkpoint
 from narrowgauge.memory.compression import Compression, compress_activations
 from narrowgauge.memory.freezing import FreezeReport, freeze, thaw, train_only
 from narrowgauge.memory.loss import chunked_cross_entropy

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from narrowgauge import formats
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import set_technique
-from narrowgauge.memory.saved_reports import report_saved
-from narrowgauge.memory.saved_tensors import Restore, SavedActivations, blocks_for
+from narrowgauge.memory.saved_tensors import Restore, SavedActivations, blocks_for, report_saved
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import CURRENT, Cast
 from narrowgauge.scaling import POW2

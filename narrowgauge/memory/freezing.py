@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from narrowgauge.conversion.warned import is_read_by_owner
+from narrowgauge.conversion.bypassed import is_read_by_owner
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.nn.coded_weight import plain
 from narrowgauge.nn.frozen import FrozenWeight, give_back, refuse

@@ -5,7 +5,7 @@ saved it. A view counts its whole storage. Parameters and buffers are not counte
 anyway.
 
 Tensors saved without autograd (codes, outputs saved by selective checkpointing) are reported
-through `saved_reports.report_saved`. Weight casts that layers cache for the step are counted at the
+through `saved_tensors.report_saved`. Weight casts that layers cache for the step are counted at the
 end, even before the first step.
 """
 
@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory.saved_reports import detached, reporting
+from narrowgauge.memory.saved_tensors import detached, reporting
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 

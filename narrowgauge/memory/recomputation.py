@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.addresses import dry_run_on
-from narrowgauge.memory.saved_reports import report_saved
+from narrowgauge.memory.saved_tensors import report_saved
 from narrowgauge.ops import rng
 
 

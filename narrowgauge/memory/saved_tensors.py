@@ -8,12 +8,17 @@ attention, softmax, dropout and the loss.
 
 Autograd does not report which operation saves a tensor. The block therefore runs under a
 TorchFunctionMode that tracks the running function.
+
+Autograd's hooks do not see tensors saved outside it: codes, outputs kept for recomputation. Code
+that saves one calls `report_saved`. Measurements receive the reports: `measure.saved_bytes` and the
+trace of `narrowgauge plan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,7 +31,6 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, forward_of
-from narrowgauge.memory.saved_reports import detached, report_saved
 
 MATMULS: frozenset[Any] = frozenset(
     {
@@ -51,6 +55,35 @@ EXACT: frozenset[Any] = frozenset(
 )
 
 Restore = Callable[[], Tensor]
+
+
+_ACTIVE: ContextVar[Callable[[Tensor], None] | None] = ContextVar("narrowgauge_noted", default=None)
+
+
+@contextmanager
+def reporting(callback: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `callback` with every tensor reported by `report_saved` inside this context."""
+    token = _ACTIVE.set(callback)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def report_saved(*tensors: Tensor) -> None:
+    """Report tensors saved for backward without autograd, if a measurement is active."""
+    if (callback := _ACTIVE.get()) is not None:
+        for tensor in tensors:
+            callback(tensor)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return the tensor in a form that a saved-tensor hook may hold: detached unless it is a leaf.
+
+    An operation that saves its own result would otherwise hold itself, and leak if backward never
+    runs.
+    """
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 class SavedActivations:

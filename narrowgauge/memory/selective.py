@@ -1,7 +1,7 @@
 """Selective checkpointing: save outputs of matmuls and attention, recompute the rest of a block.
 
 A dispatch mode observes torch's operations. Linears with a recipe report their `output` GEMM
-themselves (nn.saved_outputs), whichever kernel computes it. The Linear's result is saved, and torch
+themselves (nn.keep_policy), whichever kernel computes it. The Linear's result is saved, and torch
 operations inside it are ignored. During recomputation such a Linear quantizes only the operands
 that its backward needs.
 
@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from narrowgauge.memory.recomputation import checkpointed
-from narrowgauge.memory.saved_reports import report_saved
-from narrowgauge.nn.saved_outputs import KEEPER
+from narrowgauge.memory.saved_tensors import report_saved
+from narrowgauge.nn.keep_policy import KEEPER
 
 # Not every release of torch has all of them.
 _MATMULS = (

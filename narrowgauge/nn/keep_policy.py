@@ -40,9 +40,10 @@ Of gy nothing is saved. Its two casts are made together if both gradients are ne
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -216,3 +217,57 @@ def producer_saves(x: Tensor) -> bool:
             return False
         node = node.next_functions[0][0]
     return False
+
+
+Saved = tuple[Tensor | None, ...]
+
+
+class Recompute:
+    """Recomputes in backward the operand of one call of a fused function (line 2 of the table).
+
+    The fused norm or activation (`fuse.saving`) already saves its own inputs. The Linears that read
+    its output save the same tensors, which autograd stores once. The recomputed operand is
+    bit-identical to the operand of the forward pass. Holds no tensor of the forward pass.
+
+    readers   number of Linears that save these tensors and nothing else for the operand
+    """
+
+    readers: int = 0
+
+    def restore(self, operand: Any, saved: Saved) -> None:
+        """Set the tensor or the `cols` of an Operand in backward.
+
+        operand  the Operand of the Linear, which has neither yet
+        saved    (amax, *tensors), as the forward pass saved them
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputeSource:
+    """The inputs from which backward recomputes an operand, and the object that recomputes it.
+
+    tensors    inputs of the fused function, which that function saves as well
+    recompute  recomputes the operand from `tensors`
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    recompute: Recompute
+
+
+class Keeper(Protocol):
+    """Stores results of `output` GEMMs until their recomputation, under selective checkpointing.
+
+    Policies of torch.utils.checkpoint see dispatcher operations. They miss kernels outside the
+    dispatcher (Triton, C++), and torch's GEMMs are surrounded by casts, rotations, padding and
+    scaling. The Linear therefore asks the active Keeper itself. Results are in the order of calls.
+
+    begin  a Linear starts; returns its stored result during recomputation, else None
+    end    the Linear has finished with this result
+    """
+
+    def begin(self) -> Tensor | None: ...
+    def end(self, output: Tensor | None) -> None: ...
+
+
+KEEPER: ContextVar[Keeper | None] = ContextVar("narrowgauge_kept_products", default=None)

@@ -28,10 +28,10 @@ from narrowgauge.nn.autograd_rules import (
     column_sums,
     no_double_backward,
 )
+from narrowgauge.nn.keep_policy import KEEPER
 from narrowgauge.nn.operands import KINDS, Casts, find
 from narrowgauge.nn.plan import LinearPlan
 from narrowgauge.nn.rotation import NONE, Rotation
-from narrowgauge.nn.saved_outputs import KEEPER
 
 if TYPE_CHECKING:
     from narrowgauge.nn.linear_context import LinearContext

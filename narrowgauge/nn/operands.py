@@ -35,8 +35,8 @@ from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
 if TYPE_CHECKING:
+    from narrowgauge.nn.keep_policy import Recompute, RecomputeSource, Saved
     from narrowgauge.nn.linear_context import LinearContext
-    from narrowgauge.nn.recompute import Recompute, RecomputeSource, Saved
     from narrowgauge.ops.random import Key
 
 

@@ -52,7 +52,7 @@ class Rotation:
         is_random = hadamard.signs == "random"
         signs = draw_signs(hadamard, operand.shape[1], operand.device, stream, product)
         if is_random and signs is not None:
-            from narrowgauge.nn.compiled_draws import tied
+            from narrowgauge.nn.noise import tied
 
             # Under torch.compile an untied draw gave the two operands of
             # grad_weight different signs.

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from narrowgauge.addresses import wrapper
 from narrowgauge.nn import leverage_score
-from narrowgauge.nn.compiled_draws import tied
 from narrowgauge.nn.keep_policy import forward_codes
+from narrowgauge.nn.noise import tied
 from narrowgauge.nn.operands import Operand
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.chunking import row_chunks
@@ -46,9 +46,9 @@ from narrowgauge.recipe import Cast, ClippedRms, Hadamard, LearnedStep
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
+    from narrowgauge.nn.keep_policy import Recompute, Saved
     from narrowgauge.nn.learned_step import LearnedSteps
     from narrowgauge.nn.plan import LinearPlan
-    from narrowgauge.nn.recompute import Recompute, Saved
     from narrowgauge.ops.hadamard import Functions
 
 

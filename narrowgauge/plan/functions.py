@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from narrowgauge.conversion import advance
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.converted_model import advance
 from narrowgauge.plan.count import Step
 from narrowgauge.plan.extrapolate import FEW, MORE
 from narrowgauge.plan.forecast import Forecast, forecast

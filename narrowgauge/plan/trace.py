@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.addresses import dry_run
 from narrowgauge.errors import ConfigError
-from narrowgauge.memory.saved_reports import reporting
+from narrowgauge.memory.saved_tensors import reporting
 from narrowgauge.ops.timing.work import Work, of_kernel, of_operator
 from narrowgauge.plan.autocast import narrowed, widened
 

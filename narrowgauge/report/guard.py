@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose.format_text import count, percent, plural, signed, true_minus
 from narrowgauge.diagnose.verdict import EQUIVALENT, GUARD, UNKNOWN, WORSE, Verdict, outcome_of
-from narrowgauge.report import verdict
+from narrowgauge.report import template
 from narrowgauge.report.figures import (
     THEME,
     canvas,
@@ -238,7 +238,7 @@ def section(recorded: Recorded) -> dict[str, Any] | None:
     said = list(sentences(recorded, events))
     newest = Verdict(outcome=outcome_of(GUARD, events[-1]), sentence=said[0])
     return {
-        "notice": verdict.notice(newest),
+        "notice": template.notice(newest),
         "figure": figure(events),
         "legend": legend(events),
         "sentences": said,

@@ -20,7 +20,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.report.run_data import Recorded, last_done, read
 
 try:
-    from narrowgauge.report import cards, figures, guard, spread_table, tables, template, verdict
+    from narrowgauge.report import cards, figures, guard, spread_table, tables, template
 except ImportError as error:
     raise ConfigError(
         f"report: needs {error.name}. Install it: pip install jinja2 matplotlib",
@@ -57,7 +57,7 @@ def page(recorded: Recorded) -> dict[str, Any]:
     return {
         "recorded": recorded,
         "comparison": comparison,
-        "pair_notice": verdict.notice(comparison.verdict) if comparison else None,
+        "pair_notice": template.notice(comparison.verdict) if comparison else None,
         "status": status(recorded),
         "cards": cards.cards(recorded, comparison),
         "names": (recorded.name, reference.name if reference else None),

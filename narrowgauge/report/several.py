@@ -24,7 +24,6 @@ from narrowgauge.diagnose.seeds import Margin, SeedComparison
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
 from narrowgauge.diagnose.verdict import UNKNOWN, Verdict
 from narrowgauge.errors import ConfigError
-from narrowgauge.report import verdict
 from narrowgauge.report.groups import Gathered, final, gather, seed_of
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def title(found: Gathered) -> str:
 
 
 def notice(found: SeedComparison) -> dict[str, str]:
-    return verdict.notice(
+    return template.notice(
         seeds_text.verdict(found), found.runs.name, is_checked=not found.lacks_control
     )
 
@@ -149,7 +148,7 @@ def empty_notice(found: Gathered) -> dict[str, str]:
         heading=f"Nothing to judge against {found.groups[0].name}",
         sentence="No other recipe was trained on its batches.",
     )
-    return verdict.notice(nothing)
+    return template.notice(nothing)
 
 
 def margin_words(found: Gathered, verdicts: Sequence[SeedComparison]) -> str:

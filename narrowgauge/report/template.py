@@ -2,6 +2,13 @@
 
 A page is a template that extends "base.html.jinja" and imports "parts.html.jinja". The file that is
 written is complete in itself: the styles are inside, nothing is fetched, and no script runs.
+
+The notice and the colour of a verdict are the same on every page. page.css names the colours:
+
+    worse         "bad"
+    better        "below"
+    equivalent    "same"; "open" if a claim of no difference has no positive control behind it
+    unknown       "open"; "warn" if these runs could not have shown a difference
 """
 
 from __future__ import annotations
@@ -15,6 +22,15 @@ import jinja2
 
 from narrowgauge import storage
 from narrowgauge.diagnose import format_text
+from narrowgauge.diagnose.verdict import (
+    BETTER,
+    EQUIVALENT,
+    NOT_SENSITIVE,
+    NOT_WORSE,
+    UNKNOWN,
+    WORSE,
+    Verdict,
+)
 
 
 def write(path: Path, page: str, variables: Mapping[str, Any]) -> Path:
@@ -56,3 +72,26 @@ def read(name: str) -> str:
     """Text of a file of the package, such as "report/page.css"."""
     # importlib.resources, because an installed package may be a zip file.
     return importlib.resources.files("narrowgauge").joinpath(name).read_text(encoding="utf-8")
+
+
+VERDICT_KINDS = {WORSE: "bad", BETTER: "below", EQUIVALENT: "same", UNKNOWN: "open"}
+KINDS_OF_DETAIL = {NOT_SENSITIVE: "warn", NOT_WORSE: "same"}
+
+
+def verdict_kind(verdict: Verdict) -> str:
+    """CSS class of the verdict's colour."""
+    return KINDS_OF_DETAIL.get(verdict.detail, VERDICT_KINDS[verdict.outcome])
+
+
+def notice(verdict: Verdict, subject: str = "", *, is_checked: bool = True) -> dict[str, str]:
+    """Variables of the notice in parts.html.jinja.
+
+    subject     what is judged, such as the name of a recipe; '' if the page says so
+    is_checked  False: no positive control backs a claim of no difference, so it is not green
+    """
+    return {
+        "kind": verdict_kind(verdict) if is_checked else VERDICT_KINDS[UNKNOWN],
+        "heading": ": ".join(filter(None, (subject, verdict.heading))),
+        "text": verdict.sentence,
+        "more": verdict.beside,
+    }

@@ -5,6 +5,9 @@
     before.restore()                as if the steps had not happened
     before.swap()                   or: exchange the copy with the present state
 
+    with undisturbed(model):        a forward and backward pass that leaves the training as it was
+        loss(model, batch).backward()
+
 A `Scope` says which changes the snapshot covers:
 
     STEPS      optimizer steps. Every tensor of model and optimizers, tables that hold tensors,
@@ -31,7 +34,8 @@ are computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -48,7 +52,7 @@ from narrowgauge.optim.size import bytes_to_come
 from narrowgauge.snapshot.copies import OffDeviceCopy, OnDeviceCopy, storages
 from narrowgauge.snapshot.parts import Parts, Scope, Training, tensors_of
 
-__all__ = ["NAME", "Scope", "Snapshot", "Training", "snapshot_bytes"]
+__all__ = ["NAME", "Scope", "Snapshot", "Training", "snapshot_bytes", "undisturbed"]
 
 NAME = "a copy of the run's state"
 
@@ -167,3 +171,27 @@ def snapshot_bytes(model: nn.Module, optimizer: Any, also: Iterable[Any] = ()) -
     return found + sum(
         bytes_to_come(part) for part in parts.members if isinstance(part, torch.optim.Optimizer)
     )
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Restores the model's state after the block, also if the block raises.
+
+    Gradients, buffers, low-precision state, counters, generators and kept casts are restored (scope
+    PASS). Weights are not copied, since no optimizer steps. Inside the block gradients start as
+    None, and no weight cast is cached from call to call.
+    """
+    before = Snapshot.take(Training(model=model), Scope.PASS)
+    try:
+        for parameter in model.parameters():
+            parameter.grad = None
+        for module in model.modules():
+            if isinstance(module, QLinear):
+                module.stop_caching()
+        yield
+    finally:
+        before.restore()
+        for module in model.modules():
+            if isinstance(module, QLinear) and module.state.shared_inputs is not None:
+                # Casts of inputs of the block would be found again by the address of freed memory.
+                module.state.shared_inputs.clear()

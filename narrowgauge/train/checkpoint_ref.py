@@ -22,10 +22,10 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import (
     TrainConfig,
+    differences,
     former_key,
     key_of,
     resolved,
-    shown,
 )
 from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
 
@@ -163,13 +163,12 @@ def refuse(parent: TrainConfig, config: TrainConfig) -> None:
             code="branch.output",
         )
     free = NUMBERS | STEPS | MAY_CHANGE
-    wrong = [
-        f"{key_of(each)} = {shown(getattr(config, each.name))}, but the parent has {shown(getattr(parent, each.name))}"
-        for each in fields(TrainConfig)
-        if not each.metadata["free"]
-        and each.name not in free
-        and getattr(config, each.name) != getattr(parent, each.name)
-    ]
+    wrong = differences(
+        config,
+        parent,
+        "the parent",
+        lambda each: not each.metadata["free"] and each.name not in free,
+    )
     if wrong:
         allowed = ", ".join(
             key_of(each) for each in fields(TrainConfig) if each.name in NUMBERS | STEPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from narrowgauge.conversion import nonfinite_amax
+from narrowgauge.nn.converted_model import nonfinite_amax
 from narrowgauge.train import launches
 from narrowgauge.train.device import peak_bytes
 from narrowgauge.train.tensor_stats import NonfiniteAmax, watched

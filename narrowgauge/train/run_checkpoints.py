@@ -8,6 +8,7 @@ identity of the data, position in the data, best weights, state of rank agreemen
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from narrowgauge.train.parallel import checkpoints
 if TYPE_CHECKING:
     from narrowgauge.train.callback import Callback
     from narrowgauge.train.config.settings import TrainConfig
-    from narrowgauge.train.counters import Counters
     from narrowgauge.train.metrics import MetricsLog
     from narrowgauge.train.parallel.stage_state import WholeNumbers
     from narrowgauge.train.passes import Passes
@@ -33,6 +33,22 @@ if TYPE_CHECKING:
     from narrowgauge.train.run_folder import RunFolder
     from narrowgauge.train.tasks import TrainTask
     from narrowgauge.train.tasks.feed import SkippingFeed
+
+
+@dataclass
+class Counters:
+    """Counters of one run. A snapshot restores every field.
+
+    step           finished optimizer steps
+    saved_step     step of the newest checkpoint
+    skipped_steps  consecutive float16 overflows up to now
+    trained_s      seconds of training, summed over all resumptions
+    """
+
+    step: int = 0
+    saved_step: int = 0
+    skipped_steps: int = 0
+    trained_s: float = 0.0
 
 
 class RunCheckpoints:

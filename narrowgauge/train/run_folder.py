@@ -4,13 +4,14 @@ The layout is in docs/architecture.md. One process holds a run at a time. It loc
 with flock, which the kernel releases when the process ends, even by kill -9.
 """
 
+from __future__ import annotations
+
 import fcntl
 import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -20,7 +21,7 @@ from narrowgauge.errors import BusyError, ConfigError, StorageError
 from narrowgauge.manifest import STEP
 from narrowgauge.storage import reading
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import TrainConfig, key_of, shown
+from narrowgauge.train.config.settings import TrainConfig, differences
 
 LOCK = reading.Kind(
     most_bytes=reading.MIB,
@@ -170,13 +171,14 @@ def _holder(lock: IO[bytes]) -> str:
 
 def refuse_other_run(stored: TrainConfig, config: TrainConfig) -> None:
     """Raises ConfigError if `config` would change a setting that a resumed run must keep."""
-    changes = [
-        f"{key_of(each)} = {shown(getattr(config, each.name))}, but the run has {shown(getattr(stored, each.name))}"
-        for each in fields(TrainConfig)
-        if (not each.metadata["free"] or each.name == "parent")
-        and each.name not in MAY_CHANGE
-        and getattr(config, each.name) != getattr(stored, each.name)
-    ]
+    changes = differences(
+        config,
+        stored,
+        "the run",
+        lambda each: (
+            (not each.metadata["free"] or each.name == "parent") and each.name not in MAY_CHANGE
+        ),
+    )
     if changes:
         listed = "; ".join(changes)
         raise ConfigError(

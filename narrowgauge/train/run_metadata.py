@@ -3,12 +3,14 @@
 The keys of run.json are in docs/architecture.md.
 """
 
+from __future__ import annotations
+
 import platform
 import sys
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,17 +18,19 @@ from torch import nn
 import narrowgauge
 from narrowgauge.conversion import auto
 from narrowgauge.conversion.description import describe, without_numbers
-from narrowgauge.conversion.embeddings import quantized_embeddings
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.fuse import fusions
+from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.float32_modules import SOFTMAX, kept_modules, summary
 from narrowgauge.optim import state_bytes
 from narrowgauge.train.attention import softmax_words
-from narrowgauge.train.console import Console
 from narrowgauge.train.device import device_name
 from narrowgauge.train.optimizer import cast_summary
-from narrowgauge.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from narrowgauge.train.console import Console
+    from narrowgauge.train.trainer import Trainer
 
 DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -22,9 +22,11 @@ from narrowgauge.train.config.settings import (
     by_path,
     former_key,
     key_of,
+    key_of_name,
     path_of,
     resolved,
 )
+from narrowgauge.train.config.task_entries import column_help, tasks_with
 from narrowgauge.train.run_folder import RunFolder
 from tests.processes import ROOT
 from tests.selection import quick
@@ -237,8 +239,10 @@ def test_every_setting_has_a_flag_that_the_help_shows(capsys, monkeypatch):
     assert all(word in shown for word in str(cli_flags.FILE.help).split())
     flags = {cli_flags.flag(key_of(each)) for each in by_path().values()}
     assert set(re.findall(r"(?m)^│ (--[a-z.0-9-]+)", shown)) - PARTS == flags
-    for group in (*toml.TABLES, "run"):
-        assert f"─ {group} ─" in shown
+    # The file comes first, then the tables in the order in which a file has them.
+    assert re.findall(r"─ ([a-z.]+) ─", shown)[:2] == ["file", "run"]
+    groups = [shown.index(f"─ {group} ─") for group in ("file", "run", *toml.TABLES)]
+    assert groups == sorted(groups)
 
 
 def test_a_parent_without_a_name_is_no_new_run(loop, tmp_path, monkeypatch, capsys):
@@ -251,8 +255,8 @@ def test_a_parent_without_a_name_is_no_new_run(loop, tmp_path, monkeypatch, caps
 
 def other_value(each) -> tuple[str, object]:
     """A flag's text and the value it must become, other than the default."""
-    special = {
-        "switch": "bf16@82%:forward",
+    special: dict[str, object] = {
+        "columns": {"prompt": "x y=z é"}, "switch": "bf16@82%:forward",
         "parallel": "dp=2,fsdp", "timeout_s": 30.0,
         "device": "cuda:1", "precision": "bf16-o2", "keep_float32": "norms,*.mlp.*",
         "save": "quantized", "kv_heads": 2, "intermediate_size": 64, "micro_batches": 2, "clip_by": "", "guard": "",
@@ -266,18 +270,22 @@ def other_value(each) -> tuple[str, object]:
 
 
 # Flags for the parts of a setting that has a language of its own.
-PARTS = {f"--{name}.{part}" for name, parts in toml.PARTS.items() for part in parts}
+PARTS = {
+    cli_flags.flag(key_of_name(f"{name}.{part}"))
+    for name, parts in toml.PARTS.items()
+    for part in parts
+}
 # Settings whose effect depends on the task, or that only runs on examples read.
 OF_TASKS = [
     each
     for each in by_path().values()
-    if each.metadata["table"] in ("data.columns", "task")
+    if each.metadata["table"] == "task"
     or (each.metadata["tasks"] and "text" not in each.metadata["tasks"])
     or each.name in ("length_buckets", "epochs")
 ]
 TASK = {"task": "causal-lm", "model": "m", "data": "a.csv"}
 NEEDED = {
-    "train_on": {"messages_column": "m"}, "patch_size": {"model": ""},
+    "train_on": {"columns": {"messages": "m"}}, "patch_size": {"model": ""},
     "beams": {"translate": 8}, "bleu_words": {"translate": 8},
 }  # fmt: skip
 
@@ -293,14 +301,74 @@ def test_every_flag_of_a_task_reaches_its_setting(loop, each, name_of):
     flags = [
         part
         for name, given in settings.items()
-        if name != each.name
+        if name not in (each.name, "columns")
         for part in (cli_flags.flag(name_of(TrainConfig.__dataclass_fields__[name])), str(given))
     ]
+    flags += ["--messages-column", "m"] if "columns" in settings else []
     own = cli_flags.flag(name_of(each))
     flag = f"--no-{own[2:]}" if value is False else own
     assert cli.main(["train", *flags, flag, *([text] if text else [])]) == 0
     settings["packing"] = int(settings.get("packing", 0))
     assert loop == [resolved(TrainConfig(**settings))]
+
+
+COLUMNS = [(task, name) for task, entry in TASKS.items() for name in entry.columns]
+
+
+@pytest.mark.parametrize(("task", "name"), COLUMNS)
+def test_every_flag_of_a_column_reaches_its_task(loop, capsys, task, name):
+    """By its own flag, by its former one and in a table; another task refuses it with its columns."""
+    flags = ["--model", "m", "--data", "a.csv"]
+    needed = {"spans": "s"} if (task, name) == ("tagging", "text") else {}
+    flags += [f"--data.columns.{other}={column}" for other, column in needed.items()]
+    columns = {**needed, name: "x y=z é"}
+    expected = TrainConfig(task=task, model="m", data="a.csv", columns=columns)
+    assert expected.column_of(name) == "x y=z é"
+    for given in (
+        [f"--data.columns.{name}", "x y=z é"],
+        [f"--{name}-column", "x y=z é"],
+        ["--data.columns", f"{name}=x y=z é"],
+    ):
+        assert cli.main(["train", "--task", task, *flags, *given]) == 0
+        assert loop.pop() == resolved(expected)
+    other = next(each for each in TASKS if each not in ("text", *tasks_with(name)))
+    capsys.readouterr()
+    flags = flags[:4]
+    assert cli.main(["train", "--task", other, *flags, f"--data.columns.{name}", "x"]) == 2
+    refused = capsys.readouterr().err
+    assert (
+        f"--data.columns.{name}: data.columns.{name} = 'x': has no effect with task = '{other}'"
+        in refused
+    )
+    assert ", ".join(TASKS[other].columns) in refused and ", ".join(tasks_with(name)) in refused
+
+
+def test_the_help_tells_each_tasks_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, words in column_help().items():
+        assert re.search(rf"--data\.columns\.{name} STR +{re.escape(words)} +│", shown)
+        assert all(task in words for task in tasks_with(name))
+
+
+def test_columns_of_a_file_and_flags_are_one_table(loop, tmp_path, capsys):
+    file = tmp_path / "a.toml"
+    file.write_text(
+        "model.name = 'm'\ntask.name = 'classification'\n[data]\nsource = 'a'\n"
+        "[data.columns]\ntext = 'body'\npair = 'title'\n"
+    )
+    assert cli.main(["train", str(file), "--data.columns.text", "sentence"]) == 0
+    [config] = loop
+    assert config.columns == {"text": "sentence", "pair": "title", "label": "label"}
+    # Unknown to all tasks: with its line, the nearest column and all columns of the task.
+    file.write_text(file.read_text() + "lable = 'mark'\n")
+    assert cli.main(["train", str(file)]) == 2
+    refused = capsys.readouterr().err
+    assert "a.toml:8: data.columns.lable = 'mark': has no effect" in refused
+    assert "text, pair, label. Closest: 'label'." in refused
+    arguments = ["train", "--prompt-column", "a", "--data.columns.prompt", "b"]
+    cli_raises(arguments, ConfigError, "config.both-keys", "--prompt-column = 'a'")
 
 
 @pytest.mark.parametrize("name_of", [key_of, former_key, path_of])

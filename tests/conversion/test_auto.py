@@ -221,6 +221,12 @@ def test_candidates_take_turns_and_give_the_median():
     assert "".join(order) == "ab" + "ab" + "ba" + "ab" + "ba" + "ab"
 
 
+def test_the_clock_of_a_cpu_tells_the_seconds_of_its_calls(monkeypatch):
+    readings, turns = iter([100.0, 100.75]), []
+    monkeypatch.setattr(measure, "perf_counter", lambda: next(readings))
+    assert measure.wall_clock(turns.append, 3) == 0.75 and turns == [0, 1, 2]
+
+
 def test_every_candidate_runs_forward_and_backward(monkeypatch):
     """On the CPU, emulated: gradients arrive and are dropped, random state stays."""
     monkeypatch.setattr(measure, "SLICE_S", 0.0)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from narrowgauge.data import Choices, Limits, Tagging, prepare_examples, records
+from narrowgauge.data import (
+    Choices,
+    Classification,
+    Completion,
+    Limits,
+    Questions,
+    Regression,
+    Seq2Seq,
+    Tagging,
+    prepare_examples,
+    records,
+)
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.rows import width_of
 from narrowgauge.errors import ConfigError, DataError
@@ -44,6 +57,24 @@ def test_the_label_of_a_word_stands_at_its_first_token(tmp_path):
     assert (
         example["labels"].tolist() == expected and IGNORED in expected[1:-1]
     )  # rowcode has several tokens
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Choices(),
+        Classification(classes=("a", "b")),
+        Completion(),
+        Questions(),
+        Regression(),
+        Seq2Seq(),
+        Tagging(tags=TAGS),
+    ],
+)
+def test_token_ids_are_stored_in_two_bytes_as_long_as_the_largest_fits(task):
+    for vocabulary, bytes_each in ((2**16, 2), (2**16 + 1, 4)):
+        encoder: Any = SimpleNamespace(vocabulary=vocabulary)
+        assert task.arrays(encoder)["input_ids"].itemsize == bytes_each
 
 
 def test_a_byte_level_tokenizer_sees_words_behind_spaces(tmp_path):

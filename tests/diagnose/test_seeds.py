@@ -87,6 +87,17 @@ def test_power_is_that_of_simulated_studies():
     )
 
 
+def test_a_true_difference_takes_power_away_on_either_side():
+    """Far beyond the margin nothing is shown, next to it little, and the sign does not matter."""
+    powers = [
+        paired_tests.power_of_equivalence(8, 0.5, 1.0, true) for true in (0.0, 0.5, -0.5, 1.0, 3.0)
+    ]
+    none, more, less, margin, beyond = powers
+    assert none > more > margin > beyond == pytest.approx(0.0, abs=1e-6)
+    assert more == pytest.approx(less, rel=1e-12)
+    assert margin == pytest.approx(paired_tests.ALPHA, abs=0.01)  # at the margin, the test's size
+
+
 def test_the_need_is_the_first_number_of_pairs_that_has_the_power():
     for spread, margin in ((1.0, 1.0), (1.0, 0.4), (0.2, 1.0)):
         n = paired_tests.pairs_needed(spread, margin)

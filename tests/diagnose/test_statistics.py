@@ -154,6 +154,14 @@ def test_a_tensor_scaled_to_its_amax_shows_no_saturation():
     )
 
 
+def test_what_lies_at_the_allowance_still_fits():
+    """Exact, in float64: the allowance is the largest value that counts as the format's own."""
+    edge = torch.tensor([448.0 * (1 + ROUNDING)], dtype=torch.float64)
+    assert tensor_statistics(edge, 448.0, 2.0**-9, 1.0)["saturated"] == 0.0
+    beyond = torch.nextafter(edge, edge + 1)
+    assert tensor_statistics(beyond, 448.0, 2.0**-9, 1.0)["saturated"] == 1.0
+
+
 def test_spread_tile_scales_count_as_the_tiles_one_by_one():
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, 7, generator=generator).exp()  # ragged: tiles of 2 x 3

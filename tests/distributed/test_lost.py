@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from narrowgauge.distributed.lost import is_lost
+from narrowgauge.distributed.all_ranks import is_lost
 
 PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] "
 

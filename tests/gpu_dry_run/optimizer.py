@@ -47,7 +47,7 @@ def measured(states: str, recipe: str = "", together: bool = False) -> tuple[Sum
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
 
-    from narrowgauge.nn.weight_casts import cast_weight
+    from narrowgauge.cuda_graphs import cast_weight
 
     def step() -> None:
         optimizer.step()

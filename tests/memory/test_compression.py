@@ -111,6 +111,15 @@ def test_the_error_of_an_element_is_bounded():
     assert bool(((kept - x.detach().sum(0)).abs() <= bound.sum(0) * (1 + 1e-6)).all())
 
 
+def test_groups_run_along_rows_that_no_whole_number_of_groups_covers():
+    """Exact: a row of 200 has two groups of 128, the second in part, and 8 rows are no 1,600 / 128."""
+    block = Product(nn.Parameter(torch.randn(4, 200)))
+    compression = compress_activations(block, smallest=16, blocks="inner")
+    block(torch.randn(8, 200, requires_grad=True)).sum().backward()
+    assert compression.tensors == 1
+    assert compression.stored_bytes == 8 * 200 + 8 * 2 * 4
+
+
 class Product(nn.Module):
     def __init__(self, weight):
         super().__init__()

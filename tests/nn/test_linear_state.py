@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.nn import linear
 from narrowgauge.nn.converted_state import ATTACHED, CACHE, SUBMODULES, ConvertedState
 from narrowgauge.nn.linear_state import LinearState
-from narrowgauge.snapshot import Scope, Snapshot, Training
+from narrowgauge.snapshot import Scope, Snapshot, Training, undisturbed
 from tests.compare import assert_same
 
 

@@ -462,6 +462,18 @@ def test_a_long_curve_keeps_its_spikes_and_stays_short():
     )
 
 
+def test_metrics_are_labelled_at_their_ends_and_never_on_each_other(monkeypatch):
+    """0.5 and 0.501 would share a line of text: the second label moves up, the others stay."""
+    labels = {}
+    monkeypatch.setattr(
+        figures, "note", lambda axes, text, place, *rest, **style: labels.update({text: place[1]})
+    )
+    ends = {"accuracy": 0.5, "f1": 0.501, "mcc": 1.0}
+    figures.metric_curves({name: [(1, 0.0), (2, end)] for name, end in ends.items()}, {})
+    assert labels["accuracy 0.5"] == 0.5 and labels["mcc 1"] == 1.0
+    assert 0.55 < labels["f1 0.501"] < 0.65
+
+
 @pytest.mark.parametrize("name", quick(["e4m3", "e2m1", "int4"], formats.NAMES))
 def test_every_format_has_its_range_drawn(name):
     counted = {"lowest_exponent": -130, "counts": [5, *[0] * 120, 9, 30, 4]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ pytest.importorskip("jinja2")
 from narrowgauge.cli import main
 from narrowgauge.diagnose import seeds, seeds_text
 from narrowgauge.errors import ConfigError
-from narrowgauge.report import groups, several, several_figures
+from narrowgauge.report import groups, several, several_curves, several_figures
 from tests.raising import coded, raises
 
 
@@ -247,6 +248,27 @@ def test_a_mean_line_ends_with_the_shortest_run_and_has_a_band_of_two():
         12.7062 * 1.0, rel=1e-4
     )
     assert several_figures.mean_line(0, [[(1, 2.0)]]).half_widths == {}
+
+
+def test_limits_show_every_line_and_a_band_that_is_not_far_wider():
+    lines = [
+        several_figures.Line(0, [(1, 2.0), (2, 4.0)], {}),
+        several_figures.Line(1, [(1, 3.0), (2, 3.0)], {1: 2.0, 2: 900.0}),
+    ]
+    low, high = several_figures.limits(lines, zero=False)
+    assert -1.5 < low < 1.0 and 5.0 < high < 7.5
+    assert several_figures.limits(lines, zero=True)[0] < 0.0
+
+
+def test_the_differences_that_are_drawn_are_those_of_the_pairs(six, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        several_figures, "curves", lambda lines, *words, zero: drawn.extend(lines) or ""
+    )
+    found = groups.gather(six)
+    assert len(list(several_curves.difference_figures(found))) == 1
+    [line], [verdict] = drawn, found.verdicts()
+    assert line.points[-1][1] == pytest.approx(statistics.fmean(verdict.differences))
 
 
 def test_more_recipes_than_colours_are_drawn(tmp_path):

@@ -44,6 +44,17 @@ RUNS = [
 ]
 
 
+def test_flags_are_the_float32_numbers_that_kernels_read():
+    """An overflow skips one update; a loss that is not finite ends the run for good."""
+    flags = deferred.SkipFlags(torch.device("cpu"), 1, scales=True, most=2, skipped=0)
+    for readings, found_inf, halted in (
+        ([1.0, 2.0], 0, 0), ([1.0, math.inf], 1, 0), ([1.0, 2.0], 0, 0), ([math.nan, 1.0], 0, 1), ([1.0, 2.0], 0, 1),
+    ):  # fmt: skip
+        flags.see(torch.tensor(readings))
+        assert flags.found_inf.dtype == flags.halted.dtype == torch.float32
+        assert (float(flags.found_inf), float(flags.halted)) == (found_inf, halted)
+
+
 @pytest.fixture
 def late(monkeypatch):
     """late(): from now on the device decides; also for the optimizer, whose host would look on a CPU."""

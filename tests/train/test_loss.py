@@ -13,6 +13,7 @@ from narrowgauge.conversion import convert
 from narrowgauge.data import IGNORED
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train import loop
+from narrowgauge.train import loss as step_loss
 from narrowgauge.train.config.settings import InvalidSettings, TrainConfig
 from narrowgauge.train.loss import NO_CACHE, Objective, learning_rate, targets_of_step
 from tests.compare import assert_same
@@ -98,6 +99,23 @@ def test_in_chunks_as_with_the_whole_logits(model):
         assert float(evaluated) == pytest.approx(
             float(Objective(model, NO_CACHE)(batch, CPU)), rel=SAME
         )
+
+
+def test_labels_for_a_gpu_are_checked_on_the_host_before_they_are_copied(model, monkeypatch):
+    """Each word of the vocabulary may be a target (64 of them here, for 32 features), and no other."""
+    copied = []
+    monkeypatch.setattr(
+        step_loss, "on_device", lambda tensor, device: copied.append(device) or tensor
+    )
+    objective, batch = Objective.of(model, torch.float32, TrainConfig()), batch_of(2, uneven=False)
+    batch["labels"][0, 0] = 63
+    expected = objective(batch, CPU)
+    assert_same(objective(batch, torch.device("cuda")), expected)
+    copied.clear()
+    batch["labels"][0, 0] = 64
+    with raises(DataError, "chunked-loss.class", "target 64", "0 ... 63"):
+        objective(batch, torch.device("cuda"))
+    assert copied == []
 
 
 def test_a_head_in_the_recipe_bf16_is_ordinary(model):

@@ -10,7 +10,7 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.ops.registry import Device
-from narrowgauge.train import loop, scoring
+from narrowgauge.train import loop, validation
 from tests.compare import assert_same, assert_sqnr
 from tests.train import tiny
 
@@ -61,9 +61,9 @@ def test_the_wide_score_is_that_of_a_run_in_16_bits(make) -> None:
 def test_products_in_16_bits_are_scored_once(recipe) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     ng.convert(model, {"0": "fp8-current", "1": "fp8-current"})
-    assert len(scoring.narrow_forward(model)) == 2
+    assert len(validation.narrow_forward(model)) == 2
     ng.convert(model, {"*": recipe} if recipe else None)
-    assert scoring.narrow_forward(model) == {}
+    assert validation.narrow_forward(model) == {}
 
 
 def test_suspended_without_bfloat16_instructions_multiplies_in_float32(

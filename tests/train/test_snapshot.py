@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from narrowgauge.lab import branch, training
-from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.lab.probe import rolled_back
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
-from narrowgauge.snapshot import Snapshot, Training
-from narrowgauge.train import assembly, counters, loop
+from narrowgauge.snapshot import Snapshot, Training, undisturbed
+from narrowgauge.train import assembly, loop, run_checkpoints
 from narrowgauge.train.checkpoint_ref import branched
 from narrowgauge.train.config.settings import replace
 from narrowgauge.train.deferred import StepQueue
@@ -112,7 +111,7 @@ def test_undisturbed_restores_it(planted):
 def test_a_queued_step_restores_it(planted):
     from narrowgauge.snapshot import Training
 
-    model, queue, agreement = converted("fp8-delayed"), StepQueue(), counters.Counters()
+    model, queue, agreement = converted("fp8-delayed"), StepQueue(), run_checkpoints.Counters()
     state = planted(model)
     training = Training(model=model, agreements=[agreement])
     first = queue.snapshot(training)
@@ -131,7 +130,7 @@ def test_a_queued_step_restores_it(planted):
 
 
 @dataclass
-class MoreCounters(counters.Counters):
+class MoreCounters(run_checkpoints.Counters):
     planted: int = 0
 
 

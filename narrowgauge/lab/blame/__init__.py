@@ -26,8 +26,8 @@ from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.lab.blame.confirm import by_gradient
 from narrowgauge.lab.blame.judge import SMALLEST, Baseline, found_in
 from narrowgauge.lab.blame.report import Blame, Confirmation
-from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.lab.blame.watch import OPERANDS, Key, converted, of_all_ranks, watching
+from narrowgauge.snapshot import undisturbed
 from narrowgauge.structure import require_module
 
 if TYPE_CHECKING:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.conversion import suspended
 from narrowgauge.conversion.products import mixed
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.blame.report import Confirmation
-from narrowgauge.lab.blame.undisturbed import undisturbed
 from narrowgauge.lab.blame.watch import converted
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.recipe import Recipe
 from narrowgauge.recipes import BF16
+from narrowgauge.snapshot import undisturbed
 
 if TYPE_CHECKING:
     from narrowgauge.lab.blame.judge import Finding

@@ -30,9 +30,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import dequantize
-from narrowgauge.ops.quantize.recast import own_scale, recast
+from narrowgauge.ops.quantize.definition import calibrated_amax, encoded, filled, scales
+from narrowgauge.recipe import Cast, DelayedScaling, LearnedStep
+from narrowgauge.scaling import times_scale
 
 if TYPE_CHECKING:
+    from narrowgauge.ops.random import Key
     from narrowgauge.qtensor import QTensor
 
 BIAS = 1e-3  # limit on the difference of the slopes
@@ -123,6 +126,32 @@ class Recast:
         """Largest measure over its limit; above 1 the codes are not a cast of x."""
         bias = abs(self.slope - self.own_slope) / max(BIAS, DEVIATIONS * self.deviation)
         return max(bias, self.distance / APART, self.scale_off / SCALE_OFF)
+
+
+def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tensor:
+    """Cast x by the scales of `like` and decode: [outer, inner] float32.
+
+    The result equals `dequantize(like)` if `like` was cast from x.
+
+    x      [outer, inner], the shape of `like`
+    noise  the noise that `like` was rounded with, if its cast rounds stochastically
+    """
+    cast = like.cast
+    data = encoded(
+        filled(x, cast.tile), like.shape, like.scale, like.global_scale, cast, noise, torch.float32
+    )
+    return times_scale(data, like.full_scale(), cast.tile)
+
+
+def own_scale(x: Tensor, cast: Cast) -> Tensor | None:
+    """Return the scale that `cast` gives x, in the form of `QTensor.full_scale`.
+
+    None if the scale depends on more than x (amax history, learned step).
+    """
+    if isinstance(cast.calibrate, DelayedScaling | LearnedStep):
+        return None
+    scale, shared = scales(calibrated_amax(x, cast), cast)
+    return scale if shared is None else scale * shared
 
 
 def _scale_off(original: Tensor, codes: QTensor) -> float:

@@ -42,7 +42,7 @@ from narrowgauge.diagnose.format_text import percent, plural
 from narrowgauge.lab.blame.measure import exact_float32, kernel_distance
 from narrowgauge.lab.blame.recast import BIAS, Recast
 from narrowgauge.lab.blame.watch import OPERANDS, converted
-from narrowgauge.lab.guard.unlike import KERNEL, STALE, STUCK, UNCAST
+from narrowgauge.lab.guard.result import KERNEL, STALE, STUCK, UNCAST
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
 
@@ -61,7 +61,7 @@ Key = tuple[str, str, str]  # (layer, GEMM, role)
 class Audited:
     """Result of an audit, in JSON's types, so that a checkpoint can hold it.
 
-    unlike    "layer:GEMM" -> (kind, detail), see `unlike`
+    unlike    "layer:GEMM" -> (kind, detail), see `result.Unlike`
     compared  GEMMs with at least one comparison
     unseen    layers with a recipe that were not compared
     carried   unseen layers whose weights arrive as codes

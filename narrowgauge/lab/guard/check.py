@@ -16,9 +16,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from narrowgauge.diagnose.sensitivity import progress_between
 from narrowgauge.lab.guard import same_weights
 from narrowgauge.lab.guard.audit import Audited
+from narrowgauge.nn.coded_weight import CodedWeight
+from narrowgauge.optim import shards
 
 if TYPE_CHECKING:
     from narrowgauge.lab.guard.evidence import Evidence
@@ -45,6 +50,24 @@ def noise(narrow: Sequence[float], wide: Sequence[float]) -> list[float]:
 def wants_control(evidence: Evidence) -> bool:
     """True if the next check runs a control: the first check and every fourth one after it."""
     return len(evidence.checks) % CONTROL_EVERY == 0
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> None:
+    """Move every second float32 weight, or every 64th 16-bit weight, by one unit in the last place.
+
+    This is the control's other rounding. Reversed rows are no control under dropout, because the
+    masks then fall on other rows: their differences of 0.0005 to 0.0031 nats hide the differences
+    of a recipe (docs/log.md). Ranks that hold copies of a weight make identical changes.
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, CodedWeight):  # stored as codes: there is no last bit to move
+            continue
+        part = shards.local(parameter)
+        if part.is_floating_point() and part.itemsize > 1 and part.untyped_storage().nbytes():
+            # The last bit of a 16-bit weight is a far larger step, so fewer of them are moved.
+            some = part[..., :: 2 if part.itemsize > 2 else 64] if part.ndim else part
+            some.copy_(torch.nextafter(some, torch.full_like(some, torch.inf)))
 
 
 def judged(

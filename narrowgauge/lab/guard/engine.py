@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.guard_settings import STAY, WARN, GuardSettings
 from narrowgauge.diagnose.sensitivity import ENDS
 from narrowgauge.diagnose.verdict import WORSE
@@ -36,14 +35,21 @@ from narrowgauge.lab.guard.audit import STEPS as AUDITED
 from narrowgauge.lab.guard.audit import Audit
 from narrowgauge.lab.guard.check import judged, wants_control
 from narrowgauge.lab.guard.evidence import Evidence
-from narrowgauge.lab.guard.grown import grows_into_steps
 from narrowgauge.lab.guard.refusals import has_narrow
+from narrowgauge.lab.guard.result import LOWER
 from narrowgauge.lab.guard.same_weights import FirstGradients, Samples, slopes
+from narrowgauge.nn.converted_model import suspended
+from narrowgauge.nn.learned_step import LearnedSteps
 
 if TYPE_CHECKING:
     from narrowgauge.lab.guard.result import GuardResult
     from narrowgauge.snapshot import Snapshot
 
+# Of recipes with learned steps, whose weights adapt to the quantizer: see `grows_into_steps`.
+GROWN = (
+    "Weights grow into the learned steps of this recipe, and BF16 from such a state begins worse: the guard leaves the run as it is. "
+    "Only a run in BF16 from the start tells which ends better: narrowgauge study."
+)
 FOREVER = 2**62  # steps of a run whose end is not known
 
 
@@ -372,3 +378,14 @@ class GuardEngine:
         self.evidence.load_state_dict(evidence)
         self.first, self.given, self._next = list(first), given, due_after
         self.stay_wide(stays_wide)
+
+
+def grows_into_steps(model: nn.Module, detail: str) -> bool:
+    """True if a result may reflect nothing but weights that are adapted to learned steps.
+
+    BF16 then starts worse from such weights. A loss that is LOWER than BF16's shows that adaptation
+    and no fault, so the guard does not act on it.
+
+    detail  detail of the result (`GuardResult.detail`)
+    """
+    return detail == LOWER and any(isinstance(each, LearnedSteps) for each in model.modules())

@@ -67,7 +67,7 @@ from narrowgauge.lab.guard.result import (
 )
 
 if TYPE_CHECKING:
-    from narrowgauge.lab.guard.unlike import Unlike
+    from narrowgauge.lab.guard.result import Unlike
 
 SMALLEST = 1e-12  # margin for a loss of zero
 RECENT = 8  # number of checks
@@ -86,7 +86,7 @@ class Check:
                 compared
     learnt      progress: how far the reference's loss has fallen since the first steps, as far as
                 that is shown; None: not known
-    unlike      GEMMs whose numbers do not follow their recipe, see `unlike`
+    unlike      GEMMs whose numbers do not follow their recipe, see `result.Unlike`
     """
 
     difference: float

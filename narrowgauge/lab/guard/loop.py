@@ -36,18 +36,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.conversion import suspended
 from narrowgauge.conversion.switching import switch
 from narrowgauge.diagnose.format_text import size
 from narrowgauge.diagnose.guard_settings import COPIES, GuardSettings, chosen, refuse_counts
 from narrowgauge.diagnose.verdict import WORSE
 from narrowgauge.errors import ConfigError, warn
 from narrowgauge.lab.guard.batches import Kept
-from narrowgauge.lab.guard.engine import GuardEngine, Replay
-from narrowgauge.lab.guard.grown import GROWN, grows_into_steps
-from narrowgauge.lab.guard.nudge import nudge
+from narrowgauge.lab.guard.check import nudge
+from narrowgauge.lab.guard.engine import GROWN, GuardEngine, Replay, grows_into_steps
 from narrowgauge.lab.guard.refusals import refuse, refuse_no_loss, refuse_state
 from narrowgauge.lab.guard.same_weights import hooked, words
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.rng import generators, set_generators
 from narrowgauge.snapshot import Snapshot, Training, snapshot_bytes

@@ -1,7 +1,20 @@
-"""Result of a guard after its newest check, as numbers and as sentences."""
+"""Result of a guard after its newest check, as numbers and as sentences.
+
+GEMMs of a step whose numbers do not follow their recipe (`audit`) are a table:
+
+    Unlike = {"layers.1.up_proj:output": (kind, detail)}       by layer and GEMM
+
+    stale    weight codes that are not a cast of the current weight
+    uncast   codes of x or gy that are not its cast: another scale, another factor, missing rows
+    kernel   a result further from the product of its own codes than rounding explains
+    stuck    stochastic rounding repeats the random numbers of the previous step
+
+Imports no torch, as `evidence`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,18 +30,19 @@ from narrowgauge.diagnose.verdict import (
     Verdict,
     stored_word,
 )
-from narrowgauge.lab.guard.unlike import Unlike
-from narrowgauge.lab.guard.unlike import sentence as unlike_sentence
 
 # Evidence on which "worse" rests; "stretch" stands for the mean losses of the probes.
 STRETCH, SAME_WEIGHTS, GRADIENT, NUMBERS = "stretch", "same weights", "gradient", "numbers"
 # Details of "worse", beside GRADIENT and NUMBERS. A lower loss is an alarm too.
 HIGHER, LOWER, NOT_FINITE = "higher", "lower", "not finite"
+STALE, UNCAST, KERNEL, STUCK = "stale", "uncast", "kernel", "stuck"  # kinds of `Unlike`
 # Of the first check's loss: a loss that has fallen by less since then is on a plateau.
 PLATEAU = 0.02
 FORESIGHT = 100  # number of future checks that are simulated
-NAMED = 3  # weights named in a sentence
+NAMED = 3  # weights or layers named in a sentence
 WIDE = 0.02  # of the loss: a larger margin is mentioned in the sentence
+
+Unlike = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +130,7 @@ class GuardResult:
             else ["The run does not compute what its recipe says."]
         )
         if self.unlike:
-            said.append(unlike_sentence(self.unlike))
+            said.append(sentence_on_unlike(self.unlike))
         if self.first_loss is not None and self.is_plateau and self._is_open:
             first, now = loss_value(self.first_loss), loss_value(self.loss)
             said.append(
@@ -211,3 +225,33 @@ class GuardResult:
             f"The gradient of {plural(len(self.sick), 'weight')} is not that of BF16 on the same weights and batch, at two checks in a "
             f"row: {named}{f' and {others} more' if others > 0 else ''}."
         )
+
+
+_SAID = {
+    STALE: "the weight codes in use are not a cast of the weights as they are",
+    UNCAST: "the codes of an input or a gradient are not a cast of it",
+    KERNEL: "the kernel's result is not the product of its own operands",
+    STUCK: "stochastic rounding has the same random numbers at every step",
+}
+_REMEDY = {
+    STALE: "Call narrowgauge.advance(model) after each optimizer step, and write weights with torch's in-place operations, not through "
+    ".data.",
+    UNCAST: "`narrowgauge info` checks the casts on this machine, narrowgauge.lab.blame those of the model.",
+    KERNEL: "`narrowgauge info` checks the kernels on this machine, narrowgauge.lab.blame those of the model.",
+    STUCK: "Remove the call that seeds torch's generator, or sets its state, at each step.",
+}
+
+
+def sentence_on_unlike(unlike: Unlike) -> str:
+    """Sentences for each kind with its layers and the next step; '' for none."""
+    said = []
+    for kind, words in _SAID.items():
+        own = {name: detail for name, (each, detail) in unlike.items() if each == kind}
+        if not own:
+            continue
+        named = "; ".join(
+            f"{name}, {detail}" if detail else name for name, detail in list(own.items())[:NAMED]
+        )
+        more = f"; and {len(own) - NAMED} more" if len(own) > NAMED else ""
+        said.append(f"In {plural(len(own), 'product')} {words} ({named}{more}). {_REMEDY[kind]}")
+    return " ".join(said)

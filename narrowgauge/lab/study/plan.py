@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,17 @@ from narrowgauge.diagnose import study_file
 from narrowgauge.diagnose.seeds import Margin
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.storage import reading
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import InvalidSettings, TrainConfig, key_of, resolved, shown
-from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
+from narrowgauge.train.config.settings import (
+    InvalidSettings,
+    TrainConfig,
+    differences,
+    key_of,
+    resolved,
+    shown,
+)
+from narrowgauge.train.run_folder import LOCK, MAY_CHANGE, RunFolder, hold
 
 MOST_RUNS = 10_000
 OF_RUNS = {"recipe": "--recipes", "seed": "--seeds"}  # settings that the study sets for each run
@@ -188,6 +198,17 @@ class StudyFolder:
         self.facts, self.config = path / study_file.NAME, path / "config.toml"
         self.metrics, self.lock = path / "metrics.jsonl", path / "lock"
 
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Creates the folder if necessary, and locks it."""
+        with storage.refusals("use the study's folder", self.path):
+            storage.make_folder(self.path)
+            lock = reading.opened_to_append(self.lock, LOCK)
+        with lock:
+            hold(lock, self.path)
+            storage.probe(self.path)
+            yield
+
     def stored(self) -> dict[str, Any] | None:
         """Contents of study.json, or None without the file. Raises ConfigError if it is damaged."""
         # lexists: a dangling link must not count as an absent file.
@@ -229,15 +250,15 @@ class StudyFolder:
                 "what it favours: leave --metric out, or choose another --output.",
                 code="study.other-metric",
             )
-        changes = [
-            f"{key_of(each)} = {shown(getattr(study.config, each.name))}, but the study has {shown(getattr(before, each.name))}"
-            for before in (toml.load_stored(self.config),)
-            for each in fields(TrainConfig)
-            # Settings that affect no number (declared free, MAY_CHANGE) may differ, except the length
-            # of training.
-            if not each.metadata["free"] and each.name not in MAY_CHANGE - {"steps", "epochs"} and each.name not in OF_RUNS
-            and getattr(study.config, each.name) != getattr(before, each.name)
-        ]  # fmt: skip
+        # Settings that affect no number (declared free, MAY_CHANGE) may differ, except the length of
+        # training.
+        may_change = {*OF_RUNS, *MAY_CHANGE} - {"steps", "epochs"}
+        changes = differences(
+            resolved(study.config),
+            resolved(toml.load_stored(self.config)),
+            "the study",
+            lambda each: not each.metadata["free"] and each.name not in may_change,
+        )
         if changes:
             raise ConfigError(
                 f"output = '{path}': holds another study: {'; '.join(changes)}. Drop the change, or choose another --output.",

@@ -11,6 +11,8 @@ The position in the data is not saved: it follows from the step number (see `dat
 fact `position` of the checkpoint.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from narrowgauge.diagnose import forms
 from narrowgauge.diagnose.forms import Form, number, one_of, record, shown, text
-from narrowgauge.distributed.lost import is_lost
+from narrowgauge.distributed.all_ranks import is_lost
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.ops.rng import cpu_state_bytes, generators, set_generators
 from narrowgauge.optim import shards

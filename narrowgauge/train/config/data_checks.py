@@ -1,7 +1,8 @@
 """Rules between the settings of model, data and task, checked after each value on its own."""
 
-from narrowgauge.train.config.data_settings import TASKS, DataSettings
+from narrowgauge.train.config.data_settings import DataSettings
 from narrowgauge.train.config.rules import Check, is_set
+from narrowgauge.train.config.task_entries import TASKS, column_checks
 
 MOST_CLASSES = 1_000_000  # a float32 head with 1,000,000 rows of width 4096 takes 16 GB
 
@@ -33,11 +34,10 @@ def task_checks(c: DataSettings) -> list[Check]:
          f"task = {c.task!r}: needs data, a table with examples (JSONL, CSV, TSV or Parquet)"
          f"{', or a folder with one folder for each class' if is_images else ''}."),
         (is_table and c.max_length == 1, "max_length", "data.max_length = 1: leaves no token to predict. Set at least 2, or 0."),
-        (is_table and not c.messages_column and is_set(c, "train_on"), "train_on",
-         f"task.train_on = {c.train_on!r}: needs data.columns.messages, the column with chats."),
         # [:20] first: int() of more than 4,300 digits raises ValueError since Python 3.11.
         (c.classes.strip().isdecimal() and int(c.classes.strip()[:20]) > MOST_CLASSES, "classes",
          f"task.classes = {c.classes!r}: at most {MOST_CLASSES:,} classes. Give their number, or their names with commas."),
+        *column_checks(c.task, c.columns),
         *entry.checks(c),
         (is_table and c.packing % 16, "packing", f"batch.packing = {c.packing}: must be a multiple of 16, as 8-bit products want."),
         (is_table and c.packing and 0 < c.token_budget < c.packing, "token_budget packing",

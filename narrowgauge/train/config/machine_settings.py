@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from narrowgauge.train.config import parallel_syntax
 from narrowgauge.train.config.rules import COUNT_OR_ZERO, Matching, OneOf, Range, setting
 
 MEMORY, DEVICE, PARALLEL = (partial(setting, name) for name in ("memory", "device", "parallel"))
@@ -43,7 +44,8 @@ class ParallelSettings:
 
     # fmt: off
     parallel: str = PARALLEL("",
-        "How ranks of torchrun share a run, as fsdp=4, tp=2,sp or fsdp=2,pp=2; empty: dp, a copy on each.", key="layout", short=True)
+        "How ranks of torchrun share a run, as fsdp=4, tp=2,sp or fsdp=2,pp=2; empty: dp, a copy on each.", key="layout", short=True,
+        parts=parallel_syntax.AXES)
     schedule: str = PARALLEL("1F1B", "Order of work in the stages of a pipeline (pp), as torch calls it.",
         OneOf(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")))
     gradients: str = PARALLEL("16bit", "How gradients travel between ranks.", OneOf(("16bit", "fp8", "fp8-lm")))

@@ -105,7 +105,7 @@ Rule = Range | OneOf | OneOrPair | Matching
 
 def setting(
     table: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = (), short: bool = False,
-    free: bool = False,
+    free: bool = False, parts: Mapping[str, str] | None = None,
 ) -> Any:  # fmt: skip
     """Declares a setting as a dataclass field.
 
@@ -117,9 +117,11 @@ def setting(
     tasks    tasks in which the setting has an effect; () means all
     short    the table's name alone also means this setting: recipe = "bf16", --recipe bf16
     free     may change when a run resumes, and in a branch
+    parts    {name: help text} of parts that have a key and a flag of their own, as guard.every
     """
     metadata = {
         "table": table, "help": help, "rule": rule, "key": key, "tasks": tasks, "short": short, "free": free,
+        "parts": parts or {},
     }  # fmt: skip
     if isinstance(default, type):
         # hash=False: a dict would make the frozen configuration unhashable.
@@ -140,7 +142,11 @@ def key_of(each: Field[Any]) -> str:
 
 def former_key(each: Field[Any]) -> str:
     """Name of a setting before it stood in a table, as run.json and the codes of errors have it."""
-    path = path_of(each)
+    return former_path(path_of(each))
+
+
+def former_path(path: str) -> str:
+    """The same for the full name of a setting, or of a part as "data.columns.text"."""
     return next((former for former, now in FORMER.items() if now == path), path)
 
 
@@ -151,6 +157,8 @@ def has_effect(each: Field[Any], task: str) -> bool:
 
 def refuse(each: Field[Any], value: Any) -> Problem | None:
     """Problem with a setting's value (wrong type or broken rule), or None."""
+    if each.type is TABLE and each.metadata["parts"]:
+        return _refuse_parts(each, value)
     rule = each.metadata["rule"]
     reason = _refuse_type(each.type, value)
     if not reason and rule and (broken := rule.refuse(value)):
@@ -161,6 +169,18 @@ def refuse(each: Field[Any], value: Any) -> Problem | None:
 def is_set(config: Any, name: str) -> bool:
     """True if a setting differs from its default."""
     return bool(getattr(config, name) != config.__dataclass_fields__[name].default)
+
+
+def _refuse_parts(each: Field[Any], value: Any) -> Problem | None:
+    """Problem with a table whose entries are parts, or with its first wrong entry, or None."""
+    if not isinstance(value, Mapping):
+        return (each.name,), f"{key_of(each)} = {shown(value)}: must be a table of name = text."
+    for part, text in value.items():
+        if not isinstance(part, str) or not part:
+            return (each.name,), f"{key_of(each)} = {shown(value)}: must have names as text."
+        if reason := _refuse_text(part) or _refuse_text(text):
+            return (f"{each.name}.{part}",), f"{key_of(each)}.{part} = {shown(text)}: {reason}."
+    return None
 
 
 def _refuse_type(kind: Any, value: Any) -> str:

@@ -6,6 +6,7 @@ All of these settings may change when a run resumes.
 from dataclasses import dataclass
 from functools import partial
 
+from narrowgauge.diagnose import guard_settings
 from narrowgauge.train.config.data_settings import GENERATING
 from narrowgauge.train.config.rules import COUNT, COUNT_OR_ZERO, NOT_EMPTY, OneOf, Range, setting
 
@@ -77,7 +78,7 @@ class GuardTable:
     guard: str = GUARD("",
         "Checks against short stretches in BF16 from the run's own state, as every=2000,steps=100,margin=0.25%,then=stay; "
         "empty: none.",
-        key="checks", short=True, free=True)
+        key="checks", short=True, free=True, parts=guard_settings.KEYS)
     on_spike: str = GUARD("",
         "A spike of the loss: warn says whether data or format are to blame; skip also leaves the batch of data out.",
         OneOf(("", "warn", "skip")), free=True)

@@ -10,7 +10,7 @@ is quick.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config import parallel_syntax, switch_syntax
 from narrowgauge.train.config.data_checks import task_checks
-from narrowgauge.train.config.data_settings import GENERATING, TASKS, DataSettings
+from narrowgauge.train.config.data_settings import GENERATING, DataSettings
 from narrowgauge.train.config.machine_settings import (
     DeviceSettings,
     MemorySettings,
@@ -40,6 +40,7 @@ from narrowgauge.train.config.rules import (
     OneOrPair,
     Problem,
     former_key,
+    former_path,
     has_effect,
     is_set,
     key_of,
@@ -54,10 +55,11 @@ from narrowgauge.train.config.run_settings import (
     LogSettings,
     RunSettings,
 )
+from narrowgauge.train.config.task_entries import TASKS
 
 __all__ = [
     "FUSED_SAVES", "GENERATING", "NO_RECIPE", "TABLE", "TASKS", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig", "by_path",
-    "former_key", "key_of", "path_of", "replace", "resolved", "shown",
+    "differences", "former_key", "key_of", "key_of_name", "path_of", "replace", "resolved", "shown",
 ]  # fmt: skip
 
 
@@ -100,9 +102,7 @@ class InvalidSettings(ConfigError):
             lines.append(f"{place}: {message}" if place else message)
         # The code names the first setting, by its former key: "config.guard".
         first = self.problems[0][0][:1] if self.problems else ()
-        known = TrainConfig.__dataclass_fields__
-        named = [former_key(known[name]) if name in known else name for name in first]
-        code = f"config.{named[0]}" if named else "config.settings"
+        code = f"config.{former_path(_path(first[0]))}" if first else "config.settings"
         super().__init__("\n".join(lines), code=code)
 
 
@@ -111,8 +111,50 @@ def by_path() -> dict[str, Field[Any]]:
     return {path_of(each): each for each in fields(TrainConfig)}
 
 
+def key_of_name(name: str) -> str:
+    """Name in a file of a field, or of a part as "columns.text"; `name` itself if it is none."""
+    field, _, part = name.partition(".")
+    each = TrainConfig.__dataclass_fields__.get(field)
+    if each is None or (part and not each.metadata["parts"]):
+        return name
+    return f"{key_of(each)}.{part}" if part else key_of(each)
+
+
+def _path(name: str) -> str:
+    """As `key_of_name`, but the full name of a field."""
+    each = TrainConfig.__dataclass_fields__.get(name)
+    return path_of(each) if each else key_of_name(name)
+
+
+def differences(
+    config: TrainConfig, before: TrainConfig, owner: str, is_kept: Callable[[Field[Any]], bool]
+) -> list[str]:
+    """ "key = value, but OWNER has value" for each setting that differs and should be the same.
+
+    is_kept  true for the fields that are compared
+    """
+    return [
+        f"{key} = {shown(own)}, but {owner} has {shown(its)}"
+        for each in fields(TrainConfig)
+        if is_kept(each)
+        for key, own, its in _differing(
+            each, getattr(config, each.name), getattr(before, each.name)
+        )
+    ]
+
+
+def _differing(each: Field[Any], own: Any, its: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(key, own value, other value) of a setting, or of its parts, that differs."""
+    if each.type is TABLE and each.metadata["parts"]:
+        for part in dict.fromkeys((*own, *its)):
+            if own.get(part, "") != its.get(part, ""):
+                yield f"{key_of(each)}.{part}", own.get(part, ""), its.get(part, "")
+    elif own != its:
+        yield key_of(each), own, its
+
+
 def resolved(config: TrainConfig) -> TrainConfig:
-    """The same configuration with derived defaults: sizes, cache, and numbers of the rule."""
+    """The same configuration with derived defaults: columns, sizes, cache, numbers of the rule."""
     is_vit = TASKS[config.task].source == "images"
     # 8/3 gives a gated MLP with three matrices the parameters of an ungated one with 4x width.
     usual = 4 * config.hidden_size if is_vit else math.ceil(8 * config.hidden_size / 3 / 64) * 64
@@ -122,7 +164,8 @@ def resolved(config: TrainConfig) -> TrainConfig:
     if not config.model and not is_vit:
         sizes["kv_heads"] = config.kv_heads or config.heads
     cache = config.cache or str(Path(config.output).parent / "cache")
-    return replace(config, cache=cache, **sizes, **numbers_of_rule(config))
+    columns = {name: config.column_of(name) for name in TASKS[config.task].columns}
+    return replace(config, cache=cache, columns=columns, **sizes, **numbers_of_rule(config))
 
 
 def numbers_of_rule(config: TrainConfig) -> dict[str, Any]:
@@ -177,10 +220,6 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (config.epochs, "steps", "epochs"),
         (is_table and config.validation_data, "validation_fraction", "validation_data"),
         (is_table and config.token_budget, "batch_size", "token_budget"),
-        *(
-            (config.messages_column, key, "messages_column")
-            for key in ("prompt_column", "completion_column")
-        ),
         # "auto" selects recipes with their own choice of what a Linear saves.
         (is_auto and config.save not in FUSED_SAVES, "save", auto),
         (config.states == "fp32", "embedding_states", "states"),

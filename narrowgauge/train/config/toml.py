@@ -23,21 +23,20 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from narrowgauge.diagnose import guard_settings
 from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.storage import reading
-from narrowgauge.train.config import parallel_syntax, recipe_syntax
+from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.config.settings import (
     TABLE,
     InvalidSettings,
     TrainConfig,
     by_path,
     key_of,
+    key_of_name,
     shown,
 )
 
@@ -51,8 +50,6 @@ NAME = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
 LINE = re.compile(
     rf"[ \t]*(?:\[[ \t]*(?P<table>{NAME}(?:[ \t]*\.[ \t]*{NAME})*)[ \t]*\]|(?P<key>{NAME}(?:[ \t]*\.[ \t]*{NAME})*)[ \t]*=)"
 )
-# Settings in a language of their own, and the parts that may also be keys of their table.
-PARTS = {"guard": guard_settings.KEYS, "parallel": parallel_syntax.AXES}
 
 
 class Entry(NamedTuple):
@@ -68,7 +65,7 @@ class Entry(NamedTuple):
     former: str = ""
 
 
-# Field name, or "guard.every" for a part of a setting -> what was given
+# Field name, or "guard.every" or "columns.text" for a part of a setting -> what was given
 Given = Mapping[str, Entry]
 
 
@@ -87,11 +84,12 @@ def build(*layers: Given) -> TrainConfig:
     except InvalidSettings as error:
         # Only here are the origins of all layers known; the dataclass knows values alone.
         origins = {name.partition(".")[0]: entry.origin for name, entry in given.items()}
+        origins |= {name: entry.origin for name, entry in given.items()}
         raise InvalidSettings(error.problems, origins) from None
 
 
 def _composed(given: Given) -> dict[str, Any]:
-    """Values by field name, with the parts of a setting written in its own language."""
+    """Values by field name, with the parts of a setting in one table, or in its own language."""
     values = {name: entry.value for name, entry in given.items() if "." not in name}
     for name in PARTS:
         parts = {
@@ -99,8 +97,10 @@ def _composed(given: Given) -> dict[str, Any]:
             for key, entry in given.items()
             if key.startswith(f"{name}.")
         }
-        whole = values.get(name, "")
-        if parts and isinstance(whole, str):
+        whole = values.get(name, {} if name in OF_ENTRIES else "")
+        if parts and isinstance(whole, Mapping):
+            values[name] = {**whole, **{part: entry.value for part, entry in parts.items()}}
+        elif parts and isinstance(whole, str):
             kept = [
                 words
                 for words in whole.split(",")
@@ -131,7 +131,7 @@ def given(entries: Iterable[tuple[str, str, Entry]]) -> Given:
     Raises ConfigError if two keys of one setting have different values.
     """
     found: dict[str, tuple[str, Entry]] = {}
-    for name, key, entry in entries:
+    for name, key, entry in (part for each in entries for part in _split(*each)):
         before, other = found.setdefault(name, (key, entry))
         if other is not entry and other.value != entry.value:
             (former, first), (now, second) = sorted(
@@ -147,14 +147,23 @@ def given(entries: Iterable[tuple[str, str, Entry]]) -> Given:
     return {name: entry for name, (_, entry) in found.items()}
 
 
+def _split(name: str, key: str, entry: Entry) -> Iterator[tuple[str, str, Entry]]:
+    """A setting as `given` takes it; of a table whose entries are parts, each entry."""
+    if name in OF_ENTRIES and isinstance(entry.value, Mapping):
+        for part, value in entry.value.items():
+            yield f"{name}.{part}", f"{key}.{part}", entry._replace(value=value)
+    else:
+        yield name, key, entry
+
+
 def former_keys(*layers: Given) -> str:
     """A line on the former keys that were used, or ''."""
-    keys = {each.name: key_of(each) for each in fields(TrainConfig)}
     used = {
-        entry.former: f"--{keys[name].replace('_', '-')}" if entry.former[0] == "-" else keys[name]
+        entry.former: f"--{key.replace('_', '-')}" if entry.former[0] == "-" else key
         for layer in layers
         for name, entry in layer.items()
         if entry.former
+        for key in (key_of_name(name),)
     }
     listed = ", ".join(f"{former} (now {now})" for former, now in used.items())
     return (
@@ -230,7 +239,7 @@ def settings(text: str, name: str) -> Given:
     origins: dict[str, str] = {}
     for path, value in _paths(values):
         origin, former = place(path), path if path in FORMER and path not in SHORT else ""
-        field = NAMES.get(FORMER.get(path, path)) if path not in TABLES or path in SHORT else None
+        field = _name(FORMER.get(path, path)) if path not in TABLES or path in SHORT else None
         if field is None:
             problems.append(((path,), _unknown(path, value)))
             origins[path] = origin
@@ -245,10 +254,18 @@ def _paths(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, An
     """(key as in `by_path`, value) of all settings of a file, and of unknown keys."""
     for key, value in values.items():
         path = f"{table}.{key}" if table else key
-        if isinstance(value, dict) and path in TABLES:
+        if isinstance(value, dict) and (path in TABLES or path in OF_ENTRIES.values()):
             yield from _paths(value, path)
         else:
             yield path, value
+
+
+def _name(path: str) -> str | None:
+    """Field name of a setting, "columns.text" for an entry of its table; None for no setting."""
+    for name, table in OF_ENTRIES.items():
+        if path.startswith(f"{table}."):
+            return f"{name}.{path.removeprefix(f'{table}.')}"
+    return NAMES.get(path)
 
 
 def _table(field: str, value: Any, key: str, origin: str) -> Any:
@@ -294,6 +311,14 @@ def _keys_of(table: str) -> list[str]:
 
 
 PATHS = by_path()
+# Settings with parts that may also be keys and flags of their own
+PARTS: dict[str, Mapping[str, str]] = {
+    each.name: each.metadata["parts"] for each in PATHS.values() if each.metadata["parts"]
+}
+# Those of them that are a table, whose entries are the parts -> its name in a file
+OF_ENTRIES = {
+    each.name: path for path, each in PATHS.items() if each.type is TABLE and each.name in PARTS
+}
 TABLES = tuple(
     dict.fromkeys(each.metadata["table"] for each in PATHS.values() if each.metadata["table"])
 )
@@ -303,7 +328,7 @@ OF_PATTERNS = tuple(each.name for each in PATHS.values() if each.type is TABLE)
 NAMES = (
     {path: each.name for path, each in PATHS.items()}
     | {key_of(each): each.name for each in PATHS.values()}
-    | {f"{table}.{part}": f"{table}.{part}" for table, parts in PARTS.items() for part in parts}
+    | {key_of_name(f"{name}.{part}"): f"{name}.{part}" for name in PARTS for part in PARTS[name]}
 )
 
 
@@ -356,7 +381,8 @@ def dump(config: TrainConfig) -> str:
     for path, each in PATHS.items():
         value, (table, _, key) = getattr(config, each.name), path.rpartition(".")
         if each.type is TABLE:
-            tables[path] = [f"{_text(a)} = {_text(b)}" for a, b in value.items()]
+            name = str if each.name in OF_ENTRIES else _text  # a pattern stands in quotes
+            tables[path] = [f"{name(a)} = {_text(b)}" for a, b in value.items()]
             continue
         # The field's own type converts an int given for a float, so that 1 is written as 1.0.
         literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]

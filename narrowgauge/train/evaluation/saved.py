@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowgauge import manifest
-from narrowgauge.conversion import suspended
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.structure import is_weight
 from narrowgauge.train import guard_state
@@ -29,7 +29,7 @@ from narrowgauge.train.model import build
 from narrowgauge.train.preparation import prepare
 from narrowgauge.train.recipe_schedule import recipe_switches
 from narrowgauge.train.run_folder import RunFolder
-from narrowgauge.train.scoring import narrow_forward
+from narrowgauge.train.validation import narrow_forward
 
 if TYPE_CHECKING:
     from narrowgauge.train.tasks import TrainTask

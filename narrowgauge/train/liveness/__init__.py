@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,6 @@ from types import FrameType
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.train.liveness.page import SIZE, Page
 from narrowgauge.train.liveness.processes import RUN_ID
 from narrowgauge.train.liveness.store import GONE_S, STORE_S, StoreClient
 
@@ -45,6 +46,7 @@ LOOK_S = 1.0  # interval of the rank's reports to its sentinel
 GRACE_S = 3.0  # time for a rank to end by itself after a peer has failed
 GOODBYE_S = 10.0  # time for the sentinel to end after its rank's goodbye
 KEYS = "run"  # sub-prefix for the keys of sentinels and of train.parallel.ranks
+SIZE = 256  # bytes of a `Page`
 FRAMES = 12  # reported frames of a stack
 IDLE = 0.3  # CPU share below which a backward pass counts as waiting for messages
 
@@ -291,3 +293,29 @@ def _start(talk: int, page: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
+
+
+class Page:
+    """Progress of a rank: SIZE bytes of memory, shared with its sentinel, behind a file descriptor.
+
+        bytes 0 to 8    uint64, little-endian: number of progress reports
+        bytes 8 to 256  description of the current step in UTF-8, padded with zeros: "step 3"
+
+    A write costs 10 µs. A reader may see half of a text during a write. Its next look sees the
+    whole text.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, SIZE)
+        self._ticks = 0
+
+    def write(self, place: str) -> None:
+        self._ticks += 1
+        # Cutting bytes may split a UTF-8 character: `read` decodes with errors="replace".
+        text = place.encode()[: SIZE - 8].ljust(SIZE - 8, b"\0")
+        self._memory[:] = struct.pack("<Q", self._ticks) + text
+
+    def read(self) -> tuple[int, str]:
+        """Returns (number of reports, description of the current step)."""
+        (ticks,) = struct.unpack("<Q", self._memory[:8])
+        return ticks, self._memory[8:].rstrip(b"\0").decode(errors="replace")

@@ -39,8 +39,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import PeerError
-from narrowgauge.train.liveness import processes
-from narrowgauge.train.liveness.page import Page
+from narrowgauge.train.liveness import Page, processes
 from narrowgauge.train.liveness.store import GONE_S, STORE_S, ProtocolError, StoreClient
 
 TICK_S = 0.5

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from narrowgauge.diagnose.format_text import plural
-from narrowgauge.distributed.lost import is_lost
+from narrowgauge.distributed.all_ranks import is_lost
 from narrowgauge.errors import ConfigError, NarrowgaugeError, PeerError
 from narrowgauge.train import liveness
 from narrowgauge.train.config.parallel_syntax import Layout

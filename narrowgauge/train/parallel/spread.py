@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.conversion import advance
 from narrowgauge.distributed import distribute, distributed_state
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.nn.converted_model import advance
 from narrowgauge.nn.float32_modules import kept_modules
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.train.parallel import digest, tensor

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.conversion import suspended
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.ops import rng
 from narrowgauge.train.loss import NO_CACHE
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
@@ -29,11 +30,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from narrowgauge.conversion import suspended
-from narrowgauge.distributed.lost import is_lost
+from narrowgauge.distributed.all_ranks import is_lost
 from narrowgauge.distributed.per_rank_dropout import PerRankDropout
-from narrowgauge.distributed.shared_columns import ColwiseParallel, SharedInputDTensors
 from narrowgauge.errors import ConfigError
+from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.sharded import cut_tiles
 from narrowgauge.train.parallel import sequence, tensor_plans
@@ -54,6 +54,52 @@ HEADS_AXIS = 2  # axis of the heads in the input of a per-head norm: [batch, tok
 # mistook tokens for heads).
 NEAR = {torch.float32: 1e-3}
 NEAR_IN_16_BITS = 0.1
+
+
+class SharedInputDTensors:
+    """Input DTensors of the column-wise layers directly below `parent`.
+
+    Entries live until the parent's forward pass ends.
+    """
+
+    def __init__(self, parent: nn.Module) -> None:
+        self._found: dict[tuple[int, bool], tuple[Tensor, DTensor]] = {}
+        parent.register_forward_hook(lambda *_: self._found.clear(), always_call=True)
+
+    def of(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
+        if isinstance(x, DTensor):
+            return x
+        # The grad mode is part of the key: a DTensor made under no_grad has no graph.
+        key = id(x), torch.is_grad_enabled()
+        if key not in self._found:
+            # The entry also stores x, so that its id is not reused.
+            self._found[key] = x, DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+        return self._found[key][1]
+
+
+class ColwiseParallel(styles.ColwiseParallel):
+    """torch's ColwiseParallel for an input that is replicated on all ranks.
+
+    The gradient of the shared DTensor is summed over the ranks once. torch's ColwiseParallel
+    creates a DTensor per layer, and each has its own all-reduce in backward. torch's
+    PrepareModuleInput creates one at the parent module, but needs the names of the parent's forward
+    arguments.
+
+    shared  SharedInputDTensors of the layers that read the same input, such as q, k and v
+    """
+
+    def __init__(
+        self, *, shared: SharedInputDTensors, output_layouts: Placement | None = None
+    ) -> None:
+        super().__init__(output_layouts=output_layouts)
+        self.shared = shared
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicate(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            return self.shared.of(given[0], device_mesh), *given[1:]
+
+        module.register_forward_pre_hook(replicate)
+        return super()._apply(module, device_mesh)
 
 
 @dataclass(frozen=True)

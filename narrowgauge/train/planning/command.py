@@ -11,20 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, OutOfMemoryError
+from narrowgauge.ops.registry import device_facts
+from narrowgauge.plan.allocations import most_allocated
 from narrowgauge.plan.room import Room
 from narrowgauge.plan.text import rendered
 from narrowgauge.train import stepping
 from narrowgauge.train.config import parallel_syntax
+from narrowgauge.train.device import chosen_device, device_name
 from narrowgauge.train.parallel import pipeline, spread, tensor_plans
 from narrowgauge.train.planning.answer import Answers
-from narrowgauge.train.planning.counts import Counts, silent
-from narrowgauge.train.planning.measured import measured
+from narrowgauge.train.planning.counts import Counts, generators_kept, silent
 from narrowgauge.train.planning.policy import chosen
 from narrowgauge.train.planning.steps import Source, without_values
 
 if TYPE_CHECKING:
     from narrowgauge.memory import Choice
+    from narrowgauge.plan.forecast import Forecast
     from narrowgauge.train.config.settings import TrainConfig
 
 
@@ -90,3 +93,37 @@ def _chosen(config: TrainConfig, counts: Counts, room: Room) -> Choice:
             code="plan.auto-checkpointing",
         )
     return chosen(config, counts, room.usable)
+
+
+def measured(config: TrainConfig) -> dict[str, Any]:
+    """Measures two real steps of one process, with random weights and tokens.
+
+    Returns `device`, `allocated_bytes`, `planned_bytes`, and `error`, the relative error of the
+    plan.
+    """
+    device = chosen_device(config.device)
+    copies = parallel_syntax.named(config.parallel)
+    source = Source.of(config, copies.data)
+    # full=True: an extrapolation error would be mistaken for an error of the trace.
+    planned = second_step(Counts(device_facts(device.type, device.index), full=True).whole(source))
+    try:
+        with generators_kept():
+            found = most_allocated(source.builder(place=device, real=True)(), device)
+    except RuntimeError as error:
+        # The CPU allocator raises a plain RuntimeError.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise OutOfMemoryError(
+                f"measure: {str(error).splitlines()[0]} Planned are {planned / 2**30:.2f} GiB. Leave --measure out, or plan a smaller run.",
+                code="memory.measure",
+            ) from error
+        raise
+    return {
+        "device": device_name(device), "allocated_bytes": found, "planned_bytes": planned, "error": planned / found - 1,
+    }  # fmt: skip
+
+
+def second_step(found: Forecast) -> int:
+    """Peak bytes of the second step, the first with optimizer states."""
+    return max(
+        each.allocated if found.on_gpu else each.alive for each in found.moments if each.step == 2
+    )

@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from narrowgauge.diagnose.guard_settings import COPIES
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops import rng
 from narrowgauge.plan.forecast import Forecast, forecast
 from narrowgauge.plan.moments import MemoryMoment
 from narrowgauge.plan.sharding import divided, micro_batches_in_flight
 from narrowgauge.plan.tally import as_rows, from_rows
+from narrowgauge.plan.text import gib
 from narrowgauge.train.config import parallel_syntax
-from narrowgauge.train.planning import cache, guard
+from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
+from narrowgauge.train.planning import cache
 from narrowgauge.train.planning.depth import layers_of
 from narrowgauge.train.planning.steps import MOST_MICRO_BATCHES, Source
 
 if TYPE_CHECKING:
     from narrowgauge.ops.registry import Device
+    from narrowgauge.plan.forecast import Forecast
     from narrowgauge.train.config.parallel_syntax import Layout
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.tasks import Shape
@@ -54,8 +58,8 @@ class Counts:
         """
         # A guarded run alternates between its recipe and BF16 probes, so it needs the larger peak.
         if config.guard:
-            return guard.larger(
-                self.of(replace(config, guard=""), shape), self.of(guard.in_bf16(config), shape)
+            return guarded(
+                self.of(replace(config, guard=""), shape), self.of(probe_in_bf16(config), shape)
             )
         refuse(config)
         sizes = parallel_syntax.named(config.parallel)
@@ -209,3 +213,35 @@ def _from_json(entry: Any) -> Forecast | None:
         )
     except (TypeError, KeyError, ValueError):
         return None
+
+
+def probe_in_bf16(config: TrainConfig) -> TrainConfig:
+    """Configuration of a guard's probe: Linears in the precision's dtype, plain embeddings."""
+    save = config.save if config.save in FUSED_SAVES else ""
+    return replace(
+        config,
+        recipe=NO_RECIPE,
+        layers_recipe={},
+        embedding_codes="",
+        switch="",
+        save=save,
+        guard="",
+    )
+
+
+def guarded(narrow: Forecast, wide: Forecast) -> Forecast:
+    """Larger forecast of recipe (`narrow`) and BF16 probe (`wide`), with a note on the guard.
+
+    A BF16 step can need more memory than the recipe's: it saves 16-bit tensors for backward where
+    the recipe saves codes. The copies of the state lie on the host or on disk.
+    """
+    copied = COPIES * max(
+        sum(each.parts.get((part, ""), 0) for part in ("weights", "states"))
+        for each in narrow.moments
+    )
+    note = (
+        f"a step of a check in BF16 needs {gib(wide.allocated)}, one of the recipe {gib(narrow.allocated)}; in a check up to "
+        f"{gib(copied)} of state wait in the host's memory, or on the disk"
+    )
+    found = wide if wide.allocated > narrow.allocated else narrow
+    return replace(found, notes=(*found.notes, note))

@@ -168,10 +168,10 @@ class CausalTask(TableTask):
 
     @classmethod
     def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
-        if config.messages_column:
-            return Chat(messages=config.messages_column, train_on=config.train_on), CAUSAL_LM  # type: ignore[arg-type]
+        if config.column_of("messages"):
+            return Chat(messages=config.column_of("messages"), train_on=config.train_on), CAUSAL_LM  # type: ignore[arg-type]
         return Completion(
-            prompt=config.prompt_column, completion=config.completion_column
+            prompt=config.column_of("prompt"), completion=config.column_of("completion")
         ), CAUSAL_LM
 
     @staticmethod

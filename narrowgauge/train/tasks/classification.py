@@ -138,15 +138,15 @@ class ClassificationTask(TableTask):
         # A function, because `chosen_classes` reads the table only if the configuration names no
         # classes.
         def rows() -> Iterator[data.Record]:
-            return data.records(config.data, [config.label_column], header=header(config))
+            return data.records(config.data, [config.column_of("label")], header=header(config))
 
         classes = chosen_classes(config, CLASSIFIER, rows)
         pad_id = padding_id(config, tokenizer)
         columns = Classification(
             classes=classes,
-            text=config.text_column,
-            pair=config.pair_column or None,
-            label=config.label_column,
+            text=config.column_of("text"),
+            pair=config.column_of("pair") or None,
+            label=config.column_of("label"),
         )
         return columns, with_labels(
             CLASSIFIER, names_of(classes), pad_token_id=pad_id, problem_type=PROBLEM

@@ -308,19 +308,22 @@ class ImageTask(TrainTask):
             return (
                 each.row
                 for each in pictures(
-                    config.data, config.image_column, config.label_column, header=header(config)
+                    config.data,
+                    config.column_of("image"),
+                    config.column_of("label"),
+                    header=header(config),
                 )
             )
 
         classes = chosen_classes(config, IMAGE_CLASSIFIER, rows)
-        columns = Classification(classes=classes, label=config.label_column)
+        columns = Classification(classes=classes, label=config.column_of("label"))
 
         def prepared(source: str) -> Images:
             cache = resolved(config).cache
             return prepare_images(
                 source,
                 columns,
-                config.image_column,
+                config.column_of("image"),
                 preprocessing,
                 cache=cache,
                 header=header(config),

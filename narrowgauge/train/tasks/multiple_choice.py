@@ -275,8 +275,8 @@ class ChoicesTask(TableTask):
     @classmethod
     def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         columns = Choices(
-            context=config.context_column or None, question=config.question_column or None,
-            choices=tuple(_named(config)), label=config.label_column,
+            context=config.column_of("context") or None, question=config.column_of("question") or None,
+            choices=tuple(_named(config)), label=config.column_of("label"),
         )  # fmt: skip
         return columns, CHOOSER
 
@@ -345,7 +345,7 @@ class ChoicesTask(TableTask):
 
 
 def _named(config: TrainConfig) -> list[str]:
-    return [name.strip() for name in config.choices_column.split(",")]
+    return [name.strip() for name in config.column_of("choices").split(",")]
 
 
 def choice_scores(logits: Tensor, labels: Tensor) -> Tensor:

@@ -312,7 +312,7 @@ class QuestionsTask(TableTask):
     @classmethod
     def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         columns = Questions(
-            question=config.question_column, context=config.context_column, answers=config.answers_column,
+            question=config.column_of("question"), context=config.column_of("context"), answers=config.column_of("answers"),
             stride=_stride(config, longest_example(config, READER, tokenizer)),
         )  # fmt: skip
         return columns, READER

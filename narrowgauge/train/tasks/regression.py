@@ -121,8 +121,10 @@ class RegressionTask(TableTask):
 
     @classmethod
     def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
-        names = tuple(name.strip() for name in config.label_column.split(","))
-        columns = Regression(text=config.text_column, pair=config.pair_column or None, labels=names)
+        names = tuple(name.strip() for name in config.column_of("label").split(","))
+        columns = Regression(
+            text=config.column_of("text"), pair=config.column_of("pair") or None, labels=names
+        )
         pad_id = padding_id(config, tokenizer)
         return columns, with_labels(
             REGRESSOR, names, pad_token_id=pad_id, problem_type="regression"

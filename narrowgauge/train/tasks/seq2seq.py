@@ -93,8 +93,8 @@ class Seq2SeqTask(TableTask):
     @classmethod
     def columns_and_model(cls, config: TrainConfig, tokenizer: Any) -> tuple[data.Task, ModelClass]:
         columns = Seq2Seq(
-            source=config.source_column,
-            target=config.target_column,
+            source=config.column_of("source"),
+            target=config.column_of("target"),
             keeps_text=config.translate > 0,
         )
         return columns, SEQ2SEQ

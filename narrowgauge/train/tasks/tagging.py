@@ -457,6 +457,6 @@ def chosen_tags(config: TrainConfig) -> tuple[str, ...]:
 
 
 def _columns(config: TrainConfig, tags: tuple[str, ...]) -> Tagging:
-    if config.spans_column:
-        return Tagging(tags=tags, text=config.text_column, spans=config.spans_column)
-    return Tagging(tags=tags, words=config.tokens_column, marks=config.tags_column)
+    if config.column_of("spans"):
+        return Tagging(tags=tags, text=config.column_of("text"), spans=config.column_of("spans"))
+    return Tagging(tags=tags, words=config.column_of("tokens"), marks=config.column_of("tags"))

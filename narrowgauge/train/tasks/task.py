@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge import data
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.train.config.data_settings import TASKS, TaskEntry
+from narrowgauge.train.config.task_entries import TASKS, TaskEntry
 from narrowgauge.train.loss import NO_CACHE, Batch, Objective, aligned_loss, whole_logits
 
 if TYPE_CHECKING:

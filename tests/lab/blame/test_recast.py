@@ -11,10 +11,9 @@ import narrowgauge as ng
 from benchmarks.planted_faults import shrinking
 from narrowgauge import formats
 from narrowgauge.lab.blame import Blame, blame
-from narrowgauge.lab.blame.recast import Recast
+from narrowgauge.lab.blame.recast import Recast, recast
 from narrowgauge.lab.blame.watch import OPERANDS, LayerWatch, converted
 from narrowgauge.ops.quantize import dequantize, quantize
-from narrowgauge.ops.quantize.recast import recast
 from narrowgauge.ops.random import Key
 from narrowgauge.recipe import Cast
 from tests.compare import assert_same

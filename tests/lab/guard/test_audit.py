@@ -14,8 +14,7 @@ from benchmarks.planted_faults import BROKEN, plant
 from narrowgauge.diagnose.verdict import UNKNOWN, WORSE
 from narrowgauge.lab.guard.audit import Audited
 from narrowgauge.lab.guard.evidence import Evidence
-from narrowgauge.lab.guard.result import NUMBERS
-from narrowgauge.lab.guard.unlike import KERNEL, STALE, STUCK, UNCAST
+from narrowgauge.lab.guard.result import KERNEL, NUMBERS, STALE, STUCK, UNCAST
 from tests.compare import assert_same
 from tests.selection import quick
 from tests.small_model import Model
@@ -112,7 +111,7 @@ def test_a_fault_that_a_stretch_may_not_show_is_an_alarm_at_the_first_check(faul
 
 def given_for_good(loop):
     """Casts that were made before the step and are used whatever the weight says, as a CUDA graph's are."""
-    from narrowgauge.nn.weight_casts import cast_weight
+    from narrowgauge.cuda_graphs import cast_weight
 
     layer = loop.model.layers[1].down_proj
     if not hasattr(loop, "casts"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.lab.guard.nudge import nudge
+from narrowgauge.lab.guard.check import nudge
 
 
 @pytest.mark.parametrize(("dtype", "every"), [(torch.float32, 2), (torch.bfloat16, 64)])

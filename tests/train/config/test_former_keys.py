@@ -1,6 +1,7 @@
 """Every flat key and flag from before the tables sets the same value (exact).
 
-`flat_keys.json` holds [key, field, default] of each of them, as the last tree without tables had it.
+`flat_keys.json` holds [key, field or part of a field, default] of each of them, as the last tree
+without tables had it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import pytest
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.checkpoint_ref import settings_of
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.rules import former_key, path_of
-from narrowgauge.train.config.settings import TABLE, TrainConfig, key_of
+from narrowgauge.train.config.rules import former_path, path_of
+from narrowgauge.train.config.settings import TABLE, TrainConfig, key_of, key_of_name
+from narrowgauge.train.config.task_entries import TASKS, tasks_with
 from tests.raising import raises
 
 pytest.importorskip("cyclopts")
@@ -37,6 +39,12 @@ def other(default: object) -> tuple[str, object]:
     return text, value
 
 
+def paths(name: str) -> tuple[str, str]:
+    """(full, shortest) name in a file of a field, or of a part as "columns.text"."""
+    field, _, part = name.partition(".")
+    return (key_of_name(name),) * 2 if part else (path_of(FIELDS[field]), key_of(FIELDS[field]))
+
+
 def values(given: toml.Given) -> dict[str, object]:
     return {name: entry.value for name, entry in given.items()}
 
@@ -45,16 +53,16 @@ def values(given: toml.Given) -> dict[str, object]:
 def test_a_former_key_sets_what_it_set(key, field, default):
     """It has its default and value, and is named with its new key."""
     text, value = other(default)
-    each = FIELDS[field]
+    name, _, part = field.partition(".")
+    each, (path, shortest) = FIELDS[name], paths(field)
     # The betas and epsilon of the rule have had their values written out since then.
     assert each.default == default or each.type is TABLE or field in ("beta1", "beta2", "epsilon")
-    assert former_key(each) == key
+    assert not part or default in {TASKS[task].columns[part].default for task in tasks_with(part)}
+    assert former_path(path) == key
     former = toml.settings(f"{key} = {text}", "flat.toml")
-    assert (
-        values(former) == values(toml.settings(f"{path_of(each)} = {text}", "x")) == {field: value}
-    )
+    assert values(former) == values(toml.settings(f"{path} = {text}", "x")) == {field: value}
     words = toml.former_keys(former)
-    assert (f"{key} (now {path_of(each)})" in words) == (key not in (path_of(each), key_of(each)))
+    assert (f"{key} (now {path})" in words) == (key not in (path, shortest))
 
 
 @pytest.mark.parametrize(("key", "field", "default"), FLAT, ids=[each[0] for each in FLAT])
@@ -67,7 +75,7 @@ def test_a_former_flag_sets_what_it_set(key, field, default, monkeypatch):
     )
     _, value = other(default)
     text = "a=b" if value == {"a": "b"} else str(value)
-    for name in {key, path_of(FIELDS[field]), key_of(FIELDS[field])}:
+    for name in {key, *paths(field)}:
         flag = cli_flags.flag(name)
         own = [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, text]
         assert cli.main(["train", *own]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from narrowgauge.lab import blame_checkpoint, training
 from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.evaluation import command
 from narrowgauge.train.evaluation.command import Asked, evaluate
-from narrowgauge.train.evaluation.lm_tasks import LmTasks
+from narrowgauge.train.evaluation.lm_tasks import LmTasks, Scores
 from narrowgauge.train.evaluation.saved import SavedRun, versions
 from tests.lab.killed_guard import SICK, hurt
 from tests.raising import coded, raises
@@ -159,6 +160,19 @@ def test_a_checkpoint_scores_as_the_run_did(run) -> None:
     }
 
 
+def test_the_error_of_a_difference_is_that_of_its_pairs() -> None:
+    """Of three examples one fell from right to wrong: mean -1/3, and the error of -1, 0, 0."""
+
+    def scored(*values: float) -> Scores:
+        mean = statistics.fmean(values)
+        return Scores({"acc": mean}, {"acc": None}, {"acc": dict(enumerate(values))})
+
+    [(metric, found)] = command._differences(scored(0.0, 1.0, 0.0), scored(1.0, 1.0, 0.0)).items()
+    assert metric == "acc" and found["mean"] == pytest.approx(-1 / 3)
+    assert found["stderr"] == pytest.approx(1 / 3)
+    assert (found["changed"], found["examples"]) == (1, 3)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_named(run) -> None:
     weights = run / "checkpoints" / "step-00000008" / "weights-0.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -197,6 +211,19 @@ def test_where_the_newest_is_damaged_the_next_that_is_intact_is_named(run) -> No
 def test_bad_questions_are_refused(trained, asked, expected) -> None:
     with raises(ConfigError, expected):
         evaluate(trained, asked)
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_weights_are_scored_in_the_dtype_that_was_asked_for(run, monkeypatch, dtype) -> None:
+    seen = []
+
+    def scored(saved, model, given):
+        seen.append({parameter.dtype for parameter in model.parameters()})
+        return Scores({"loss": 1.0}, {}, {})
+
+    monkeypatch.setattr(command, "_on_own_data", scored)
+    evaluate(run, Asked(dtype=dtype, device="cpu"))
+    assert seen == [{torch.bfloat16 if dtype else torch.float32}] * 2
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path) -> None:

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from narrowgauge.errors import DataError
 from narrowgauge.train import liveness
-from narrowgauge.train.liveness import processes
-from narrowgauge.train.liveness.page import SIZE, Page
+from narrowgauge.train.liveness import SIZE, Page, processes
 from tests.processes import PYTHON, ROOT
 from tests.train.liveness import agent as agent_module
 

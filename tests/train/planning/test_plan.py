@@ -20,10 +20,11 @@ from narrowgauge.plan.room import KEPT_FREE, Room, gib
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.planning import cache, of_run
 from narrowgauge.train.planning.answer import Answers
+from narrowgauge.train.planning.command import second_step
 from narrowgauge.train.planning.counts import Counts
-from narrowgauge.train.planning.measured import second_step
 from narrowgauge.train.planning.steps import Source
 from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, lines
+from tests.plan.test_sharding import MIB, moment, of
 from tests.raising import cli_raises, coded, raises
 from tests.selection import quick, slow_on_a_plain_cpu
 
@@ -407,6 +408,17 @@ def test_ranks_divide_what_they_share(settings):
     assert eight.allocated_error > one.allocated_error and any(
         "estimate" in note for note in eight.notes
     )
+
+
+def test_the_schedule_of_a_pipeline_is_nothing_to_a_run_without_one(settings, monkeypatch):
+    """GPipe keeps all micro-batches of its stages; without stages, each is gone before the next."""
+    traced = of(moment("head", weights=10 * MIB, saved=7 * MIB))
+    monkeypatch.setattr(Counts, "_of_one", lambda *given: traced)
+    plain, pipelined = (
+        Counts(cpu_facts()).of(settings(parallel="fsdp=2", micro_batches=2, schedule=schedule))
+        for schedule in ("1F1B", "GPipe")
+    )
+    assert plain.parts()["saved"] == 7 * MIB and pipelined.moments == plain.moments
 
 
 def test_entries_belong_to_their_question(own_cache):

@@ -45,14 +45,14 @@ def jobs(place):
     known = {
         "classification": {"task": "classification", "model": place / "bert", "data": place / "classes.csv"},
         "pairs of a decoder": {
-            "task": "classification", "model": place / "llama", "data": place / "two-texts.jsonl", "pair_column": "other",
+            "task": "classification", "model": place / "llama", "data": place / "two-texts.jsonl", "columns": {"pair": "other"},
         },
         "completion": {"task": "causal-lm", "model": place / "llama", "data": place / "prompts.jsonl"},
         "packed": {
             "task": "causal-lm", "model": place / "llama", "data": place / "prompts.jsonl", "packing": 64, "batch_size": 2,
         },
         "chat": {
-            "task": "causal-lm", "model": place / "llama", "data": place / "chats.jsonl", "messages_column": "messages",
+            "task": "causal-lm", "model": place / "llama", "data": place / "chats.jsonl", "columns": {"messages": "messages"},
             "token_budget": 256,
         },
         "pictures": {"task": "image-classification", "model": place / "vit", "data": place / "pictures"},

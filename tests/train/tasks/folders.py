@@ -25,8 +25,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from narrowgauge.train.config.data_settings import TASKS
 from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.config.task_entries import TASKS
 
 # Tasks whose tests share the jobs of conftest.py; any other brings its own, `job(place)`.
 SHARED = (

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from narrowgauge.train.tasks.question_answering import best_span, exact_match, f1, normalized
+from narrowgauge.train.tasks.question_answering import (
+    best_span,
+    exact_match,
+    f1,
+    normalized,
+    of_spans,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,15 @@ def test_the_best_known_answer_counts(predicted, known, exact, shared):
     assert exact_match(predicted, known) == exact and f1(predicted, known) == pytest.approx(
         shared, rel=1e-15
     )
+
+
+def test_the_loss_of_a_guessed_span_is_that_of_its_probabilities():
+    """The first token means no answer; the share of answers is spread over the others of a window."""
+    has_answer, lengths = [True, True, False, True], [5, 3, 9, 2]
+    given = [0.75 / 4, 0.75 / 2, 0.25, 0.75 / 1]
+    found = of_spans(has_answer, lengths, unanswered=0.25)
+    assert found["loss"] == pytest.approx(-np.mean(np.log(given)))
+    assert found["exact_match"] == found["f1"] == 0.25
 
 
 @pytest.mark.parametrize("longest", [1, 3, 50])

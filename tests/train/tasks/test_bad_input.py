@@ -109,7 +109,7 @@ def header_named_twice(path):
     rows = [f"{text},{place % 2}" for place, text in enumerate(TEXTS)]
     return "classification", {
         "data": write(path.with_suffix(".csv"), "text,label", *rows),
-        "columns": "text,label",
+        "header": "text,label",
     }
 
 
@@ -295,8 +295,8 @@ def test_a_table_without_a_header_row(make, tmp_path):
     config = make(
         "classification",
         data=data,
-        columns="source,label,mark,sentence",
-        text_column="sentence",
+        header="source,label,mark,sentence",
+        columns={"text": "sentence"},
         validation_data=data,
     )
     assert loop.run(config) == 0
@@ -337,7 +337,7 @@ def test_copies_of_a_row_are_on_one_side_and_new_rows_move_none(make, tmp_path, 
         ({"task": "causal-lm", "data": "a.csv"}, "needs model"),
         ({"task": "causal-lm", "model": "m"}, "needs data,"),
         ({"task": "seq2seq", "model": "m", "data": "a.csv", "packing": 64}, "batch.packing = 64: has no effect with task = 'seq2seq'"),
-        ({"text_column": "body"}, "data.columns.text = 'body': has no effect with task = 'text'"),
+        ({"columns": {"text": "body"}}, "data.columns.text = 'body': has no effect with task = 'text'"),
         ({"task": "causal-lm", "model": "m", "data": "a", "sequence_length": 64}, "model.sequence_length = 64: has no effect"),
         ({"task": "causal-lm", "model": "m", "data": "a", "packing": 40}, "batch.packing = 40: must be a multiple of 16"),
         ({"task": "causal-lm", "model": "m", "data": "a", "packing": 64, "token_budget": 32}, "holds no row of batch.packing = 64"),
@@ -345,7 +345,7 @@ def test_copies_of_a_row_are_on_one_side_and_new_rows_move_none(make, tmp_path, 
         ({"task": "causal-lm", "model": "m", "data": "a", "train_on": "last"}, "needs data.columns.messages"),
         ({"task": "causal-lm", "model": "m", "data": "a", "best": "mcc"}, "is measured by classification and image-classification alone"),
         ({"epochs": 2, "steps": 9}, "training.steps = 9: has no effect with training.epochs = 2"),
-        ({"task": "causal-lm", "model": "m", "data": "a", "messages_column": "m", "prompt_column": "p"}, "data.columns.prompt = 'p'"),
+        ({"task": "causal-lm", "model": "m", "data": "a", "columns": {"messages": "m", "prompt": "p"}}, "data.columns.prompt = 'p'"),
         ({"task": "clasification"}, "Closest: 'classification'"),
         ({"task": "causal-lm", "model": "m", "data": "a", "pad_multiple": 3}, "batch.pad_multiple = 3: must be one of 1, 2, 4"),
     ],

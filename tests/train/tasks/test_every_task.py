@@ -14,8 +14,9 @@ import transformers
 from narrowgauge import data
 from narrowgauge.diagnose.metrics_table import METRICS
 from narrowgauge.train import loop
-from narrowgauge.train.config.data_settings import EXAMPLES, TASKS
+from narrowgauge.train.config.data_settings import EXAMPLES
 from narrowgauge.train.config.settings import replace
+from narrowgauge.train.config.task_entries import TASKS
 from narrowgauge.train.planning.steps import task_of
 from narrowgauge.train.tasks import task_class
 from narrowgauge.train.tasks.losses import count_targets, step_loss

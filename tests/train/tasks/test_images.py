@@ -258,7 +258,7 @@ def test_a_table_with_its_own_validation_pictures(make, place, tmp_path):
         [{"pixels": str(path), "kind": path.parent.name} for path in paths[::4]],
     )
     config = make(
-        "pictures", data=tmp_path / "train.parquet", validation_data=held_out, image_column="pixels", label_column="kind",
+        "pictures", data=tmp_path / "train.parquet", validation_data=held_out, columns={"image": "pixels", "label": "kind"},
         eval_tokens=7, steps=1, epochs=0,
     )  # fmt: skip
     assert loop.run(config) == 0
@@ -291,7 +291,7 @@ def test_an_epoch_shows_every_picture_once(make):
             r"blue/.*\.png: label 'blue' in column 'label' is none of the 2 classes",
         ),
         ({"model": "", "image_size": 8}, r"model.patch_size = 16: pictures have 8 x 8 pixels"),
-        ({"columns": "a,b"}, "pictures: header"),
+        ({"header": "a,b"}, "pictures: header"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_step(make, changes, words):

@@ -105,16 +105,16 @@ def test_the_default_of_what_windows_share_gives_way_to_short_ones(make, capfd):
     [
         ("questions", {"too_long": "truncate"}, "too_long ="),
         ("questions", {"stride": 22}, r"task.stride = 22: more than half of a window of 24 tokens \(max_length\)"),
-        ("questions", {"context_column": ""}, "data.columns.context = ''"),
+        ("questions", {"columns": {"context": ""}}, "data.columns.context = ''"),
         ("questions", {"packing": 64}, "batch.packing = 64: has no effect with task = 'question-answering'"),
         ("questions", {"best": "mcc"}, "task.best = 'mcc': is measured by classification .*alone. Take task.best = 'loss', "
                                        "'exact_match', 'f1'"),
-        ("choices", {"context_column": "", "question_column": ""}, "data.columns.context "),
+        ("choices", {"columns": {"context": "", "question": ""}}, "data.columns.context "),
         ("choices", {"packing": 64}, "has no effect with task = 'multiple-choice'"),
         ("choices", {"token_budget": 40}, "batch.token_budget = 40: 4 choices"),
         ("tags", {"classes": "5"}, "task.classes = '5': "),
-        ("tags", {"text_column": "sentence"}, "needs data.columns.spans"),
-        ("tags", {"spans_column": "spans", "tags_column": "marks"}, "data.columns.tags = 'marks': has no effect with data.columns.spans"),
+        ("tags", {"columns": {"text": "sentence"}}, "needs data.columns.spans"),
+        ("tags", {"columns": {"spans": "spans", "tags": "marks"}}, "data.columns.tags = 'marks': has no effect with data.columns.spans"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused_before_the_first_step(make, job, changes, said):

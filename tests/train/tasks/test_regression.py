@@ -29,7 +29,7 @@ def job(place: Path) -> dict[str, object]:
         "task": "regression",
         "model": place / "bert",
         "data": table,
-        "label_column": "score,green",
+        "columns": {"label": "score,green"},
     }
 
 
@@ -38,7 +38,7 @@ def test_it_learns(make, tmp_path, capfd, with_report):
     """Whether 400 sentences are red, green or both, in 80 steps of fp8-row from random weights."""
     config = make(
         "regression", data=folders.scores(tmp_path / "many.jsonl", 400), steps=80, batch_size=16, learning_rate=5e-3,
-        recipe="fp8-row", warmup_steps=6, label_column="score",
+        recipe="fp8-row", warmup_steps=6, columns={"label": "score"},
     )  # fmt: skip
     assert loop.run(config) == 0
     folder = Path(config.output)
@@ -156,7 +156,7 @@ def test_a_scale_far_from_one_is_told(make, tmp_path, capfd):
     config = make(
         "regression",
         data=folders.jsonl(tmp_path / "rows.jsonl", rows),
-        label_column="score",
+        columns={"label": "score"},
         steps=1,
     )
     assert loop.run(config) == 0

@@ -19,8 +19,8 @@ from narrowgauge.conversion.auto import Decision
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.train import loop
 from narrowgauge.train.checkpoint import store
-from narrowgauge.train.config.data_settings import TASKS
 from narrowgauge.train.config.settings import replace
+from narrowgauge.train.config.task_entries import TASKS
 from tests.compare import assert_same
 from tests.raising import raises, with_code
 from tests.selection import quick

@@ -1,0 +1,228 @@
+"""`assignments`: a recipe for each Linear, from the arguments of `convert`. Nothing changes here.
+
+`_matching` matches patterns to layers, `_decisive` combines them, and `kept_layers` names the layers
+that keep their precision. `auto.decisions` measures the layers under "auto".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from narrowgauge import recipes
+from narrowgauge.conversion.auto import Decision, decisions
+from narrowgauge.conversion.kept_layers import output_head, reason_to_keep, wide_by_policy
+from narrowgauge.conversion.products import Some, composed, parse
+from narrowgauge.errors import ConfigError, closest
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.recipe import Recipe
+from narrowgauge.structure import matches
+
+_WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
+
+Patterns = str | Recipe | Some | Mapping[str, "str | Recipe | Some | None"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Outcome for one Linear.
+
+    recipe    None: an ordinary nn.Linear
+    reason    why it is not the recipe that was asked for, or ''
+    decision  of the measurement under "auto", else None
+    """
+
+    recipe: Recipe | None
+    reason: str = ""
+    decision: Decision | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the layer stays an nn.Linear: only the reason is recorded."""
+        return self.recipe is None and self.decision is None
+
+
+def assignments(
+    model: nn.Module,
+    recipe: Patterns,
+    *,
+    tokens: int | None,
+    compiled: bool,
+    choices: Mapping[str, str] | None,
+) -> dict[str, Assignment]:
+    """Name of a Linear -> what it gets; Linears without an entry stay as they are.
+
+    `convert` describes the arguments. Raises ConfigError if the model has no Linear, if a
+    pattern matches none, and if every matched one is kept in high precision.
+    """
+    resolved = _resolved(recipe)
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    if not linears:
+        raise ConfigError(
+            f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
+            f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}",
+            code="convert.no-linear",
+        )
+    matching = {
+        name: patterns for name, patterns in _matching(model, linears, resolved).items() if patterns
+    }
+    _refuse_lazy(linears, matching, resolved)
+    head = output_head(model)
+    kept = {
+        name: reason_to_keep(name, linears[name], patterns, head)
+        for name, patterns in matching.items()
+    }
+    if all(kept.values()):
+        raise ConfigError(
+            f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}",
+            code="convert.all-kept",
+        )
+    # The order of `matching` is the order of the modules, so reports list layers as the model does.
+    given: dict[str, Assignment] = {}
+    left_to_auto: dict[str, nn.Linear] = {}
+    wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> reason for bf16
+    for name, patterns in matching.items():
+        if kept[name] is not None:
+            continue
+        whole, parts, pattern = _decisive(linears[name], patterns, resolved)
+        if isinstance(whole, str):
+            left_to_auto[name] = linears[name]
+            continue
+        # Once per pattern: finding the blocks walks over the whole model.
+        if whole is not None and pattern not in wide:
+            wide[pattern] = wide_by_policy(model, whole, pattern) if pattern else {}
+        reason = wide.get(pattern, {}).get(name, "")
+        own = recipes.BF16 if reason else whole
+        if own is None and pattern:
+            reason = f"pattern {pattern!r} leaves it as it is"
+        given[name] = Assignment(composed(own, parts, name) if parts else own, reason)
+    # All at once: layers of one shape are measured once.
+    if left_to_auto:
+        for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
+            # On a GPU bf16 is nn.Linear. On a CPU without bfloat16
+            # instructions the recipe is faster.
+            as_it_is = decision.recipe == "bf16" and linears[name].weight.device.type == "cuda"
+            chosen = None if as_it_is else recipes.get(decision.recipe)
+            given[name] = Assignment(chosen, decision=decision)
+    return given
+
+
+def _refuse_lazy(
+    linears: Mapping[str, nn.Linear],
+    matching: Mapping[str, list[str]],
+    resolved: Mapping[str, str | Recipe | Some | None],
+) -> None:
+    """Raise ConfigError for an nn.LazyLinear with a recipe: its shape is unknown."""
+    for name, patterns in matching.items():
+        if nn.parameter.is_lazy(linears[name].weight) and resolved[patterns[-1]] is not None:
+            raise ConfigError(
+                f"convert: {name!r} is a LazyLinear, which has no shape before its first forward pass. Run one forward pass before "
+                f"convert, or leave it as it is by {{{name!r}: None}}.",
+                code="convert.lazy-linear",
+            )
+
+
+def _resolved(recipe: Patterns) -> dict[str, str | Recipe | Some | None]:
+    """Pattern -> Recipe, Some, None or "auto". Raises ConfigError for anything else."""
+    resolved: dict[str, str | Recipe | Some | None] = {}
+    for pattern, given in (recipe if isinstance(recipe, Mapping) else {"*": recipe}).items():
+        chosen = parse(given) if isinstance(given, str) and given != recipes.AUTO else given
+        if not isinstance(pattern, str) or not (
+            chosen in (None, recipes.AUTO) or isinstance(chosen, Recipe | Some)
+        ):
+            raise ConfigError(
+                f"convert: {pattern!r}: {chosen!r} is not a pattern and its recipe. Give a name, a Recipe or None for each "
+                "pattern; narrowgauge.recipes.names() lists the names.",
+                code="convert.pattern-value",
+            )
+        resolved[pattern] = chosen
+    if not resolved:
+        raise ConfigError(
+            'convert: no pattern was given. Give a recipe, or patterns such as {"*": "fp8-current"}.',
+            code="convert.no-pattern",
+        )
+    return resolved
+
+
+def _decisive(
+    layer: nn.Linear, patterns: list[str], resolved: Mapping[str, str | Recipe | Some | None]
+) -> tuple[str | Recipe | None, list[Some], str]:
+    """Combine the patterns that match a layer.
+
+    ->  (recipe of the last pattern that gives a whole one, later patterns for some GEMMs, that
+        pattern or '' if none gives a whole recipe)
+    """
+    parts: list[Some] = []
+    # From the last pattern back to the nearest one that gives a whole recipe. Earlier ones lose.
+    for pattern in reversed(patterns):
+        given = resolved[pattern]
+        if not isinstance(given, Some):
+            if parts and given == recipes.AUTO:
+                raise ConfigError(
+                    f"convert: {parts[0].name!r} gives a layer some products, and 'auto' decides about all of them. Name its recipe.",
+                    code="convert.auto-products",
+                )
+            return given, parts, pattern
+        parts.insert(0, given)
+    return layer.recipe if isinstance(layer, QLinear) else None, parts, ""
+
+
+def _matching(
+    model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Mapping[str, object]
+) -> dict[str, list[str]]:
+    """First name of each Linear -> the patterns that match any of its names.
+
+    patterns  pattern -> recipe
+
+    Raises ConfigError for a pattern without a match, and for two patterns that give one Linear
+    different recipes by different names.
+    """
+    names_by_id = {id(layer): name for name, layer in linears.items()}
+    found: dict[str, dict[str, set[str]]] = {name: {} for name in linears}
+    aliases = [(alias, id(module)) for alias, module in model.named_modules(remove_duplicate=False)]
+    for pattern in patterns:
+        named = [
+            (names_by_id[key], alias)
+            for alias, key in aliases
+            if key in names_by_id and matches(alias, pattern)
+        ]
+        if not named:
+            near = closest(pattern, linears)
+            raise ConfigError(
+                f"convert: pattern {pattern!r} matched no Linear. "
+                + (
+                    f"Closest: {near}."
+                    if near
+                    else f"The first of {len(linears)} Linears is {next(iter(linears))!r}."
+                ),
+                code="pattern.no-match",
+            )
+        for name, alias in named:
+            found[name].setdefault(pattern, set()).add(alias)
+    # A tied Linear has several names. The last pattern may override an earlier one only if both
+    # match a common name. Otherwise raise: the user may not know that the two names are one layer.
+    for by_pattern in found.values():
+        *earlier, (last, names) = by_pattern.items() or [("", set())]
+        for pattern, others in earlier:
+            if patterns[pattern] != patterns[last] and not others & names:
+                first, second = (
+                    getattr(patterns[each], "name", patterns[each]) for each in (pattern, last)
+                )
+                raise ConfigError(
+                    f"convert: {min(others)!r} and {min(names)!r} are one Linear, to which {pattern!r} gives {first} and "
+                    f"{last!r} gives {second}. Name it once.",
+                    code="convert.tied-conflict",
+                )
+    return {name: list(by_pattern) for name, by_pattern in found.items()}
+
+
+def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
+    """The first three reasons, and a hint for models built from Conv1D (GPT-2 of transformers)."""
+    words = [f"{name!r} ({reason})" for name, reason in list(kept.items())[:3]]
+    others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
+    hint = f" Its {others} Conv1D layers are no nn.Linear: replace them first. {_WITHOUT}"
+    return "; ".join(words) + "." + hint * (others > 0)
