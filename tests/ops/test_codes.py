@@ -222,7 +222,7 @@ def test_stochastic_rounding_is_the_reference(shape, format):
 
 @needs_compiler
 @pytest.mark.parametrize("special", ["plain", "poisoned", "edges", "tiny", "far apart"])
-@pytest.mark.parametrize("layout", quick(["columns", "strided"], ["rows", "columns", "strided"]))
+@pytest.mark.parametrize("layout", quick(["strided"], ["rows", "columns", "strided"]))
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("threads", quick([3], [1, 3]))
 @pytest.mark.parametrize(("format", "rounding"), quick([E2M1, E3M0, E4M3, INT4X2], WAYS), ids=str)

@@ -62,7 +62,7 @@ struct Format {
     float max, smallest_normal, gap, shift;
 };
 
-// Must match `CastConstants` in ops/quantize/cpp.py.
+// Must match `CppCast` in ops/quantize/cpp.py.
 struct Cast {
     Format format, of_scales;  // of_scales: of the scales of a two-level rule
     int32_t x_narrow;          // 1 bfloat16, 0 float32

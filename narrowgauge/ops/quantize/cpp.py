@@ -78,7 +78,7 @@ class FormatConstants(Structure):
         )
 
 
-class CastConstants(Structure):
+class CppCast(Structure):
     """Must match `Cast` in cast.cpp."""
 
     _fields_ = (
@@ -209,9 +209,9 @@ def _scales_by_definition(
 
 @cache
 def _constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
-    """Return a pointer to `CastConstants`."""
+    """Return a pointer to `CppCast`."""
     smallest = smallest_scale(cast.format)
-    found = CastConstants(
+    found = CppCast(
         format=FormatConstants.of(cast.format),
         of_scales=FormatConstants.of(E4M3),
         x_narrow=DTYPES[x_dtype],

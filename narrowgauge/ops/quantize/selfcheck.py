@@ -164,8 +164,8 @@ def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[Call]:
         return
     for in_use, expected in ((3.0, 3.0), (3.0, 5.0), (3.0, 0.0), (0.0, 3.0)):
         history, live = torch.zeros(spec.cast.calibrate.length), torch.tensor([expected, 0.0, 0.0])
-        window: Any = SimpleNamespace(history=history, live=live, window=spec.cast.calibrate)
-        precast = PrecastWeight.of(x, spec.cast, window)
+        buffers: Any = SimpleNamespace(history=history, live=live, settings=spec.cast.calibrate)
+        precast = PrecastWeight.of(x, spec.cast, buffers)
         for codes in precast.codes or ():
             codes.view(torch.uint8).fill_(1)  # bytes that no kernel writes must be equal
         precast_weight.write(precast, x)
