@@ -12,9 +12,14 @@
                                for x; likewise for w
 
 Source: equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv
-2306.11987). The mask applies in the rotated basis, where the clipping happened. The recipe casts gy
-and may sample its rows (`leverage_score`): outer rows in grad_input, contracted rows in
-grad_weight. A GEMM whose rhs is None reads the original instead of the codes, in 16 bits, without a
+2306.11987). The mask applies in the rotated basis, where the clipping happened.
+
+The recipe casts gy. Before that cast it may sample rows of gy (`leverage_score`): outer rows in
+grad_input, contracted rows in grad_weight, where the same rows of q_x are read. A kept row is
+divided by its probability, in float32; all other rows are dropped. The first step, and each step
+whose predicted variance exceeds `max_variance`, reads all rows.
+
+ A GEMM whose rhs is None reads the original instead of the codes, in 16 bits, without a
 mask and without a gradient of the step.
 
 Memory for backward: q_x packed two to a byte and one mask bit per element, 0.625 bytes per element,
@@ -251,7 +256,7 @@ class CodedOperand(Operand):
         return Coded(cast, codes, scale, inside, packed=packed_codes), rotated
 
 
-class CodedInput(CodedOperand):
+class StraightThroughInput(CodedOperand):
     """x [T, K]."""
 
     @property
@@ -309,7 +314,7 @@ class CodedInput(CodedOperand):
         return self.rotation.signs, self.tensor if keeps_x else None, *kept
 
 
-class CodedWeight(CodedOperand):
+class StraightThroughWeight(CodedOperand):
     """w [N, K]. Its codes are recomputed in backward."""
 
     scale: Tensor | None = None
@@ -353,7 +358,7 @@ class CodedWeight(CodedOperand):
         )
 
 
-class CodedGradient(Operand):
+class StraightThroughGradient(Operand):
     """gy [T, N]. Each GEMM may read a sample of its rows. `state` is where the sampler records.
 
     read_rows  gy, or its sampled and weighted rows, as the last GEMM reads them
@@ -428,7 +433,11 @@ class CodedGradient(Operand):
         return d
 
 
-KINDS: dict[str, type[Operand]] = {"x": CodedInput, "w": CodedWeight, "gy": CodedGradient}
+KINDS: dict[str, type[Operand]] = {
+    "x": StraightThroughInput,
+    "w": StraightThroughWeight,
+    "gy": StraightThroughGradient,
+}
 
 
 def is_by_norm(cast: Cast) -> bool:

@@ -22,12 +22,11 @@ _SIGNATURES = {
     "turn": (_P, _I, _L, _L, _L, _P, _P, _I, _I, _P),
     "encode": (_P, _L, _F, _F, _P, _P, _P),
     "decode": (_P, _L, _P),
-    "round": (_P, _I, _L, _L, _P, _I, _F, _U, _U, _P),
     "uniform": (_U, _U, _P),
     "pack": (_P, _L, _L, _L, _L, _I, _I, _P),
     "gemm": (_P, _P, _L, _L, _L, _I, _I, _P, _I, _P, _I, _P),
 }
-LIBRARY = Library(("int4.cpp", "gemm.h"), "the kernels of 4-bit products", _SIGNATURES)
+LIBRARY = Library(("int4.cpp", "gemm.h", "noise.h"), "the kernels of 4-bit products", _SIGNATURES)
 refuse, _in_rows = LIBRARY.refuse, LIBRARY.call
 
 
@@ -88,19 +87,6 @@ def decode(packed: Tensor, columns: int) -> Tensor:
     packed = packed.contiguous()
     codes = torch.empty(len(packed), columns, dtype=torch.int8, device="cpu")
     _in_rows("decode", len(codes), codes.numel(), packed, columns, codes)
-    return codes
-
-
-def round_stochastically(x: Tensor, scale: Tensor, largest: float, key: tuple[int, int]) -> Tensor:
-    """Round x / scale stochastically to int8 codes, with the noise of `key`.
-
-    x      [rows, n] float32 or bfloat16; other dtypes are converted to float32
-    scale  [rows or 1, 1]
-    """
-    x, scale = _rows(x), scale.to(torch.float32).contiguous()
-    codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
-    sizes = (DTYPES[x.dtype], x.stride(0), x.shape[1])
-    _in_rows("round", len(x), x.numel(), x, *sizes, scale, scale.numel() > 1, largest, *key, codes)
     return codes
 
 
