@@ -43,7 +43,7 @@ from benchmarks.harness import RESULTS, ROOT, record
 from benchmarks.train_kills import SETTINGS, _corrupt, write_text
 from narrowgauge import cli, storage
 from narrowgauge.manifest import STEP
-from narrowgauge.train import loop
+from narrowgauge.train import one_run
 from narrowgauge.train.liveness import processes
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.parallel import ranks as ranks_module
@@ -59,7 +59,7 @@ MOMENTS = {
     "gradient": (Trainer, "gradient"),
     "checkpoint": (checkpoints, "save"),
     "evaluation": (Trainer, "_evaluate"),
-    "end": (loop, "trained_weights"),
+    "end": (one_run, "trained_weights"),
 }
 LAYOUTS = {2: ("dp", "fsdp", "tp=2", "pp=2"), 3: ("dp", "fsdp")}
 STEPS, EVERY = 40, 10

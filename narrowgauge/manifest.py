@@ -13,6 +13,8 @@ hash proves absence of damage, not of malice: names are checked too, and no file
 is opened.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

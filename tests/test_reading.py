@@ -32,8 +32,8 @@ from narrowgauge.diagnose import lineage, study_file
 from narrowgauge.diagnose.runs import encode, read_metrics, read_run
 from narrowgauge.distributed import storage as distributed
 from narrowgauge.errors import ConfigError, NarrowgaugeError, StorageError
-from narrowgauge.lab import debug
 from narrowgauge.lab.ladder import Ladder, Rung
+from narrowgauge.lab.ladder_of_run import RungsFile
 from narrowgauge.lab.study import pool, progress
 from narrowgauge.lab.study.plan import Job
 from narrowgauge.ops.cpp import build
@@ -321,7 +321,7 @@ def rungs_of_debug(folder: Path) -> Case:
 
     def use() -> None:
         known = Ladder(recipe="int8", begun=0, steps=4, asked=2)
-        debug._reuse_rungs(path, {"begun": 0}, known)
+        RungsFile(path, {"begun": 0}).reuse(known)
         for each in known.rungs.values():
             assert all(isinstance(loss, float | int) for loss in each.curve)
 
@@ -827,7 +827,8 @@ def test_every_kind_of_file_is_searched_above() -> None:
         "manifest.py:LISTING", "manifest.py:PART", "diagnose/runs.py:METRICS", "diagnose/runs.py:RECORD", "diagnose/study_file.py:KIND",
         "report/run_data.py:CONFIG", "conversion/measure.py:MEASURED", "ops/cpp/build.py:BUILT", "train/config/toml.py:STORED",
         "train/run_folder.py:LOCK", "train/metrics.py:LOG", "lab/study/pool.py:SAID", "train/planning/cache.py:ENTRY",
-        "train/planning/cache.py:TELLS", "train/evaluation/command.py:SCORES", "train/evaluation/task_code.py:FILE", "lab/debug.py:RUNGS",
+        "train/planning/cache.py:TELLS", "train/evaluation/command.py:SCORES", "train/evaluation/task_code.py:FILE",
+        "lab/ladder_of_run.py:RUNGS",
         "train/model_files.py:OF_MODELS", "data/cache.py:ENTRY", "data/cache.py:ARRAY", "data/tokenizer.py:OF_TOKENIZERS",
         "data/text.py:USERS", "data/squad.py:WHOLE", "data/image_files.py:PICTURE", "data/image_sizes.py:SETTINGS",
     }  # fmt: skip

@@ -10,8 +10,6 @@ RUN/debug-STEP.html.
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,24 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-import narrowgauge
-from narrowgauge import manifest, storage
-from narrowgauge.conversion.switching import HIGH_PRECISION_BITS, bits, switched
-from narrowgauge.diagnose import left_out
-from narrowgauge.diagnose.format_text import plural
-from narrowgauge.diagnose.runs import decode, encode, read_metrics, read_run
-from narrowgauge.diagnose.same_curve import FEWEST
+from narrowgauge import storage
+from narrowgauge.conversion.switching import switched
 from narrowgauge.errors import EXIT_INTERRUPTED, ConfigError, Reason
 from narrowgauge.lab import ladder_page as page
 from narrowgauge.lab import probe
 from narrowgauge.lab.ladder import AGAIN, CONTROL, PRODUCT, RECIPE, WIDE, Ladder, Rung
+from narrowgauge.lab.ladder_of_run import RungsFile, facts_of, ladder_of
 from narrowgauge.lab.reopen import reopened
 from narrowgauge.nn.converted_model import suspended
-from narrowgauge.nn.linear import QLinear
-from narrowgauge.storage import reading
 from narrowgauge.train import checkpoint_ref
 from narrowgauge.train.console import clock, tell
 from narrowgauge.train.parallel.ranks import under_torchrun
@@ -49,7 +40,6 @@ if TYPE_CHECKING:
 
 Change = Callable[[nn.Module], AbstractContextManager[Any]]
 STEPS = 100
-RUNGS = reading.Kind(most_bytes=256 * reading.MIB, step="Remove it.")
 
 
 @dataclass(frozen=True)
@@ -103,11 +93,11 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
         trainer.stop_with(stop)
         # As in Trainer.train: code since the restore may have drawn random numbers.
         trainer.start.restore_generators()
-        ladder = _ladder(trainer, run, at, steps)
+        ladder = ladder_of(trainer, run, at, steps)
         path = run / f"debug-{at}.json"
-        key = _key(trainer, ladder)
-        _reuse_rungs(path, key, ladder)
-        _climb(trainer, ladder, path, key)
+        rungs = RungsFile(path, facts_of(trainer, ladder))
+        rungs.reuse(ladder)
+        _climb(trainer, ladder, rungs)
         if stop.requested:
             tell(
                 Reason(
@@ -117,99 +107,13 @@ def debug(run: Path, at: int, steps: int = STEPS, device: str = "") -> Debugged:
             )
             return Debugged(ladder, path, "", stop.exit_code or EXIT_INTERRUPTED)
         found = Debugged(ladder, path, fix_of(trainer, run, ladder))
-    storage.replace_file(
-        path,
-        encode(
-            {**key, **ladder.facts(), "found": list(ladder.report()), "fix": found.fix}, indent=1
-        )
-        + "\n",
-    )
+    rungs.write(ladder, found=list(ladder.report()), fix=found.fix)
     storage.replace_file(path.with_suffix(".txt"), found.text + "\n")
     tell(f"Page: {page.write(ladder, found.fix, run.resolve().name, path.with_suffix('.html'))}")
     return found
 
 
-def _ladder(trainer: Trainer, run: Path, at: int, steps: int) -> Ladder:
-    """The ladder, limited to the steps that remain before the end or the next recipe switch."""
-    begun, config = trainer.step, trainer.config
-    for switch in trainer.switches:
-        # A switch at the first probed step belongs to the recipe.
-        if switch.step == begun + 1:
-            switch.apply(trainer.model)
-    last = min(
-        [config.steps, *(switch.step - 1 for switch in trainer.switches if switch.step > begun + 1)]
-    )
-    taken = _steps_taken(run, at, steps, begun, last, config.steps)
-    events = read_metrics(trainer.folder.metrics)
-    # Also the batches that were skipped after the checkpoint
-    trainer.feed.leave_out(left_out.of_run(read_run(trainer.folder.run), events))
-    logged = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
-    return Ladder(recipe=_recipe(trainer.model), begun=begun, steps=taken, asked=at, logged=logged)
-
-
-def _steps_taken(run: Path, at: int, steps: int, begun: int, last: int, end: int) -> int:
-    """Number of steps of a rung: as many as requested, or as many as remain after the checkpoint.
-
-    begun  step of the checkpoint
-    last   last step before the run ends or switches its recipe
-    end    last step of the run
-
-    Raises ConfigError for fewer steps than a verdict needs. The message names the number that is
-    too small, since each has another remedy.
-    """
-    left, wanted, needed = last - begun, at - begun + steps, 2 * FEWEST
-    if left < needed:
-        until = "its end" if last == end else f"its switch of recipes at step {last + 1}"
-        raise ConfigError(
-            f"debug: {run} has {plural(left, 'step')} between its checkpoint of step {begun} and {until}, and at least {needed} are "
-            f"needed. Name an earlier --at. {checkpoint_ref.existing(run)}",
-            code="debug.too-few-steps",
-        )
-    if wanted < needed:
-        raise ConfigError(
-            f"debug: --at {at} --steps {steps}: that is {plural(wanted, 'step')} from the checkpoint of step {begun}, and at least "
-            f"{needed} are needed; {run} has {left} of them. Give --steps {needed - (at - begun)} or more.",
-            code="debug.stretch",
-        )
-    return min(wanted, left)
-
-
-def _recipe(model: nn.Module) -> str:
-    """The recipe of most low-precision layers, or ''."""
-    layers = [
-        each for each in model.modules() if isinstance(each, QLinear) and not each.is_suspended
-    ]
-    computed = [each.recipe for each in layers if each.recipe is not None]
-    narrow = [
-        each
-        for each in computed
-        if any(bits(gemm) < HIGH_PRECISION_BITS for gemm in each.gemms().values())
-    ]
-    names = Counter(each.name.partition("+")[0] for each in narrow)
-    return names.most_common(1)[0][0] if names else ""
-
-
-def _key(trainer: Trainer, ladder: Ladder) -> dict[str, Any]:
-    """Facts that must be equal for the rungs of an earlier command to be reused."""
-    return {
-        "narrowgauge": narrowgauge.__version__, "torch": torch.__version__, "device": str(trainer.passes.device),
-        "fingerprint": manifest.fingerprint(Path(trainer.checkpoints.resumed_from)), "begun": ladder.begun, "steps": ladder.steps,
-    }  # fmt: skip
-
-
-def _reuse_rungs(path: Path, key: dict[str, Any], ladder: Ladder) -> None:
-    """Reuses the rungs that an earlier command ran from the same checkpoint."""
-    try:
-        if not os.path.lexists(path):
-            return
-        known = decode(reading.bytes_of(path, RUNGS))
-        if all(known.get(name) == value for name, value in key.items()):
-            ladder.take_up(known)
-    except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
-        tell(f"Note: {path} cannot be read, and is written anew.")
-
-
-def _climb(trainer: Trainer, ladder: Ladder, path: Path, key: dict[str, Any]) -> None:
+def _climb(trainer: Trainer, ladder: Ladder, rungs: RungsFile) -> None:
     per_step_s = 0.0
     if not ladder.scores:
         ladder.scores = _scores(trainer)
@@ -231,7 +135,7 @@ def _climb(trainer: Trainer, ladder: Ladder, path: Path, key: dict[str, Any]) ->
             per_step_s = rung.spent_s / len(rung.losses)
         ladder.rungs[name] = rung
         # After every rung: a killed command continues from here.
-        storage.replace_file(path, encode({**key, **ladder.facts()}, indent=1) + "\n")
+        rungs.write(ladder)
 
 
 def _taken(trainer: Trainer, ladder: Ladder, name: str) -> Rung | None:

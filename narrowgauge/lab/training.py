@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from narrowgauge.lab import branch, run_guard
 from narrowgauge.lab.spike_watch import SpikeWatch
 from narrowgauge.train import loop
-from narrowgauge.train.loop import Extensions
+from narrowgauge.train.extensions import Extensions
 
 if TYPE_CHECKING:
     from narrowgauge.train.callback import Callback

@@ -5,7 +5,7 @@ model -> data feed -> memory options and loss -> recipe switches -> ranks -> opt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,20 +33,33 @@ if TYPE_CHECKING:
     from narrowgauge.train.tasks import TrainTask
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Facts that are known before the parts of a run are built.
+
+    has_own_peak  the process's peak memory belongs to this run alone; if False, earlier runs
+                  contribute to it and the peak is not recorded
+    policy_note   why checkpointing "auto" became the policy of the settings, or ''
+    """
+
+    has_own_peak: bool = True
+    policy_note: str = ""
+
+
+ALONE = Given()  # of a process that trains nothing else
+
+
 @dataclass(frozen=True)
 class SetUp:
     """Facts about the parts of a run, for its messages and run.json.
 
-    policy        resolved activation checkpointing policy; "auto" never stays
     memory_notes  a sentence for each memory option
     parameters    number of weights
     shapes        name -> shape of each weight of the whole model
     auto          layer -> recipe that "auto" chose
-    has_own_peak  the process's peak memory belongs to this run alone; if False, earlier runs
-                  contribute to it and the peak is not recorded
+    has_own_peak  see `Given`
     """
 
-    policy: str
     memory_notes: list[str]
     parameters: int
     shapes: dict[str, torch.Size]
@@ -71,12 +84,13 @@ class Assembly:
 
 
 def assembled(
-    config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks, has_own_peak: bool
+    config: TrainConfig, folder: RunFolder, task: TrainTask, ranks: Ranks, given: Given
 ) -> Assembly:
-    """Builds all parts of a run. Loads no checkpoint."""
+    """Builds all parts of a run. Loads no checkpoint.
+
+    config  settings whose checkpointing is not "auto": `planning.policy` resolves it before
+    """
     device, precision = ranks.device(config.device), precisions.get(config.precision)
-    # Before the model is allocated: estimating needs the free memory
-    policy, why = _policy(config, ranks, device)
     # Read the recorded choices of recipe "auto": a new measurement could choose other recipes, and a
     # resumed run must compute the same numbers.
     has_choices = folder.run.exists() and (folder.has_run() or config.parent)
@@ -84,15 +98,8 @@ def assembled(
     model = built(config, task, ranks, device, choices or None)
     feed = SkippingFeed(task.feed(model))
     feed.share = ranks.layout.share(ranks.rank)
-    notes, objective = step.ready(
-        replace(config, checkpointing=policy),
-        task,
-        model,
-        precision,
-        device,
-        feed.probe,
-        on_gpu=device.type == "cuda",
-    )
+    on_gpu = device.type == "cuda"
+    notes, objective = step.ready(config, task, model, precision, device, feed.probe, on_gpu=on_gpu)
     parameters = sum(each.numel() for name, each in model.named_parameters() if is_weight(name))
     shapes = {name: each.shape for name, each in model.state_dict().items() if is_weight(name)}
     auto = chosen(model)
@@ -112,28 +119,13 @@ def assembled(
         objective = parallel.pipeline.objective
     optimizer = build_optimizer(config, model, precision)
     passes = Passes(config, ranks, device, precision, model, objective, parallel, optimizer)
-    memory_notes = [*filter(None, [why]), *notes, *passes.notes]
+    memory_notes = [*filter(None, [given.policy_note]), *notes, *passes.notes]
     return Assembly(
-        SetUp(policy, memory_notes, parameters, shapes, auto, has_own_peak),
+        SetUp(memory_notes, parameters, shapes, auto, given.has_own_peak),
         Counters(), model, feed, switches, parallel, optimizer, passes,
         RunCheckpoints(config, folder, task, passes, feed, switches, auto, numbers),
         Validation(config, task, passes, feed.share),
     )  # fmt: skip
-
-
-def _policy(config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[str, str]:
-    """Returns (activation checkpointing policy, reason).
-
-    The reason is '' unless the policy was "auto".
-
-    Rank 0 resolves "auto" and broadcasts the result, since estimates could differ between ranks.
-    """
-    if config.checkpointing != "auto":
-        return config.checkpointing, ""
-    from narrowgauge.train.planning.policy import settled  # lazy: only "auto" traces the model
-
-    policy, why = ranks.told_by_first(lambda: settled(config, device))
-    return policy, why
 
 
 def built(

@@ -11,6 +11,8 @@ long in a single measurement. float32 attention gets the inputs of the 16-bit co
 result is rounded to the 16-bit dtype. Only the values in between are more exact.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping
 from typing import Any

@@ -3,6 +3,8 @@
 Everything goes to standard error, so that standard output is left for results.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -6,6 +6,8 @@ any user can create first. `use_own_caches` therefore moves both into the user's
 kernels of narrowgauge are cached there too (`narrowgauge.ops.cpp.build`).
 """
 
+from __future__ import annotations
+
 import ctypes
 import gc
 import re

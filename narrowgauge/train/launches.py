@@ -1,8 +1,10 @@
 """CUDA graphs of a run's steps, and messages about graphs, recompilation and GPU idle time."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,12 @@ from torch import Tensor, nn
 from narrowgauge import cuda_graphs
 from narrowgauge.diagnose import gpu_idle
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.console import Console
 from narrowgauge.train.loss import Batch, check_labels
-from narrowgauge.train.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.console import Console
+    from narrowgauge.train.metrics import MetricsLog
 
 TARGETS = "targets of the step"  # extra input of a captured micro-batch
 Taken = TypeVar("Taken")

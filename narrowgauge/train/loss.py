@@ -10,9 +10,11 @@ The output head and the loss are computed together over chunks of tokens
 logits are its output. `Objective.of` tests both on a few tokens and records the reason otherwise.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,9 @@ from narrowgauge.memory.loss import chunked_cross_entropy
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 from narrowgauge.recipe import Gemm
-from narrowgauge.train.config.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
 
 # Labels are aligned with the logits: logits[t] predict labels[t], without a shift
 Batch = dict[str, Tensor]

@@ -8,6 +8,8 @@ docs/architecture.md lists the events and their keys. `narrowgauge.diagnose.runs
 drops lines that a resumed run wrote a second time.
 """
 
+from __future__ import annotations
+
 import errno
 import importlib.util
 import os

@@ -5,10 +5,12 @@ the operands to bfloat16 and multiplies in float32. Attention is computed in flo
 is the same and many times faster.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,10 +28,12 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.rng import seed_all
 from narrowgauge.optim import precision as precisions
-from narrowgauge.recipe import Recipe
 from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
 from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
 from narrowgauge.train.recipe_schedule import chosen_recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Recipe
 
 
 def build(

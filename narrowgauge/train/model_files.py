@@ -6,12 +6,14 @@ attention implementation may name a kernel to download and run. All cases are re
 transformers opens the folder (checked with 5.23).
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Size, Tensor
 from transformers.utils import cached_file, logging
@@ -19,7 +21,9 @@ from transformers.utils import cached_file, logging
 from narrowgauge import storage
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.storage import reading
-from narrowgauge.train.checkpoint.store import Best
+
+if TYPE_CHECKING:
+    from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"
 PLAIN = re.compile(r"[^/\\]+\.safetensors")

@@ -1,7 +1,9 @@
 """Trainable parameters, memory options and optimizer of a run, built from its settings."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,12 @@ from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.checks import refuse_silent_failures
 from narrowgauge.optim.optimizers import OPTIMIZERS
 from narrowgauge.optim.param_groups import groups
-from narrowgauge.optim.precision import Precision
 from narrowgauge.optim.shards import is_sharded, local, local_gradient
 from narrowgauge.optim.size import state_bytes
 from narrowgauge.train.config.settings import TrainConfig, numbers_of_rule
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.precision import Precision
 
 _MASTERS = {"plain": None, "master": "fp32", "stochastic": "stochastic"}
 

@@ -3,10 +3,12 @@
 Remote code is never executed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -14,9 +16,11 @@ import transformers
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.storage import reading
 from narrowgauge.train.checkpoint.store import nonfinite
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.console import tell
 from narrowgauge.train.model_files import OF_MODELS, quiet, refuse_foreign_code
+
+if TYPE_CHECKING:
+    from narrowgauge.train.config.settings import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Recipe switches of a run: recipes over the steps."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

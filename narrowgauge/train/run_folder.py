@@ -4,6 +4,8 @@ The layout is in docs/architecture.md. One process holds a run at a time. It loc
 with flock, which the kernel releases when the process ends, even by kill -9.
 """
 
+from __future__ import annotations
+
 import fcntl
 import json
 import os

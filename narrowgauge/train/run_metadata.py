@@ -3,12 +3,14 @@
 The keys of run.json are in docs/architecture.md.
 """
 
+from __future__ import annotations
+
 import platform
 import sys
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,10 +25,12 @@ from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.float32_modules import SOFTMAX, kept_modules, summary
 from narrowgauge.optim import state_bytes
 from narrowgauge.train.attention import softmax_words
-from narrowgauge.train.console import Console
 from narrowgauge.train.device import device_name
 from narrowgauge.train.optimizer import cast_summary
-from narrowgauge.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from narrowgauge.train.console import Console
+    from narrowgauge.train.trainer import Trainer
 
 DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -1,15 +1,19 @@
 """Checks that a checkpoint belongs to a run: step, numeric settings, data, past switches."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge import manifest
 from narrowgauge.diagnose import forms
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
 from narrowgauge.train.checkpoint import state
-from narrowgauge.train.checkpoint.store import Checkpoint
 from narrowgauge.train.config.settings import TrainConfig, former_key, key_of
+
+if TYPE_CHECKING:
+    from narrowgauge.train.checkpoint.store import Checkpoint
 
 
 def refuse(

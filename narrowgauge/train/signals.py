@@ -10,6 +10,8 @@ The first Ctrl-C requests a stop. The second raises KeyboardInterrupt at once. S
 SIGTERM before they take a machine away: every SIGTERM only requests a stop.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

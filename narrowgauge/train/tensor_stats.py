@@ -6,10 +6,12 @@ observer reads the operands of each matmul, so nothing is computed twice. Only t
 of a step is used.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,10 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Gemm
 from narrowgauge.scaling import times_scale
-from narrowgauge.train.console import Console
-from narrowgauge.train.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from narrowgauge.train.console import Console
+    from narrowgauge.train.metrics import MetricsLog
 
 WHERE = {("output", "x"), ("output", "w"), ("grad_input", "gy")}
 

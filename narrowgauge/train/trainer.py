@@ -17,28 +17,32 @@ computes its own micro-batches of a step. Decisions and logged values always cov
 Plugins (`callback`) such as the guard see and change a run through the methods of Trainer.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from narrowgauge.errors import DataError, NumericsError
 from narrowgauge.snapshot import Scope, Snapshot, Training
-from narrowgauge.train.assembly import assembled
+from narrowgauge.train.assembly import ALONE, Given, assembled
 from narrowgauge.train.callback import Callback, Callbacks
-from narrowgauge.train.checkpoint import store
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.console import Console
 from narrowgauge.train.deferred import MOST, QueuedStep, SkipFlags, StepQueue, waits
-from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.observation import RunObservation
 from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.recipe_schedule import RecipeSwitch
-from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.signals import AgreedStop, StopRequest
-from narrowgauge.train.tasks import StepBatch, TrainTask
+
+if TYPE_CHECKING:
+    from narrowgauge.train.checkpoint import store
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.console import Console
+    from narrowgauge.train.metrics import MetricsLog
+    from narrowgauge.train.recipe_schedule import RecipeSwitch
+    from narrowgauge.train.run_folder import RunFolder
+    from narrowgauge.train.tasks import StepBatch, TrainTask
 
 # float16: so many overflows in a row mean that lowering the loss scale does not help
 MOST_SKIPPED_STEPS = 20
@@ -59,21 +63,22 @@ class Trainer:
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, task: TrainTask, log: MetricsLog,
-        has_own_peak: bool = True, ranks: Ranks | None = None, plugins: Sequence[Callable[["Trainer"], Callback]] = (),
+        given: Given = ALONE, ranks: Ranks | None = None, plugins: Sequence[Callable[[Trainer], Callback]] = (),
     ) -> None:  # fmt: skip
         """Builds all parts and resumes from the newest valid checkpoint, if there is one.
 
-        has_own_peak  the process's peak memory belongs to this run alone
-        ranks         the ranks that share the micro-batches of a step (config.micro_batches); None:
-                      one process
-        plugins       each is called with this Trainer before it resumes, and returns a Callback
+        config   settings whose checkpointing is not "auto" (`planning.policy.resolved`)
+        given    facts that are known before the parts are built
+        ranks    the ranks that share the micro-batches of a step (config.micro_batches); None: one
+                 process
+        plugins  each is called with this Trainer before it resumes, and returns a Callback
         """
         self.ranks = ranks = ranks or Ranks()
         self.config, self.folder, self.task, self.log = config, folder, task, log
         self.stop: StopRequest | AgreedStop = (
             AgreedStop(StopRequest()) if ranks.world > 1 else StopRequest()
         )
-        parts = assembled(config, folder, task, ranks, has_own_peak)
+        parts = assembled(config, folder, task, ranks, given)
         self.setup, self.counters, self.model, self.feed = (
             parts.setup,
             parts.counters,

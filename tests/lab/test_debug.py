@@ -15,7 +15,8 @@ from narrowgauge.cli import main
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.formats import E2M1
 from narrowgauge.lab import probe, training
-from narrowgauge.lab.debug import _steps_taken, debug
+from narrowgauge.lab.debug import debug
+from narrowgauge.lab.ladder_of_run import steps_taken
 from narrowgauge.recipe import Cast, Gemm
 from narrowgauge.train.run_folder import RunFolder
 from tests.raising import coded, raises, with_code
@@ -175,11 +176,11 @@ def test_a_run_without_a_checkpoint_is_told_what_to_do(make, capsys):
 def test_too_few_steps_are_counted_where_they_are_missing(tmp_path, asked, words):
     """Steps that the run has and steps that the flags ask for are two numbers with two remedies."""
     with raises(ConfigError, words):
-        _steps_taken(tmp_path, *asked)
+        steps_taken(tmp_path, *asked)
 
 
 def test_the_advice_on_too_few_steps_is_enough(tmp_path):
     assert (
-        _steps_taken(tmp_path, 6, 10, 0, 20, 20) == 16
-        and _steps_taken(tmp_path, 6, 100, 0, 20, 20) == 20
+        steps_taken(tmp_path, 6, 10, 0, 20, 20) == 16
+        and steps_taken(tmp_path, 6, 100, 0, 20, 20) == 20
     )

@@ -51,10 +51,10 @@ def reports(request, monkeypatch):
 @pytest.fixture
 def before_step(monkeypatch):
     """before_step(3, do): calls do(trainer) once, just before optimizer step 3 is computed."""
-    from narrowgauge.train import loop
+    from narrowgauge.train.trainer import Trainer
 
     def install(number, do):
-        real = loop.Trainer._optimizer_step
+        real = Trainer._optimizer_step
         done = []
 
         def step(trainer):
@@ -63,6 +63,6 @@ def before_step(monkeypatch):
                 do(trainer)
             return real(trainer)
 
-        monkeypatch.setattr(loop.Trainer, "_optimizer_step", step)
+        monkeypatch.setattr(Trainer, "_optimizer_step", step)
 
     return install

@@ -12,7 +12,7 @@ import torch
 from narrowgauge import storage
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.cpp import build
-from narrowgauge.train import device, loop
+from narrowgauge.train import device, loop, one_run
 from tests.processes import PYTHON, ROOT, run
 from tests.raising import raises, require, with_code
 
@@ -39,7 +39,7 @@ def caches_of_a_run(make, monkeypatch, **changes) -> dict[str, Path]:
         found.update({variable: Path(os.environ[variable]) for variable in VARIABLES})
         raise Enough
 
-    monkeypatch.setattr(loop, "Trainer", start)
+    monkeypatch.setattr(one_run, "Trainer", start)
     monkeypatch.setattr(loop, "refuse_without_compiler", lambda device: None)
     with pytest.raises(Enough):
         loop.run(make(compile=True, **changes))

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.train import loop, run_checkpoints
+from narrowgauge.train import loop, one_run, run_checkpoints
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import replace
@@ -230,7 +230,7 @@ def counted_export(config: Any) -> tuple[Any, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("trained_weights", "export"):
-            patch.setattr(loop, name, counted(getattr(loop, name)))
+            patch.setattr(one_run, name, counted(getattr(one_run, name)))
         return trained(config), counter.most
 
 

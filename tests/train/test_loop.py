@@ -24,7 +24,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.optim import PRECISIONS
 from narrowgauge.report.groups import identity
 from narrowgauge.report.run_data import read_alone
-from narrowgauge.train import assembly, device, loop
+from narrowgauge.train import assembly, device, loop, one_run
 from narrowgauge.train import trainer as trainer_module
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config.settings import replace
@@ -263,9 +263,9 @@ def test_looking_changes_nothing(make, recipe, precision):
 @pytest.mark.parametrize("precision", ["amp-bf16", "bf16-o2"])
 def test_final_is_the_trained_model(make, monkeypatch, precision):
     models = []
-    real = loop.export
+    real = one_run.export
     monkeypatch.setattr(
-        loop, "export", lambda model, *rest: (models.append(model), real(model, *rest))
+        one_run, "export", lambda model, *rest: (models.append(model), real(model, *rest))
     )
     config = make(recipe="fp8-delayed", precision=precision, steps=2, layers=1)
     assert loop.run(config) == 0

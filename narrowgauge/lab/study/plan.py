@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from narrowgauge.diagnose import study_file
 from narrowgauge.diagnose.seeds import Margin
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.storage import reading
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import (
     InvalidSettings,
@@ -41,7 +44,7 @@ from narrowgauge.train.config.settings import (
     resolved,
     shown,
 )
-from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
+from narrowgauge.train.run_folder import LOCK, MAY_CHANGE, RunFolder, hold
 
 MOST_RUNS = 10_000
 OF_RUNS = {"recipe": "--recipes", "seed": "--seeds"}  # settings that the study sets for each run
@@ -194,6 +197,17 @@ class StudyFolder:
         self.path = path
         self.facts, self.config = path / study_file.NAME, path / "config.toml"
         self.metrics, self.lock = path / "metrics.jsonl", path / "lock"
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Creates the folder if necessary, and locks it."""
+        with storage.refusals("use the study's folder", self.path):
+            storage.make_folder(self.path)
+            lock = reading.opened_to_append(self.lock, LOCK)
+        with lock:
+            hold(lock, self.path)
+            storage.probe(self.path)
+            yield
 
     def stored(self) -> dict[str, Any] | None:
         """Contents of study.json, or None without the file. Raises ConfigError if it is damaged."""

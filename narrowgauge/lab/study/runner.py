@@ -10,46 +10,24 @@ result = run(study)
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge import recipes, storage
-from narrowgauge.diagnose import seeds_text
-from narrowgauge.diagnose.seeds import NOT_FINITE, SeedComparison
-from narrowgauge.errors import EXIT_CANNOT_TELL, ConfigError, OutOfMemoryError
+from narrowgauge.diagnose.seeds import NOT_FINITE
+from narrowgauge.errors import ConfigError
 from narrowgauge.lab.study import room
+from narrowgauge.lab.study.conclusion import StudyResult, conclude, ending
 from narrowgauge.lab.study.plan import Job, Study, StudyFolder, refuse_metric
 from narrowgauge.lab.study.pool import Pool
 from narrowgauge.lab.study.progress import StudyProgress
-from narrowgauge.report import groups, several
-from narrowgauge.report.run_data import read_alone
-from narrowgauge.storage import reading
 from narrowgauge.train import preparation
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import NO_RECIPE
 from narrowgauge.train.console import tell
-from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.parallel.ranks import under_torchrun
-from narrowgauge.train.run_folder import LOCK, hold
 from narrowgauge.train.signals import StopRequest
-
-
-@dataclass(frozen=True)
-class StudyResult:
-    """Outcome of a study.
-
-    exit_code  see `run`
-    verdicts   comparison of each other recipe with the reference; [] if the study was stopped
-    failed     {run folder: reason}
-    """
-
-    exit_code: int
-    verdicts: list[SeedComparison] = field(default_factory=list)
-    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 def run(study: Study) -> StudyResult:
@@ -72,7 +50,7 @@ def run(study: Study) -> StudyResult:
             "study: starts its own processes. Run it without torchrun.", code="study.torchrun"
         )
     folder = StudyFolder(study.output)
-    with _claimed(folder), StopRequest() as stop:
+    with folder.claimed(), StopRequest() as stop:
         stored = folder.stored()
         folder.refuse(study, stored)
         tell(f"Reading {study.config.data} ...")
@@ -102,7 +80,7 @@ def run(study: Study) -> StudyResult:
         if stop.requested:
             tell("Continue: the same command.")
             return StudyResult(stop.exit_code)
-        return _conclude(study, folder, facts)
+        return conclude(study, folder, facts)
 
 
 def _refuse_recipes(study: Study) -> None:
@@ -121,18 +99,6 @@ def _refuse_recipes(study: Study) -> None:
                 code="study.same-recipe",
             )
         known[full] = name
-
-
-@contextmanager
-def _claimed(folder: StudyFolder) -> Iterator[None]:
-    """Creates the folder if necessary, and locks it."""
-    with storage.refusals("use the study's folder", folder.path):
-        storage.make_folder(folder.path)
-        lock = reading.opened_to_append(folder.lock, LOCK)
-    with lock:
-        hold(lock, folder.path)
-        storage.probe(folder.path)
-        yield
 
 
 def _facts(study: Study, stored: dict[str, Any] | None, steps: int, most: int) -> dict[str, Any]:
@@ -160,7 +126,7 @@ def _train(
     """Trains missing runs; adds failures to `facts`."""
     folder, jobs, threads = StudyFolder(study.output), study.jobs(), facts["threads"]
     with StudyProgress(jobs, steps, most) as progress:
-        progress.over = {job.name: why for job in jobs if (why := _over(job)) is not None}
+        progress.over = {job.name: why for job in jobs if (why := ending(job)) is not None}
         missing = [job for job in jobs if job.name not in progress.over]
         words = (
             f"{len(progress.over)} of {len(jobs)} runs are done already; " if progress.over else ""
@@ -200,48 +166,3 @@ def _train(
             ended,
             {"OMP_NUM_THREADS": str(threads)} if threads else {},
         ).run(missing, stop)
-
-
-def _over(job: Job) -> str | None:
-    """'' for a finished run, NOT_FINITE for a diverged one; None if it must be trained."""
-    if not os.path.lexists(job.folder / "run.json"):
-        return None
-    _, why = groups.final(read_alone(job.folder), "loss")
-    return why if why in ("", NOT_FINITE) else None
-
-
-def _conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> StudyResult:
-    """Computes the verdicts, prints and logs them, and writes the report."""
-    # The numbers of seeds at which verdicts were computed: repeated looks weaken the evidence.
-    facts["looks"] = list(dict.fromkeys([*facts["looks"], len(study.seeds)]))
-    folder.write(facts, study.config)
-    found = several.of_study(folder.path)
-    verdicts = found.verdicts()
-    with MetricsLog(folder.metrics) as log:
-        numbers = [each.numbers() for each in verdicts]
-        log.write(
-            "study",
-            facts["steps"],
-            metric=found.metric,
-            reference=found.groups[0].name,
-            verdicts=numbers,
-        )
-        log.sync()
-    for each in verdicts:
-        print(seeds_text.verdict(each).text(each.runs.name))
-    for words in several.limits(found, facts):
-        print(words)
-    for recorded, why in found.apart:
-        tell(f"{recorded.folder.name} is left out of the verdicts: {why}.")
-    tell(f"Report: {several.write(found, folder.path / 'report.html', facts)}")
-    failed = facts["failed"]
-    code = (
-        OutOfMemoryError.exit_code
-        if failed and set(failed.values()) <= {"out of memory"}
-        else int(bool(failed) or bool(found.apart))
-    )
-    if not code and any(each.is_insensitive for each in verdicts):
-        code = EXIT_CANNOT_TELL
-    for name, why in failed.items():
-        tell(f"{name} failed: {why}. The same command tries it again.")
-    return StudyResult(code, verdicts, failed)

@@ -11,6 +11,8 @@ The position in the data is not saved: it follows from the step number (see `dat
 fact `position` of the checkpoint.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterator, Mapping

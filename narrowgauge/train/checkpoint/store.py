@@ -22,6 +22,8 @@ Not supported: several writers of one folder (the lock of the run folder exclude
 asynchronous saves.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os

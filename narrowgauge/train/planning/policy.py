@@ -16,8 +16,22 @@ from narrowgauge.train.planning.counts import Counts
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.parallel.ranks import Ranks
 
 MEMORY, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def resolved(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, str]:
+    """Returns (settings whose checkpointing is not "auto", reason for the chosen policy or '').
+
+    Call it before the model is allocated, since the choice needs the free memory. Rank 0 resolves
+    "auto" and broadcasts the result, since estimates could differ between ranks.
+    """
+    if config.checkpointing != "auto":
+        return config, ""
+    device = ranks.device(config.device)
+    policy, note = ranks.told_by_first(lambda: settled(config, device))
+    return replace(config, checkpointing=policy), note
 
 
 def settled(config: TrainConfig, device: torch.device) -> tuple[str, str]:

@@ -1,14 +1,18 @@
 """Class names and their order, and notes on class frequencies."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge import data
 from narrowgauge.errors import DataError
-from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.pretrained import ModelClass, own_configuration
+
+if TYPE_CHECKING:
+    from narrowgauge import data
+    from narrowgauge.train.config.settings import TrainConfig
 
 SHOWN_CLASSES = 10
 MOST_CLASSES = 1000  # a column with more distinct labels probably holds texts or numbers

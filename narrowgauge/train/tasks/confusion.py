@@ -9,15 +9,19 @@ f1_k     = 2 counts[k, k] / (true_k + predicted_k)
 scikit-learn serves as a test oracle only; docs/dependencies.md gives the reason.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.tasks.task import Readings, total_of
+
+if TYPE_CHECKING:
+    from narrowgauge.train.loss import Batch
 
 
 def class_scores(readings: Readings, batches: Iterator[Batch], classes: int) -> dict[str, Any]:

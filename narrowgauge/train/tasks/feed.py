@@ -4,18 +4,22 @@ A step's examples do not depend on the number of micro-batches, which changes pe
 the gradient. `SkippingFeed` skips batches after a loss spike (`on_spike = skip`).
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge import data
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.plan import runs
 from narrowgauge.diagnose.left_out import batch_of
 from narrowgauge.errors import DataError
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.tasks.task import Feed, StepBatch
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.train.loss import Batch
 
 KEY = "left_out"  # key in the feed's state; absent if no batch is skipped
 

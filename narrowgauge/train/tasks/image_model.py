@@ -8,6 +8,8 @@ If no file defines the preprocessing, images are resized to the model's image_si
 and scaled to [-1, 1].
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

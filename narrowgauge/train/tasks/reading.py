@@ -6,20 +6,24 @@ same side. Related rows (`ExampleArrays.group`, such as all questions on one tex
 of their group.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from narrowgauge import data
-from narrowgauge.data.batches import Indices
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.pretrained import ModelClass, own_configuration
 from narrowgauge.train.tasks.task import SPLIT_SEED
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
 
 FEW = 20  # validation examples below which a note warns
 # Position ids of these model types start at pad_token_id + 1; the positions before carry no token.

@@ -4,27 +4,31 @@ Module `reading` reads the rows, module `feed` draws training batches, and each 
 its columns, loss and metrics.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
 from narrowgauge import data
-from narrowgauge.data.batches import Indices
 from narrowgauge.data.rows import round_up
 from narrowgauge.errors import Reason
 from narrowgauge.nn.converted_model import suspended
-from narrowgauge.train.config.settings import TrainConfig
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.pretrained import ModelClass, check_sizes, pretrained
 from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.reading import longest_example, read
 from narrowgauge.train.tasks.task import Readings, Shape, TrainTask
+
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import Indices
+    from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Batch
 
 EVAL_ORDER = b"evaluation"
 # tokens_per_forward is rounded to this many tokens: runs on nearly the same data then share the
@@ -264,7 +268,7 @@ class TableTask(TrainTask):
         check_sizes(model, self.tokenizer, "data.max_length", self.config.max_length)
         return model
 
-    def feed(self, model: Any) -> "TableFeed":
+    def feed(self, model: Any) -> TableFeed:
         train = self.train
         sampler = data.LengthBatchSampler(train.lengths, self._batching, strata=self._strata)
         collate = self.collator(widths=sampler.widths)

@@ -7,21 +7,25 @@ without a KV cache: the whole context is recomputed for each token, which takes 
 small model. The model is in evaluation mode.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from narrowgauge import data
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.train.config.settings import TrainConfig, resolved
-from narrowgauge.train.loss import Batch
 from narrowgauge.train.pretrained import CAUSAL_LM, ModelClass, language_model
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, Shape, StepBatch, TrainTask
+
+if TYPE_CHECKING:
+    from narrowgauge.train.loss import Batch
 
 TEMPERATURE = 0.8
 TOP_K = 40

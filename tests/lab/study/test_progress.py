@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from narrowgauge.lab.study import conclusion
 from narrowgauge.lab.study import progress as module
-from narrowgauge.lab.study import runner
 from narrowgauge.lab.study.plan import Job
 from narrowgauge.lab.study.progress import Reached, StudyProgress, reached
 from tests.report.synthetic_run import Plan, write_run
@@ -82,9 +82,9 @@ def test_finished_and_diverged_runs_are_not_repeated_and_others_are(tmp_path):
     for name, plan in plans.items():
         made = Job(name, 0, tmp_path / name)
         write_run(made.folder, plan)
-        found[name] = runner._over(made)
+        found[name] = conclusion.ending(made)
     (tmp_path / "empty").mkdir()
-    found["empty"] = runner._over(Job("empty", 0, tmp_path / "empty"))
+    found["empty"] = conclusion.ending(Job("empty", 0, tmp_path / "empty"))
     assert found == {
         "finished": "",
         "diverged": "not finite",
