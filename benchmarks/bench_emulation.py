@@ -8,6 +8,7 @@ Cases, all in one run and interleaved:
     bf16-recipe      the same operands through the recipe `bf16` (on a CPU without bfloat16 instructions: multiplied in float32)
     fp32             the plain model in float32
     fp8-..., mxfp8   the recipes, under the same autocast, weights quantized once per step
+    ...-definition   the recipe whose casts run the definition in plain torch, as without a C++ compiler
     torchao          torchao's Float8Linear, tensor-wise, emulate=True, under the same autocast
 
 A CPU without bfloat16 instructions (no AVX512-BF16, AMX or AVX-VNNI-2) runs torch's bf16 GEMM through a slow path, which flatters
@@ -20,13 +21,21 @@ import argparse
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from benchmarks.harness import RESULTS, measure, ratio, record, rows, table
 
-RECIPES = ("bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8")
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Recipe
+
+RECIPES = (
+    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8", "nvfp4", "mxfp4",
+)  # fmt: skip
+BY_DEFINITION = ("nvfp4", "mxfp4")
 BATCH, TOKENS, VOCABULARY = 8, 256, 4096
 
 
@@ -60,22 +69,42 @@ def main() -> None:
 def cases(skip: Sequence[str]) -> dict[str, Callable[[], object]]:
     """Name -> one forward and backward pass."""
     import narrowgauge as ng
+    from narrowgauge import recipes
     from narrowgauge.ops.registry import device_facts
     from narrowgauge.train.attention import use_float32_attention
 
     plain = llama()
-    found: dict[str, Callable[[], object]] = {"bf16": step(copy.deepcopy(plain), autocast=True)}
-    for name in RECIPES:
+
+    def converted(recipe: Recipe) -> Callable[[], None]:
         model = copy.deepcopy(plain)
         if not device_facts("cpu", None).bf16_gemm:
             use_float32_attention(model)
-        ng.convert(model, {"*": name, "lm_head": "bf16"})
+        ng.convert(model, {"*": recipe, "lm_head": "bf16"})
         ng.advance(model)
-        found["bf16-recipe" if name == "bf16" else name] = step(model, autocast=True)
+        return step(model, autocast=True)
+
+    found: dict[str, Callable[[], object]] = {"bf16": step(copy.deepcopy(plain), autocast=True)}
+    for name in RECIPES:
+        found["bf16-recipe" if name == "bf16" else name] = converted(recipes.get(name))
+    for name in BY_DEFINITION:
+        # Another name, since layers of one recipe share the choice of kernels.
+        case = f"{name}-definition"
+        found[case] = cast_by_definition(converted(replace(recipes.get(name), name=case)))
     found["fp32"] = step(copy.deepcopy(plain), autocast=False)
     if "torchao" not in skip:
         found["torchao"] = step(torchao_model(plain), autocast=True)
     return found
+
+
+def cast_by_definition(run: Callable[[], None]) -> Callable[[], None]:
+    """`run` without the C++ library of casts. The first call chooses the kernels."""
+    from narrowgauge.ops.quantize import cpp
+
+    def without() -> None:
+        with mock.patch.dict(vars(cpp.LIBRARY), missing="switched off"):
+            run()
+
+    return without
 
 
 def llama() -> Any:

@@ -234,7 +234,7 @@ def planted(
         side == "rhs"
     ]
     if fault in ("saturate", "underflow"):
-        window: Any = layer.window(role)
+        window: Any = layer.amax_history(role)
         before = window.history.clone(), window.live.clone()
         cast: Cast = getattr(gemm, side)
         factor = (

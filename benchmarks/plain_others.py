@@ -56,7 +56,7 @@ def train(task: str, folder: Path, data: Path, output: Path, settings: dict[str,
     arguments = transformers.TrainingArguments(
         str(output), max_steps=settings["steps"], per_device_train_batch_size=settings["batch_size"], seed=settings["seed"],
         learning_rate=settings["learning_rate"], warmup_steps=settings["warmup_steps"], weight_decay=settings["weight_decay"],
-        adam_beta2=settings["beta2"], lr_scheduler_type="cosine", max_grad_norm=1.0, use_cpu=True, save_strategy="no", report_to=[],
+        adam_beta2=settings["betas"][1], lr_scheduler_type="cosine", max_grad_norm=1.0, use_cpu=True, save_strategy="no", report_to=[],
         disable_tqdm=True, logging_strategy="no", remove_unused_columns=False,
     )  # fmt: skip
     if task == "image-classification":

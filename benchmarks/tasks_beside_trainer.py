@@ -35,7 +35,7 @@ TAGS = ("O", "B-cold", "B-warm", "I-cold", "I-warm")
 def main() -> None:
     options = _options()
     settings = {
-        "steps": options.steps, "batch_size": 16, "learning_rate": 2e-3, "warmup_steps": 15, "weight_decay": 0.01, "beta2": 0.999,
+        "steps": options.steps, "batch_size": 16, "learning_rate": 2e-3, "warmup_steps": 15, "weight_decay": 0.01, "betas": (0.9, 0.999),
         "max_length": 32, "stride": 8, "rows": 1200, "held_out": 400, "order": options.order,
     }  # fmt: skip
     for task in options.tasks:
@@ -155,12 +155,12 @@ def ours(
             "learning_rate",
             "warmup_steps",
             "weight_decay",
-            "beta2",
             "seed",
         )
     }
     from benchmarks import plain_others
 
+    shared["betas"] = tuple(settings["betas"])  # a list if the settings came from a file
     own = plain_others.own_settings(task, settings)
     own |= (
         {"max_length": settings["max_length"], "stride": settings["stride"]}

@@ -69,8 +69,8 @@ def by_definition(rule, amax, format):
 @every_rule
 @pytest.mark.parametrize("format", quick([E4M3, E2M1, INT8], formats.ELEMENTS), ids=str)
 def test_scales_follow_their_definition(rule, format):
-    """At the edges and on 3,000 random bit patterns (exact, against fractions)."""
-    amax = torch.cat((edges(format), random_bit_patterns(3_000, seed=4).abs()))
+    """At the edges and on 1,000 random bit patterns (exact, against fractions)."""
+    amax = torch.cat((edges(format), random_bit_patterns(1_000, seed=4).abs()))
     assert_same(plain(rule(amax, format)), by_definition(rule, amax, format))
 
 

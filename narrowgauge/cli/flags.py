@@ -23,9 +23,11 @@ from cyclopts import Group, Parameter, Token
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import checkpoint_ref, run_folder
 from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
+from narrowgauge.train.config.merged_settings import MERGED
 from narrowgauge.train.config.rules import former_path
 from narrowgauge.train.config.settings import (
     NO_RECIPE,
+    NUMBERS,
     TABLE,
     OneOf,
     OneOrPair,
@@ -39,6 +41,7 @@ from narrowgauge.train.config.settings import (
 )
 
 FORMERLY = "formerly_"  # prefix of the parameter of a former flag
+EARLIER = "earlier_"  # the same for a flag with a table, of a setting that is one with others now
 WHOLE = "whole_"  # prefix of the parameter of --model.name, beside --model
 PART = "__"  # stands for the dot of --guard.every in the name of a parameter
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
@@ -111,14 +114,23 @@ def from_flags(given: Mapping[str, Any]) -> toml.Given:
     """Settings by flags; `given` names the parameters of `signature_of`."""
     entries = []
     for parameter, value in given.items():
-        name = parameter.removeprefix(FORMERLY).removeprefix(WHOLE).replace(PART, ".")
-        each = TrainConfig.__dataclass_fields__.get(name)
-        key = path_of(each) if each and parameter.startswith(WHOLE) else key_of_name(name)
-        if parameter.startswith(FORMERLY):
-            key = former_key(each) if each else former_path(key)
-        former = flag(key) if parameter.startswith(FORMERLY) else ""
+        name, key, former = _named(parameter)
         entries.append((name, flag(key), toml.Entry(value, flag(key), former)))
     return toml.given(entries)
+
+
+def _named(parameter: str) -> tuple[str, str, str]:
+    """(field or part, key as written, former flag or '') of a parameter of `signature_of`."""
+    name = parameter.removeprefix(FORMERLY).removeprefix(EARLIER).removeprefix(WHOLE)
+    name = name.replace(PART, ".")
+    each = TrainConfig.__dataclass_fields__.get(name)
+    earlier = next((key for key, part in toml.EARLIER.items() if part == name), key_of_name(name))
+    if parameter.startswith(FORMERLY):
+        key = former_key(each) if each else former_path(earlier)
+        return name, key, flag(key)
+    if parameter.startswith(EARLIER):
+        return name, earlier, flag(earlier)
+    return name, path_of(each) if each and parameter.startswith(WHOLE) else key_of_name(name), ""
 
 
 def say_former(*layers: toml.Given) -> None:
@@ -155,21 +167,36 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
         if former_key(each) not in (key_of(each), path_of(each)):
             former = _parameter(each, FORMERLY + each.name, former_key(each), show=False)
             parameters.append(former)
+    parameters += [
+        _part(prefix + part.replace(".", PART), key, "", kind, show=False)
+        for earlier, part in toml.EARLIER.items()
+        for name, _, word in (part.partition("."),)
+        if name not in without
+        for kind in (MERGED[name].kinds[word],)
+        for prefix, key in ((EARLIER, earlier), (FORMERLY, former_path(earlier)))
+    ]
     return inspect.Signature(parameters)
 
 
-def _part(name: str, key: str, help: str, **shape: Any) -> inspect.Parameter:
+def _part(name: str, key: str, help: str, kind: type = str, **shape: Any) -> inspect.Parameter:
     """Parameter of a function that stands for a part of a setting."""
+    if kind is bool:
+        shape |= {"negative": f"--no-{flag(key)[2:]}"}
+    elif kind is not str:
+        shape |= {"converter": _read_value}
     words = Parameter(name=flag(key), help=help, show_default=False, **shape)
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str, words]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, words]
     )
 
 
 def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.Parameter:
     """Parameter of a function that stands for a setting, with the flag of `key`."""
     is_table = each.type is TABLE
-    read = None if each.type is bool else _read_table if is_table else _read_value
+    # A pair is one word, 0.9,0.95: cyclopts would take two.
+    kind = list[str] if is_table else str if each.type is NUMBERS else each.type
+    readers = {bool: None, TABLE: _read_table, NUMBERS: _read_numbers}
+    read = readers.get(each.type, _read_value)
     shape |= {"negative": f"--no-{flag(key)[2:]}"} if each.type is bool else {}
     parameter = Parameter(
         name=flag(key), help=_help(each), negative_iterable=(), show_default=False, converter=read, **shape
@@ -177,7 +204,7 @@ def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.P
     # None stands for a table that was not given: a dict is no default of a signature.
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None if is_table else each.default,
-        annotation=Annotated[list[str] if is_table else each.type, parameter],
+        annotation=Annotated[kind, parameter],
     )  # fmt: skip
 
 
@@ -204,6 +231,14 @@ def _read_value(kind: Any, tokens: Sequence[Token]) -> Any:
         return kind(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
+
+
+def _read_numbers(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
+    text = tokens[0].value
+    try:
+        return tuple(float(number) for number in text.strip("[] ").split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not numbers with commas, as 0.9,0.95") from None
 
 
 def _read_part(kind: Any, tokens: Sequence[Token]) -> Any:

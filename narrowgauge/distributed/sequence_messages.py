@@ -224,13 +224,13 @@ def _cache_casts(found: DTensor, operand: Operand, reader: QLinear, layers: list
 
     # Layers with the same recipe read the same tensor, so their histories get the same state.
     same_recipe = [each for each in layers if each is not reader and each.recipe == reader.recipe]
-    windows = [
+    amax_states = [
         state
         for each in same_recipe
         if _refuse(each, "x") is None and (state := each.amax_state("x")) is not None
     ]
-    if windows:
-        torch._foreach_copy_(windows, [operand.state] * len(windows))
+    if amax_states:
+        torch._foreach_copy_(amax_states, [operand.state] * len(amax_states))
 
 
 def _filled(x: Tensor, axis: int, tokens: int, ranks: int) -> tuple[Tensor, torch.Size]:

@@ -317,7 +317,7 @@ def _max_reduced_state(layer: QLinear) -> Iterator[Tensor]:
 
     These are (seen, nonfinite) of each amax history and the sampler's readings.
     """
-    for window in (layer.scaling or {}).values():
-        yield window.live[SEEN:]  # type: ignore[index]
+    for history in (layer.scaling or {}).values():
+        yield history.live[SEEN:]  # type: ignore[index]
     if layer.sampling is not None:
         yield layer.sampling.live

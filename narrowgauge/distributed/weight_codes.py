@@ -38,28 +38,32 @@ def coder_of(
     plan: OperandPlan,
     shard: LocalRows,
     columns: int,
-    window: Callable[[], Tensor | None],
+    amax_state: Callable[[], Tensor | None],
 ) -> QuantizedCoder | StraightThroughCoder:
     """Return the coder of a weight.
 
-    recipe   of the layer
-    plan     its weight's OperandPlan
-    shard    this rank's rows
-    columns  K
-    window   returns the amax state of the weight under delayed scaling, else None
+    recipe      of the layer
+    plan        its weight's OperandPlan
+    shard       this rank's rows
+    columns     K
+    amax_state  returns the amax state of the weight under delayed scaling, else None
     """
     if recipe.backward == "straight-through":
         return StraightThroughCoder(plan, shard, columns)
-    return QuantizedCoder(plan, shard, columns, window)
+    return QuantizedCoder(plan, shard, columns, amax_state)
 
 
 class QuantizedCoder:
     """Coder of recipes that quantize w and w.T separately, each from the master weight."""
 
     def __init__(
-        self, plan: OperandPlan, shard: LocalRows, columns: int, window: Callable[[], Tensor | None]
+        self,
+        plan: OperandPlan,
+        shard: LocalRows,
+        columns: int,
+        amax_state: Callable[[], Tensor | None],
     ) -> None:
-        self.plan, self.columns, self.window = plan, columns, window
+        self.plan, self.columns, self.amax_state = plan, columns, amax_state
         rows, cols = plan.rows, plan.cols
         assert rows is not None and cols is not None
         # One set of codes serves both GEMMs only if w.T is quantized exactly as w is.
@@ -108,7 +112,7 @@ class QuantizedCoder:
 
         It comes from the amax history if `use_history`, else from the weight itself (evaluation).
         """
-        own, state = self.amaxes["rows"].amax, self.window()
+        own, state = self.amaxes["rows"].amax, self.amax_state()
         assert own is not None and state is not None
         return update_amax(state, own, records=False) if use_history else own
 

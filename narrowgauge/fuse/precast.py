@@ -138,10 +138,10 @@ class FusedModule(FusedForward):
         same_recipe = [
             each for each in others if each.recipe == reader.recipe and refuse_reader(each) is None
         ]
-        windows = [each for layer in same_recipe if (each := layer.amax_state("x")) is not None]
-        if windows:
+        amax_states = [each for layer in same_recipe if (each := layer.amax_state("x")) is not None]
+        if amax_states:
             # One launch for all histories.
-            torch._foreach_copy_(windows, [operand.state] * len(windows))
+            torch._foreach_copy_(amax_states, [operand.state] * len(amax_states))
 
     def gradient_requests(self, tensors: Sequence[Given]) -> list[CastRequest | None]:
         """Return a cast per input gradient for its source layer; None if the kernel cannot add it."""

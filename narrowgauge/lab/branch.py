@@ -240,7 +240,7 @@ def _take_layers(parent: nn.Module, branch: nn.Module) -> list[str]:
 
 def _states(layer: Any) -> Iterator[tuple[str, nn.Module]]:
     for what, module in (
-        ("Amax windows", layer.scaling),
+        ("Amax histories", layer.scaling),
         ("Learned steps", layer.steps),
         ("Samplers", layer.sampling),
     ):
@@ -256,7 +256,7 @@ def _same(what: str, old: Any, new: Any) -> bool:
     """
     if isinstance(old, QEmbedding):
         return bool(old.format == new.format)
-    if what == "Amax windows":
+    if what == "Amax histories":
         windows = [
             {role: window for role, (window, _) in each.recipe.delayed_scaling().items()}
             for each in (old, new)

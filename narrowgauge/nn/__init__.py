@@ -1,16 +1,39 @@
-"""The low-precision Linear and its parts.
+"""The low-precision Linear and its parts: an index of questions, each with the file that answers it.
 
-question                                              file
-the three GEMMs; gradient of the bias                 linear_function, autograd_rules
-what backward needs of x and w, by recipe and device  keep_policy
-layout of an operand and its two casts                operands
-formats of a recipe                                   narrowgauge.recipes
-kernel of a GEMM on a device; emulation               plan; NEEDS in narrowgauge.ops.mm.spec
-end of an optimizer step                              step_end
-amax histories; amax within a step                    amax_history; ops.quantize.amax_state
-cached casts of a weight, writes through .data        weight_cache; all caches: cast_sources
-evaluation without gradients: no cache is read        linear
-random numbers and their repetition, checkpointing    noise; ops.random
-keys of a state dict                                  state_loading
-another recipe for one layer or one GEMM              narrowgauge.conversion
+One forward and backward pass
+    what a user touches: `linear`, `QLinear`                      linear; errors: linear_refusals
+    the three GEMMs; gradient of the bias                         linear_function, autograd_rules
+    what one call asks for: plan, output type, ranks, observer    linear_context
+    kernels of a recipe on a device; emulation                    plan; NEEDS in ops.mm.spec
+    layout of an operand and its two casts                        operands
+    backward reads the codes of forward (INT4)                    straight_through
+    what backward saves of x, w and gy, by recipe and device      keep_policy
+    random numbers and their repetition, checkpointing            noise; ops.random
+    rotation of a GEMM's operands                                 rotation; on a GPU rotated_pieces
+    rows that a product samples or drops                          leverage_score
+    DTensors; torch's own forward, with the recipe suspended      sharded; suspended_linear
+    torch.fx, functorch, forward-mode AD                          transforms
+
+Casts that are made once and read often
+    who may have made a cast already; when q, k and v share one   cast_sources
+    casts of a weight within a step, writes through .data         weight_cache
+
+What a recipe adds to a layer
+    attributes; what copy, deepcopy and pickle take along         converted_state, linear_state
+    keys of a state dict; loading without them                    state_loading
+    amax histories; amax within a step                            amax_history, ops.quantize.amax_state
+    learned steps                                                 learned_step
+    a frozen weight as codes; its Parameter when it is read       frozen; coded_weight
+    an embedding as codes                                         embedding
+    formats of a recipe                                           narrowgauge.recipe
+    another recipe for one layer or one GEMM                      narrowgauge.conversion
+
+A whole model, and its training loop
+    advance, suspended, non-finite amaxes                         converted_model
+    end of an optimizer step; steps that a GradScaler skips       step_end
+    loops that misuse a layer: no step ends                       step_watch, step_warnings
+    a weight that is multiplied without its layer                 bypassed_weights
+    a copy of the model without recipes                           unconverted_copies
+    who observes operands and results                             observer
+    what keeps float32 in a 16-bit model; dropout on a CPU        float32_modules; dropout
 """

@@ -86,11 +86,11 @@ class AmaxHistory(LayerState):
     _followed: tuple[Tensor, int] | None = None  # history and version behind _lineage
     _was_seen = False  # whether `saw` was called in this step
 
-    def __init__(self, window: DelayedScaling, device: torch.device) -> None:
+    def __init__(self, settings: DelayedScaling, device: torch.device) -> None:
         super().__init__()
-        self.window = window
+        self.settings = settings
         self.register_buffer(
-            "history", torch.zeros(window.length, dtype=torch.float32, device=device)
+            "history", torch.zeros(settings.length, dtype=torch.float32, device=device)
         )
         self.register_buffer("live", torch.zeros(3, dtype=torch.float32, device=device))
         self.register_buffer("nonfinite", torch.zeros(1, dtype=torch.int64, device=device))
@@ -164,22 +164,23 @@ class AmaxHistory(LayerState):
         )
 
     def extra_repr(self) -> str:
-        return str(self.window)
+        return str(self.settings)
 
 
 @torch.no_grad()
-def roll_history(windows: list[AmaxHistory]) -> None:
+def roll_history(histories: list[AmaxHistory]) -> None:
     """End a step for many amax histories, without a host synchronization.
 
     Histories with equal settings are updated together.
 
     A tensor that was not recorded, or was all zero, leaves history and scale unchanged, so ending a
-    step twice equals ending it once. A non-finite amax never enters the history: the scale of that
-    step was NaN, and the next step uses the amax from before.
+    step twice equals ending it once. A non-finite amax never enters the history: casts with that
+    amax had a scale of NaN, and the next step uses the amax from before. Whether a step that a
+    GradScaler skips ends at all is decided in `step_end`.
     """
     groups: dict[tuple[DelayedScaling, torch.device], list[AmaxHistory]] = {}
-    for window in windows:
-        groups.setdefault((window.window, window.live.device), []).append(window)
+    for each in histories:
+        groups.setdefault((each.settings, each.live.device), []).append(each)
     for (settings, _), members in groups.items():
         live = torch.stack([member.live for member in members])
         history = torch.stack([member.history for member in members])

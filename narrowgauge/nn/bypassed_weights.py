@@ -13,7 +13,8 @@ evaluation, another stage of a pipeline. The warning therefore needs two observa
 For 2 the Parameter's class changes while the step is computed, and changes
 back before an optimizer of torch steps. No value changes. Calls and weights
 of compiled layers are invisible here, so nothing is reported once
-torch.compile has compiled anything. Weights stored as codes are not watched.
+torch.compile has compiled anything. Not watched: weights stored as codes, weights of another class
+than nn.Parameter, suspended layers, and layers whose recipe casts nothing (bf16).
 
 Rejected: hooks on the modules that own the layers. They cause recompilations, and cannot
 distinguish an unused branch from a read.

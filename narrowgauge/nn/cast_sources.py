@@ -6,6 +6,18 @@
     WeightCache      w    casts made earlier in this optimizer step; new casts are stored here
     GradientCasts    gy   casts by the fused function that computed the gradient
 
+q, k and v share one cast of x in eager code, if `convert` gave the model one SharedInputs, the same
+tensor object is read, unchanged and by each layer once, and no other input is read in between.
+Their casts must also agree (`Operand.share_key`) in
+
+    cast and rotation of the rows; the form in which the GEMM reads them (codes or values)
+    type of the output, and whether autograd records
+    what backward saves of x: its transposed cast and rotation, if codes are saved
+    the amax history, under delayed scaling
+
+Not shared: stochastic casts, random signs, and operands with a learned step (`share_key` in
+straight_through has the rule for INT4).
+
 `lookup(operand)` returns a Casts object, possibly empty, to which new casts are added, or None for
 an unknown tensor. Other sources (gathered codes, codes of a message) implement `lookup` and are
 listed in `CastSources`.
@@ -70,8 +82,8 @@ class InputCasts:
         """
         shared = operand.share_key()
         for key, casts, stats in self.made:
-            # Casts of a producer match on the cast alone. Casts of another layer must also agree in
-            # delayed scaling, rotation and tensors saved for backward.
+            # Casts of a producer match on the cast alone, casts of another layer on all of
+            # `share_key`: a producer knows nothing of what a reader saves for backward.
             if key == (shared if stats is None else _precast_key(operand)):
                 if stats is not None:
                     stats.taken += 1

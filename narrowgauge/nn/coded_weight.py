@@ -8,7 +8,7 @@ torch calls `__torch_function__` for every operation that has such a Parameter a
 Operations on metadata (shape, dtype, device) answer for the Parameter itself. All other operations
 receive a dequantized copy, [out_features, in_features], which lives as long as its reader holds it.
 A write to the copy, or to a view of the copy, raises its version. The copy then replaces the
-layer's weight, so no write is lost.
+layer's weight, so no write is lost. That weight stays frozen: requires_grad is False as before.
 
 Two kinds of read hand out memory without a version counter. NumPy arrays are
 made read-only. A raw pointer (`data_ptr`, DLPack) stays valid until the

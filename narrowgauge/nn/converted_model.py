@@ -92,8 +92,8 @@ def nonfinite_amax(model: nn.Module) -> dict[tuple[str, str], int]:
     """
     found = {}
     for name, layer in quantized_linears(model, "nonfinite_amax"):
-        for role, window in (layer.scaling or {}).items():
-            assert isinstance(window, AmaxHistory)
-            if count := int(window.nonfinite):
+        for role, history in (layer.scaling or {}).items():
+            assert isinstance(history, AmaxHistory)
+            if count := int(history.nonfinite):
                 found[name, role] = count
     return found

@@ -13,6 +13,10 @@ of a conversion do with it:
     ATTACHED    owned by an observer, an optimizer or `distribute`. Neither copied nor restored
     LASTING     copied, never restored: warnings that the user has read, a cache shared by layers
 
+`QLinear.__getstate__` makes the state of copy.copy, copy.deepcopy and pickle: all attributes of
+the module, with the copied fields of this object (`copied`). deepcopy then copies the values; the
+cache that layers share (LASTING) copies as an empty one.
+
 A field without a lifetime is PROGRESS, so a new field is copied, restored and removed by being
 declared. `convert(model, None)` deletes the whole object.
 
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Submodule with the state of a recipe -> its name in messages.
 ADDED = {
-    "scaling": "amax windows",
+    "scaling": "amax histories",
     "steps": "learned steps",
     "sampling": "readings of the sampler",
 }

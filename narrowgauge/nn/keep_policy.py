@@ -9,7 +9,8 @@ Of x, if the gradient of w is needed. The first line that applies:
     5  backward recasts the weight        INPUT if the producer of x saves it anyway, else CODES
     6  CPU; x.T needs a cast of its own   INPUT, unless weight_codes="recast": encoding and decoding
                                           takes longer there than casting x.T in backward
-    7  else                               CODES: the codes of x.T and their scales
+    7  else                               CODES: the codes of x.T and their scales; on a CPU that
+                                          emulates the GEMM, decoded values (`Operand._saved_codes`)
 
 Line 5 follows from memory: codes beside a saved input would add to it. Line 3 is `Recipe.save`.
 

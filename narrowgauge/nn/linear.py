@@ -194,19 +194,19 @@ class QLinear(nn.Linear):
         a gradient if the weight does, so a frozen layer stays frozen as a whole.
         """
         device, recipe = self.weight.device, self.recipe
-        windows, steps, samples = {}, {}, {}
+        delayed, steps, samples = {}, {}, {}
         if recipe is not None:
-            windows, steps, samples = (
+            delayed, steps, samples = (
                 recipe.delayed_scaling(),
                 recipe.learned_steps(),
                 recipe.samplers(),
             )
         self.put_submodule("scaling", None)
         self.put_submodule("sampling", None)
-        if windows:
+        if delayed:
             from narrowgauge.nn.amax_history import AmaxHistory
 
-            histories = {role: AmaxHistory(each, device) for role, (each, _) in windows.items()}
+            histories = {role: AmaxHistory(each, device) for role, (each, _) in delayed.items()}
             self.put_submodule("scaling", nn.ModuleDict(histories))
         # An optimizer may hold the parameters: keep them if the settings agree.
         if self.steps is not None and self.steps.settings == steps:
@@ -366,8 +366,8 @@ class QLinear(nn.Linear):
                 and (inputs := state.shared_inputs.of(x, self, owner)) is not None
             ):
                 context.sources.by_role["x"] = [inputs]
-            if self._modules and (window := self.window("x")) is not None:
-                context.sources.x_history_key = self._history_key(window, inputs)
+            if self._modules and (history := self.amax_history("x")) is not None:
+                context.sources.x_history_key = self._history_key(history, inputs)
             if context.keep.grads and self.training and self._remembers:
                 if state.step_ended:
                     state.step_ended = False
@@ -388,14 +388,14 @@ class QLinear(nn.Linear):
             if inputs is not None:
                 inputs.was_read(self)
 
-    def _history_key(self, window: AmaxHistory, inputs: InputCasts | None) -> Hashable:
+    def _history_key(self, history: AmaxHistory, inputs: InputCasts | None) -> Hashable:
         """Return `CastSources.x_history_key` and note that the amax history recorded this input."""
         lineage, groups = (
-            window.lineage(),
+            history.lineage(),
             () if (peers := self.state.peers) is None else tuple(map(id, peers.groups)),
         )
         if self.training:
-            window.saw(next(NUMBERS) if inputs is None else inputs.number)
+            history.saw(next(NUMBERS) if inputs is None else inputs.number)
         return None if inputs is None or lineage is None else (lineage, groups)
 
     @_disable_dynamo
@@ -521,8 +521,8 @@ class QLinear(nn.Linear):
 
     def amax_state(self, role: str) -> Tensor | None:
         """Amax state of role "x", "w" or "gy" (`ops.quantize.amax_state`); None without one."""
-        window = self.window(role)
-        return None if window is None else window._buffers["live"]
+        history = self.amax_history(role)
+        return None if history is None else history._buffers["live"]
 
     @property
     def _remembers(self) -> bool:
@@ -534,7 +534,7 @@ class QLinear(nn.Linear):
         """A buffer that the recipe added to the layer, or None."""
         return next(self.buffers(), None) if self._remembers else None
 
-    def window(self, role: str) -> AmaxHistory | None:
+    def amax_history(self, role: str) -> AmaxHistory | None:
         """AmaxHistory of a role ("x", "w" or "gy"); None without one."""
         scaling = self._modules.get("scaling")
         return None if scaling is None else scaling._modules.get(role)  # type: ignore[return-value]
@@ -552,8 +552,8 @@ class QLinear(nn.Linear):
         if (scaling := modules.get("scaling")) is not None:
             found: list[Tensor | None] = []
             for role in PRODUCTS:
-                window: Any = scaling._modules.get(role)
-                found.append(None if window is None else window._buffers["live"])
+                history: Any = scaling._modules.get(role)
+                found.append(None if history is None else history._buffers["live"])
             return tuple(found)
         steps, sampling = self.steps, self.sampling
         variance = None if sampling is None or not self.training else sampling.live
@@ -561,7 +561,10 @@ class QLinear(nn.Linear):
             return None, None, variance
         from narrowgauge.nn.straight_through import steps_in_use
 
-        x_step, w_step = steps_in_use(steps, _rows(x), weight, context.plan, writes=self.training)
+        is_cold = context.progress.is_cold
+        x_step, w_step = steps_in_use(
+            steps, _rows(x), weight, context.plan, writes=self.training, is_cold=is_cold
+        )
         if local is not None:
             x_step, w_step = local.step(x_step, "x"), local.step(w_step, "w")
         return x_step, w_step, variance
@@ -632,7 +635,7 @@ class QLinear(nn.Linear):
         step_end.follow_layer(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copy and pickle: without cached casts, the optimizer's casts and observer."""
+        """State for copy and pickle: fields without a copied lifetime are left out (`converted_state`)."""
         frozen = {} if self.frozen is None else self.frozen.copied(self)
         return self.__dict__ | {"state": self.state.copied()} | frozen
 

@@ -15,8 +15,10 @@ Repetition, in eager code on devices that draw keys:
     no cache of w         a new draw at each cast: compiled code, no gradients, before `advance`
     devices without keys  the cache keeps codes instead of a key
 
-Activation checkpointing restores the generator before it repeats a forward pass, so the repetition
-draws the same numbers. It records no other amax, since an amax state takes maxima.
+Activation checkpointing restores the generator before it repeats a forward pass
+(`preserve_rng_state=True`, torch's default), so the repetition draws the same numbers. On several
+ranks keys depend on micro-batch, layer and purpose instead (`distributed.state`), so a repetition
+has the same key too. It records no other amax, since an amax state takes maxima.
 """
 
 from __future__ import annotations

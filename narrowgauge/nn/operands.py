@@ -353,7 +353,7 @@ class Operand:
             return None
         # Everything that rows, cols and the tensors saved for backward depend on.
         kept = (plan.cols, plan.cols_rotate, plan.transposes) if codes else None
-        window = (history, context.records) if plan.is_delayed else None
+        amax_record = (history, context.records) if plan.is_delayed else None
         return (
             plan.rows,
             plan.rows_rotate,
@@ -361,7 +361,7 @@ class Operand:
             context.out_dtype,
             context.keep.grads,
             kept,
-            window,
+            amax_record,
         )
 
     def saved(self) -> Saved:

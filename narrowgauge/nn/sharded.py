@@ -57,7 +57,7 @@ class Locals:
         """Redistribute x if needed. state: a tensor of the recipe's state, which is checked."""
         if isinstance(state, DTensor):
             raise ConfigError(
-                "linear: windows or learned steps of a recipe are DTensors, as distribute_module makes of all buffers of a model. "
+                "linear: amax histories or learned steps of a recipe are DTensors, as distribute_module makes of all buffers of a model. "
                 "Parallelise with parallelize_module, which leaves them alone, or convert afterwards.",
                 code="linear.distributed-buffers",
             )

@@ -8,8 +8,9 @@
     sampling.variance       [2] float32       of a row sampler: int4-hq-lss
     frozen.*                                  codes in place of the weight (frozen.py)
 
-Other recipes add no key. A state dict without such entries leaves the layer's state as it is, with
-a warning. Entries of another recipe are reported too. A weight that is frozen as codes loads codes,
+Other recipes add no key. A state dict without any such entry leaves the layer's state as it is, with
+a warning and without a missing key, so `strict=True` accepts it. One with some of a layer's entries
+raises an error. Entries of another recipe are reported too. A weight that is frozen as codes loads codes,
 or casts a 16-bit weight. QLinear imports this module on the first load.
 """
 

@@ -10,8 +10,15 @@ Weights written without a version change, by a fused optimizer, are therefore re
 between (eager mode) has begun another step, which `advance` ends.
 
 Not covered, so that `advance` is needed: a step traced by torch.compile, optimizers that are not
-torch's, weights written by hand. If a GradScaler skips a step, torch calls no hook, and the amax of
-further passes joins the same step.
+torch's, weights written by hand.
+
+A step that a GradScaler skips ends in one of three ways. Its non-finite amaxes never enter a
+history, and scales of the next step are finite in each case (`ops.quantize.amax_state`).
+
+    torch's optimizers, foreach or not     no hook is called; further passes join the same step
+    fused ones, which take the loss scale  `optimizer.step()` is called although nothing changes, so
+                                           the hook ends the step: finite amaxes enter the history
+    `advance` in the loop                  ends the step, whatever the scaler did
 
 The hook also reports weights that were written behind reused casts on a
 GPU (`weight_cache`), and learned steps that no optimizer holds
@@ -97,10 +104,10 @@ def end_steps(layers: dict[QLinear, str], held: Collection[QLinear] | None = Non
         from narrowgauge.nn.leverage_score import decide
 
         decide(samplings)
-    if windows := [each for layer in with_state for each in (layer.scaling or {}).values()]:
+    if histories := [each for layer in with_state for each in (layer.scaling or {}).values()]:
         from narrowgauge.nn.amax_history import roll_history
 
-        roll_history(windows)
+        roll_history(histories)
 
 
 @torch.no_grad()

@@ -12,9 +12,14 @@
                                for x; likewise for w
 
 Source: equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv
-2306.11987). The mask applies in the rotated basis, where the clipping happened. The recipe casts gy
-and may sample its rows (`leverage_score`): outer rows in grad_input, contracted rows in
-grad_weight. A GEMM whose rhs is None reads the original instead of the codes, in 16 bits, without a
+2306.11987). The mask applies in the rotated basis, where the clipping happened.
+
+The recipe casts gy. Before that cast it may sample rows of gy (`leverage_score`): outer rows in
+grad_input, contracted rows in grad_weight, where the same rows of q_x are read. A kept row is
+divided by its probability, in float32; all other rows are dropped. The first step, and each step
+whose predicted variance exceeds `max_variance`, reads all rows.
+
+ A GEMM whose rhs is None reads the original instead of the codes, in 16 bits, without a
 mask and without a gradient of the step.
 
 Memory for backward: q_x packed two to a byte and one mask bit per element, 0.625 bytes per element,
@@ -102,12 +107,10 @@ class Coded:
         """
         if self.residual is None or self.bits is None or self.codes is None:
             return None
-        parts = [
-            torch.where(
-                unpack_bits(self.bits[each], d.shape[1]), 0.0, d[each] * self.codes[each]
-            ).sum()
-            for each in row_chunks(d)
-        ]
+        parts = []
+        for each in row_chunks(d):
+            inside = unpack_bits(self.bits[each], d.shape[1])
+            parts.append(torch.where(inside, 0.0, d[each] * self.codes[each]).sum())
         # A clipped element contributes d * q exactly, for every row. Only
         # the rounding errors are sampled.
         clipped = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
@@ -177,10 +180,11 @@ class CodedOperand(Operand):
     def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
         """Rebuild the codes from the tensors that `saved` lists after the scale."""
         packed, bits, residual, rows = kept
-        width = rotated_length(self.inner, self.plan.rows_rotate)
         codes = None  # w is frozen
         if packed is not None:
-            codes = self._kernel.decode(packed, cast.format, width)
+            codes = self._kernel.decode(
+                packed, cast.format, rotated_length(self.inner, self.plan.rows_rotate)
+            )
         return Coded(cast, codes, scale, bits, residual, rows)
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -251,7 +255,7 @@ class CodedOperand(Operand):
         return Coded(cast, codes, scale, inside, packed=packed_codes), rotated
 
 
-class CodedInput(CodedOperand):
+class StraightThroughInput(CodedOperand):
     """x [T, K]."""
 
     @property
@@ -309,7 +313,7 @@ class CodedInput(CodedOperand):
         return self.rotation.signs, self.tensor if keeps_x else None, *kept
 
 
-class CodedWeight(CodedOperand):
+class StraightThroughWeight(CodedOperand):
     """w [N, K]. Its codes are recomputed in backward."""
 
     scale: Tensor | None = None
@@ -353,7 +357,7 @@ class CodedWeight(CodedOperand):
         )
 
 
-class CodedGradient(Operand):
+class StraightThroughGradient(Operand):
     """gy [T, N]. Each GEMM may read a sample of its rows. `state` is where the sampler records.
 
     read_rows  gy, or its sampled and weighted rows, as the last GEMM reads them
@@ -428,7 +432,11 @@ class CodedGradient(Operand):
         return d
 
 
-KINDS: dict[str, type[Operand]] = {"x": CodedInput, "w": CodedWeight, "gy": CodedGradient}
+KINDS: dict[str, type[Operand]] = {
+    "x": StraightThroughInput,
+    "w": StraightThroughWeight,
+    "gy": StraightThroughGradient,
+}
 
 
 def is_by_norm(cast: Cast) -> bool:
@@ -494,13 +502,13 @@ def steps_from_data(
 
 
 def steps_in_use(
-    steps: LearnedSteps, x: Tensor, weight: Tensor, plan: LinearPlan, writes: bool
+    steps: LearnedSteps, x: Tensor, weight: Tensor, plan: LinearPlan, writes: bool, is_cold: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The steps of x and of the weight, [1] each or None; arguments as in `steps_from_data`.
 
-    In the cold start they come from the data.
+    is_cold  the cold start, in which they come from the data
     """
-    fresh = steps_from_data(steps, x, weight, plan, writes) if steps.is_cold else {}
+    fresh = steps_from_data(steps, x, weight, plan, writes) if is_cold else {}
     if writes:  # the parameters hold them already
         fresh = {}
     return fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))

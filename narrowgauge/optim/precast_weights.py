@@ -10,7 +10,7 @@ eager forward passes read them. Compiled passes fuse the cast with surrounding o
 graphs have a graph of their own for it (`GraphedStep`). Losses and weights are bit-identical with
 and without.
 
-Each step examines the layer again, so a new recipe, a moved weight, or a new amax window takes
+Each step examines the layer again, so a new recipe, a moved weight, or a new amax history takes
 effect.
 """
 
@@ -54,13 +54,13 @@ class _Link:
         if not isinstance(layer, QLinear):
             self.reason, self.stepped, self.made_of = "an ordinary Linear", None, ()
             return None
-        window = layer.window("w")
-        memory = () if window is None else (identity(window.live), identity(window.history))
+        history = layer.amax_history("w")
+        memory = () if history is None else (identity(history.live), identity(history.history))
         own = layer._parameters.get("weight") is parameter
         # Compared by identity while `made_of` holds them: equality of recipes is slow to compute.
         made_of = (
             id(layer.recipe),
-            id(window),
+            id(history),
             own,
             identity(parameter),
             parameter.dtype,
@@ -69,17 +69,17 @@ class _Link:
         )
         if made_of != self.made_of[2:] or layer.state.precast is not self.stepped:
             self.made_of, self.reason, self.stepped = (
-                (layer.recipe, window, *made_of),
+                (layer.recipe, history, *made_of),
                 self.fixed,
                 None,
             )
             if not self.reason:
-                self._decide(layer, parameter, window, own)
+                self._decide(layer, parameter, history, own)
             layer.state.precast = self.stepped
         return None if self.stepped is None or self.stepped.refused else self.stepped
 
     def _decide(
-        self, layer: QLinear, parameter: Tensor, window: AmaxHistory | None, own: bool
+        self, layer: QLinear, parameter: Tensor, history: AmaxHistory | None, own: bool
     ) -> None:
         if not own:
             self.reason = Reason(
@@ -102,7 +102,7 @@ class _Link:
             if cast is not None:
                 self.reason = refuse_here(parameter, cast)
                 self.stepped = (
-                    None if self.reason else PrecastWeight.of(parameter.detach(), cast, window)
+                    None if self.reason else PrecastWeight.of(parameter.detach(), cast, history)
                 )
 
     def words(self, counts: bool = True) -> str:

@@ -127,15 +127,15 @@ def _samples(kind: StepKind, device: torch.device) -> list[ParamStep]:
 def _stepped(weight: Tensor, cast: Cast, number: int) -> PrecastWeight:
     """Cast buffers for the weight of a tensor.
 
-    The first tensor (number 0) has an amax of this step in its window, the second only earlier
+    The first tensor (number 0) has an amax of this step in its history, the second only earlier
     ones.
     """
-    window = None
+    history = None
     if isinstance(cast.calibrate, DelayedScaling):
-        window = AmaxHistory(cast.calibrate, weight.device)
-        window.live.copy_(torch.tensor([0.04, 0.0 if number else 0.05, 0.0]))
-        window.history[:1] = 0.06
-    found = PrecastWeight.of(weight, cast, window)
+        history = AmaxHistory(cast.calibrate, weight.device)
+        history.live.copy_(torch.tensor([0.04, 0.0 if number else 0.05, 0.0]))
+        history.history[:1] = 0.06
+    found = PrecastWeight.of(weight, cast, history)
     for codes in found.codes or ():
         # A kernel that writes no codes must not pass by a lucky initial value.
         codes.view(torch.uint8).fill_(1)

@@ -141,7 +141,7 @@ def happenings(recorded: Recorded) -> list[str]:
         until = (
             f", the last at step {format_text.count(events[-1]['step'])}" if len(events) > 1 else ""
         )
-        text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the scaling window."
+        text = f"An amax of the {where} was not finite ({count}{until}) and was kept out of the amax history."
         found.append((events[0]["step"], text))
     return [f"Step {format_text.count(step)}: {text}" for step, text in sorted(found)]
 

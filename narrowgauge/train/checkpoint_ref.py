@@ -36,7 +36,7 @@ BEST = "best"
 # meaningless under others.
 NUMBERS = frozenset(
     {"recipe", "layers_recipe", "embedding_codes", "switch", "precision", "keep_float32", "fuse", "save", "states", "embedding_states"}
-    | {"master", "loss", "compress_activations", "step_in_backward", "clip_by", "held_gradients", "gradients", "weights", "activations"}
+    | {"master", "loss", "compress_activations", "clip_by", "held_gradients", "gradients", "weights", "activations"}
 )  # fmt: skip
 STEPS = frozenset(
     {
@@ -44,8 +44,7 @@ STEPS = frozenset(
         "min_learning_rate",
         "warmup_steps",
         "weight_decay",
-        "beta1",
-        "beta2",
+        "betas",
         "epsilon",
         "clip",
     }

@@ -74,7 +74,7 @@ def build_optimizer(
         and config.states == "fp32"
         and _master(config, precision) is None
     )
-    if is_plain and not config.step_in_backward and config.held_gradients == "16bit":
+    if is_plain and config.held_gradients == "16bit":
         parts = groups(model, weight_decay=config.weight_decay, embeddings="same")
         plain = [
             {"params": [p for _, p in part["params"]], "weight_decay": part["weight_decay"]}
@@ -122,7 +122,7 @@ def _narrow(config: TrainConfig, model: nn.Module, precision: Precision) -> torc
         "seed": config.seed,
     }
     numbers = _adam_settings(config)
-    settings = {**numbers, "momentum": numbers_of_rule(config)["beta1"]}
+    settings = {**numbers, "momentum": numbers["betas"][0]}
     chosen = OPTIMIZERS[config.optimizer]
     known = {name: value for name, value in settings.items() if name in chosen.rule.options}
     return chosen(parts, lr=config.learning_rate, **known, **shared)
@@ -136,7 +136,7 @@ def _adam_settings(config: TrainConfig) -> dict[str, Any]:
     numbers = numbers_of_rule(config)
     return {
         "lr": config.learning_rate,
-        "betas": (numbers["beta1"], numbers["beta2"]),
+        "betas": numbers["betas"],
         "eps": numbers["epsilon"],
     }
 

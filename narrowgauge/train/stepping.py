@@ -1,7 +1,7 @@
-"""Runs with `step_in_backward` or `held_gradients`: restrictions, messages and backward passes.
+"""Runs with `held_gradients` other than 16bit: restrictions, messages and backward passes.
 
-The first updates each parameter inside backward. The second stores gradients in FP8 until the
-optimizer step.
+"none" updates each parameter inside backward. "fp8" stores gradients in FP8 until the optimizer
+step.
 """
 
 from __future__ import annotations
@@ -31,18 +31,12 @@ WORDS = {
 
 def refuse(config: TrainConfig, layout: Layout) -> None:
     """Raises ConfigError if the layout sums gradients over ranks only after backward."""
-    key = (
-        "step_in_backward"
-        if config.step_in_backward
-        else "held_gradients"
-        if config.held_gradients == "fp8"
-        else ""
-    )
     # FSDP2 alone reduces gradients inside backward. Hooks under DDP see gradients before they are
     # summed over ranks.
-    if key and layout.world > 1 and (layout.fsdp == 1 or layout.tp * layout.pp > 1):
+    held = config.held_gradients
+    if held != "16bit" and layout.world > 1 and (layout.fsdp == 1 or layout.tp * layout.pp > 1):
         raise ConfigError(
-            f"optimizer.{key} = {shown(getattr(config, key))}: with parallel = {str(layout)!r} a gradient is not whole in backward, but "
+            f"optimizer.held_gradients = {shown(held)}: with parallel = {str(layout)!r} a gradient is not whole in backward, but "
             "summed "
             "over ranks later. Take parallel = 'fsdp', or leave one of them out.",
             code="in-backward.parallel",

@@ -15,6 +15,7 @@ from narrowgauge.recipe import HighPrecisionBlocks
 from narrowgauge.structure import Block, blocks
 from tests.compare import assert_same
 from tests.raising import coded, raises
+from tests.selection import quick
 from tests.small_model import recipe_names
 
 
@@ -177,7 +178,14 @@ def test_products_and_layers_are_switched_by_themselves():
     assert model.body["layers"][0].up.recipe is ng.recipes.BF16
 
 
-@pytest.mark.parametrize("start", [name for name in ng.recipes.names() if "4" in name])
+# One of each family: rotated codes, a learned step, blocks.
+@pytest.mark.parametrize(
+    "start",
+    quick(
+        ["int4-hq-lss", "int4-lsq-luq", "nvfp4"],
+        [name for name in ng.recipes.names() if "4" in name],
+    ),
+)
 @pytest.mark.parametrize("products", [("output",), ("grad_input", "grad_weight")], ids=str)
 def test_every_4_bit_recipe_can_be_switched_half(start, products):
     """Straight-through ones too, whose backward pass loses the codes of its forward one."""

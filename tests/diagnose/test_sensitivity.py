@@ -267,7 +267,7 @@ def test_no_pair_that_cannot_tell_is_called_the_same(name, tmp_path, capsys):
     assert 'class="notice same"' not in page.write(narrow).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", quick([n for n in OF_EACH_KIND if n in ALONE], ALONE))
 def test_no_run_that_cannot_tell_is_certified_by_its_guard(name):
     design, draw = CANNOT_TELL[name], random.Random(0)
     steps = max(design.steps, 40)

@@ -12,6 +12,7 @@ import torch
 from narrowgauge.diagnose.statistics import ROUNDING, tensor_statistics
 from narrowgauge.errors import ConfigError, ShapeError
 from tests.raising import raises
+from tests.selection import quick
 
 # name: (exponent bits, mantissa bits, largest), and the torch dtype to ask as a second opinion
 FORMATS = {"e4m3": (4, 3, 448.0), "e5m2": (5, 2, 57344.0), "e2m1": (2, 1, 6.0)}
@@ -56,7 +57,11 @@ def as_counts(histogram: dict) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("e4m3", 0.37), ("e4m3", 3e30), ("e5m2", 2.0**-120), ("e2m1", 1.0)]
+    ("name", "scale"),
+    quick(
+        [("e4m3", 0.37), ("e2m1", 1.0)],
+        [("e4m3", 0.37), ("e4m3", 3e30), ("e5m2", 2.0**-120), ("e2m1", 1.0)],
+    ),
 )
 def test_shares_match_rational_arithmetic_on_every_bf16_value(name, scale):
     x, held = every_finite_bf16().abs().unique(), magnitudes(name)

@@ -117,7 +117,7 @@ def _assert_near(runs: list[Run], recipe: str, pieces: int = 1, control: str = "
             assert all(torch.equal(mine[name], first[name]) for name in first)
 
 
-@pytest.mark.parametrize("recipe", quick(["fp8-delayed", "int8", "int4-hq-lss"], recipes.names()))
+@pytest.mark.parametrize("recipe", quick(["fp8-delayed", "int4-hq-lss"], recipes.names()))
 def test_two_ranks_are_as_near_to_one_process_as_a_perturbed_one(ranks, recipe):
     """Every other recipe with sequence parallelism, and converted after it was parallelised."""
     sequence = recipes.names().index(recipe) % 2 == 0

@@ -32,11 +32,11 @@ RUNS = [
     {
         "recipe": "mxfp8",
         "states": "8bit",
-        "step_in_backward": True,
+        "held_gradients": "none",
         "clip_by": "previous",
         "micro_batches": 2,
     },
-    {"recipe": "fp8-row", "states": "8bit", "step_in_backward": True, "clip_by": "two-pass"},
+    {"recipe": "fp8-row", "states": "8bit", "held_gradients": "none", "clip_by": "two-pass"},
     {"recipe": "fp8-current", "precision": "bf16-o2", "held_gradients": "fp8", "states": "8bit"},
 ]
 

@@ -59,7 +59,7 @@ SAME = [
     {"recipe": "int4-hq-lss", "states": "4bit"},  # draws noise, samples rows, learns steps
     {"recipe": "nvfp4", "switch": "bf16@2:forward, fp8-current@5", "precision": "bf16-o3"},
     {"recipe": "none", "precision": "amp-fp16", "optimizer": "lion"},
-    {"recipe": "fp8-row", "freeze": "layers.0", "step_in_backward": True, "clip_by": "previous"},
+    {"recipe": "fp8-row", "freeze": "layers.0", "held_gradients": "none", "clip_by": "previous"},
 ]
 
 

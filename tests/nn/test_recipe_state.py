@@ -268,7 +268,7 @@ def test_training_in_eval_mode_is_told(name: str) -> None:
         assert said == []
         return
     [words] = said
-    kind = "learned steps" if name.startswith("int4") else "amax windows"
+    kind = "learned steps" if name.startswith("int4") else "amax histories"
     require(words, "advance.eval-mode", f"{name}: ", kind, " 1 of its layers")
 
 

@@ -94,16 +94,16 @@ def test_the_line_ends_a_step_that_began_after_the_optimizers():
     model = built("fp8-delayed")
     accumulated(model)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    history = model[0].window("x").history.clone()
+    history = model[0].amax_history("x").history.clone()
     ng.advance(model)
-    assert_same(model[0].window("x").history, history)
+    assert_same(model[0].amax_history("x").history, history)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     accumulated(model)
     with torch.no_grad():
         model[0].weight.mul_(0.9)
     ng.advance(model)
-    assert float(model[0].window("x").live[1]) == 0 and float(
-        model[0].window("x").history[1]
+    assert float(model[0].amax_history("x").live[1]) == 0 and float(
+        model[0].amax_history("x").history[1]
     ) == float(history[0])
 
 
@@ -175,9 +175,12 @@ def test_adapters_end_the_steps_of_frozen_layers():
     model.append(nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
     model(torch.randn(16, 32)).sum().backward()
-    assert float(model[0].window("x").live[1]) > 0
+    assert float(model[0].amax_history("x").live[1]) > 0
     optimizer.step()
-    assert float(model[0].window("x").live[1]) == 0 and float(model[0].window("x").live[0]) > 0
+    assert (
+        float(model[0].amax_history("x").live[1]) == 0
+        and float(model[0].amax_history("x").live[0]) > 0
+    )
 
 
 def test_only_models_of_the_optimizer_end_their_step():
@@ -185,7 +188,9 @@ def test_only_models_of_the_optimizer_end_their_step():
     for model in (first, second):
         accumulated(model)
     torch.optim.SGD(first.parameters(), lr=0.1).step()
-    assert float(first[0].window("x").live[1]) == 0 < float(second[0].window("x").live[1])
+    assert (
+        float(first[0].amax_history("x").live[1]) == 0 < float(second[0].amax_history("x").live[1])
+    )
 
 
 def test_models_whose_layers_have_the_same_names_all_end_their_step():
@@ -195,7 +200,32 @@ def test_models_whose_layers_have_the_same_names_all_end_their_step():
         accumulated(model)
     torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1).step()
     for model in (first, second):
-        assert float(model[0].window("x").live[1]) == 0 < float(model[0].window("x").history[0])
+        assert (
+            float(model[0].amax_history("x").live[1])
+            == 0
+            < float(model[0].amax_history("x").history[0])
+        )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_ends_where_the_optimizer_is_called(fused):
+    """torch's fused optimizers take the loss scale themselves, so a GradScaler calls them for a skipped step too."""
+    model = built("fp8-delayed")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    histories, weights = [], []
+    for is_finite in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(16, 32)).square().sum()).backward()
+        if not is_finite:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        histories.append(model[0].amax_history("x").history.clone())
+        weights.append(model[0].weight.detach().clone())
+    assert_same(weights[0], weights[1])
+    assert torch.equal(histories[0], histories[1]) is not fused
+    assert histories[1].isfinite().all()
 
 
 def test_accumulating_without_a_step_ends_none_and_a_skipped_step_neither():
@@ -203,14 +233,14 @@ def test_accumulating_without_a_step_ends_none_and_a_skipped_step_neither():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(model(torch.full((4, 32), 1e20)).square().sum()).backward()
-    seen = float(model[0].window("x").live[1])
+    seen = float(model[0].amax_history("x").live[1])
     scaler.step(optimizer)  # its gradients are not finite
     scaler.update()
-    assert float(model[0].window("x").live[1]) == seen > 0
+    assert float(model[0].amax_history("x").live[1]) == seen > 0
     optimizer.zero_grad()
     scaler.scale(model(torch.ones(4, 32)).square().sum()).backward()
     scaler.step(optimizer)
-    assert float(model[0].window("x").live[1]) == 0
+    assert float(model[0].amax_history("x").live[1]) == 0
 
 
 def test_a_step_inside_backward_ends_nothing_and_forgets_casts():
@@ -221,10 +251,10 @@ def test_a_step_inside_backward_ends_nothing_and_forgets_casts():
         parameter.register_post_accumulate_grad_hook(lambda each: own[each].step())
     ng.advance(model)
     accumulated(model, 1)
-    assert float(model[0].window("x").live[1]) > 0 and not model[0].state.step_ended
+    assert float(model[0].amax_history("x").live[1]) > 0 and not model[0].state.step_ended
     assert model[0].state.cache.casts.is_empty
     ng.advance(model)
-    assert float(model[0].window("x").live[1]) == 0
+    assert float(model[0].amax_history("x").live[1]) == 0
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -236,7 +266,7 @@ def test_copies_are_followed_too(copied):
     assert not twin[0].state.step_ended
     accumulated(twin)
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    assert float(twin[0].window("x").live[1]) == 0 and twin[0].state.step_ended
+    assert float(twin[0].amax_history("x").live[1]) == 0 and twin[0].state.step_ended
 
 
 def test_layers_that_are_gone_are_not_kept_and_restored_ones_are_left_alone():

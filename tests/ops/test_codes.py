@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge import formats
 from narrowgauge.errors import BackendError
-from narrowgauge.formats import E2M1, E3M0, E4M3, INT4, INT4X2, INT8, FloatFormat
+from narrowgauge.formats import E2M1, E3M0, E4M3, INT4, INT4X2, INT8, NF4, FloatFormat
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import int4 as cpp
 from narrowgauge.ops.hadamard import (
@@ -28,20 +29,22 @@ from narrowgauge.ops.hadamard import (
     unrotate,
 )
 from narrowgauge.ops.hadamard.definition import pack_bits
+from narrowgauge.ops.mm import cpp as product_kernel
 from narrowgauge.ops.mm import mm
 from narrowgauge.ops.quantize import cpp as cast_kernel
-from narrowgauge.ops.quantize import dequantize, quantize
+from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.quantize.cpp import rounds
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms, CurrentScaling, Hadamard
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E8M0_FLOOR, FP32, POW2
+from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_FLOOR, FP32, POW2
 from tests.compare import assert_same, sqnr_db
 from tests.raising import raises
 from tests.selection import needs_compiler, quick
 
 needs_gemm = pytest.mark.skipif(
-    bool(cpp.LIBRARY.missing) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler"
+    bool(cpp.LIBRARY.missing) or not product_kernel.has_gemm(),
+    reason="needs AVX2 and a C++ compiler",
 )
 SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (4, 8), (7, 33), (16, 64), (13, 130)]
 EDGES = [
@@ -147,19 +150,104 @@ def test_noise_is_the_definition_uniform_and_from_torchs_generator():
     assert torch.corrcoef(torch.stack((numbers[1:], numbers[:-1])))[0, 1].abs() < 5 * 100_000**-0.5
 
 
+WAYS = [
+    (format, rounding)
+    for format in formats.ALL
+    for rounding in ("nearest", "stochastic")
+    if rounds(format, stochastically=rounding == "stochastic")
+]
+SCALES = (FP32, POW2, E8M0_FLOOR, E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL)
+TILES = [(WHOLE, WHOLE), (1, WHOLE), (1, 16), (16, 16), (5, 7), (WHOLE, 32)]
+
+
+def expansions(format: object) -> tuple[torch.dtype | None, ...]:
+    """What the pass makes of a format: values in both dtypes of floats, values and codes of integers."""
+    is_float = isinstance(format, FloatFormat)
+    return (torch.float32, torch.bfloat16 if is_float else None)
+
+
+def uneven(special: str, layout: str) -> Tensor:
+    """A ragged matrix of many magnitudes; its tiles differ by more than the scales of two levels hold."""
+    x = torch.randn(37, 70) * torch.randn(37, 70).mul(3).exp()
+    x[10:16] *= 2.0**-30
+    if special == "poisoned":
+        x[3, 5], x[20, 40] = math.nan, -math.inf
+    if special == "edges":
+        x[::3], x[1::3], x[2::3] = (
+            0.0,
+            torch.tensor([1e-38, -1e-38]).repeat(35),
+            torch.arange(70) * 0.5 - 17,
+        )
+        x[0, 0], x[3, :13] = (
+            -0.0,
+            torch.tensor([0.0 if not math.isfinite(edge) else edge for edge in EDGES]),
+        )
+    if special == "tiny":
+        x = x.mul(2.0**-126).clamp(-1e-36, 1e-36)
+    if special == "far apart":
+        # The scales of small tiles are subnormal relative to the tensor's.
+        x[0, 0], x[16:] = 3e38, x[16:].mul(2.0**-126).clamp(-1e-36, 1e-36)
+    return {"rows": x, "columns": x.T, "strided": x[:, ::2]}[layout]
+
+
+def assert_is_the_reference(x: Tensor, cast: Cast, expand: torch.dtype | None, **given) -> None:
+    """Data, scales and the scale of the tensor, to the bit; a NaN of a poisoned tile may be any NaN."""
+    found, expected = (
+        quantize(x, cast, expand=expand, backend=backend, **given)
+        for backend in ("native-cpp", "reference")
+    )
+    assert_same(found.data, expected.data, any_nan=True)
+    assert_same(found.scale, expected.scale, any_nan=True)
+    assert (found.global_scale is None) == (expected.global_scale is None)
+    if expected.global_scale is not None:
+        assert_same(found.global_scale, expected.global_scale, any_nan=True)
+
+
 @needs_compiler
-@pytest.mark.parametrize("expand", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("format", [INT4, INT4X2, INT8], ids=str)
-@pytest.mark.parametrize("tile", [(WHOLE, WHOLE), (1, WHOLE)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", [INT4, INT4X2, E3M0, E2M1, E4M3], ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, "transposed"], ids=str)
-def test_stochastic_rounding_is_the_reference(shape, dtype, tile, format, expand):
-    x = torch.randn(31, 6).T if shape == "transposed" else torch.randn(shape) * 3
-    x, cast, key = x.to(dtype), Cast(format=format, tile=tile, rounding="stochastic"), Key((11, 13))
-    found = quantize(x, cast, noise=key, expand=expand)
-    expected = quantize(x, cast, noise=random.reference(11, 13, tuple(x.shape)), expand=expand)
-    assert_same(found.data, expected.data)
-    assert_same(found.scale, expected.scale)
+def test_stochastic_rounding_is_the_reference(shape, format):
+    """The noise of a key, and the numbers of this noise in a tensor."""
+    x = torch.randn(31, 6).T if shape == "transposed" else matrix(*shape, spread=3.0)
+    numbers, key = random.reference(11, 13, tuple(x.shape)), Key((11, 13))
+    for tile, scale, expand in itertools.product(
+        ((WHOLE, WHOLE), (WHOLE, 1), (1, 16)), (FP32, E4M3_TWO_LEVEL_CEIL), expansions(format)
+    ):
+        cast = Cast(format=format, tile=tile, scale=scale, rounding="stochastic")
+        found = quantize(x, cast, noise=key, expand=expand)
+        expected = quantize(x, cast, noise=numbers, expand=expand)
+        assert_same(found.data, expected.data, any_nan=True)
+        assert_same(found.scale, expected.scale, any_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("special", ["plain", "poisoned", "edges", "tiny", "far apart"])
+@pytest.mark.parametrize("layout", quick(["strided"], ["rows", "columns", "strided"]))
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("threads", quick([3], [1, 3]))
+@pytest.mark.parametrize(("format", "rounding"), quick([E2M1, E3M0, E4M3, INT4X2], WAYS), ids=str)
+def test_rounding_is_the_reference(format, rounding, threads, tile, layout, special, monkeypatch):
+    """Scales, values in both types, and codes of integers.
+
+    On several threads, a tensor whose tiles do not suffice for all of them has its largest magnitudes from torch.
+    """
+    monkeypatch.setattr("narrowgauge.ops.cpp.ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = uneven(special, layout)
+    given = {"noise": Key((2**32 - 7, 13))} if rounding == "stochastic" else {}
+    for scale, dtype in itertools.product(SCALES, (torch.float32, torch.bfloat16)):
+        cast = Cast(format=format, tile=tile, scale=scale, rounding=rounding)
+        for expand in expansions(format):
+            assert_is_the_reference(x.to(dtype), cast, expand, **given)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_other_dtypes_are_read_as_float32(dtype):
+    for tile, scale in itertools.product(((1, 16), (WHOLE, WHOLE)), (FP32, E4M3_TWO_LEVEL)):
+        for layout in ("columns", "strided"):
+            x = uneven("plain", layout).to(dtype)
+            assert_is_the_reference(x, Cast(format=E2M1, tile=tile, scale=scale), torch.float32)
 
 
 @needs_compiler
@@ -181,88 +269,53 @@ def test_stochastic_rounding_reads_a_matrix_of_any_strides_as_the_reference(dtyp
         assert_same(found.scale, expected.scale)
 
 
-NARROW = [format for format in formats.ALL if rounds(format)]
-
-
-@needs_compiler
-@pytest.mark.parametrize("special", ["plain", "poisoned", "edges"])
-@pytest.mark.parametrize("layout", quick(["columns", "strided"], ["rows", "columns", "strided"]))
-@pytest.mark.parametrize(
-    "tile", [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (5, 7), (WHOLE, 16)], ids=str
-)
-@pytest.mark.parametrize("threads", quick([3], [1, 3]))
-def test_rounding_to_nearest_is_the_reference(threads, tile, layout, special, monkeypatch):
-    """Scales, values of every format in both types, and codes of integers, to the bit; a NaN of a poisoned tile may be any NaN.
-
-    On several threads, a tensor whose tiles do not suffice for all of them has its largest magnitudes from torch.
-    """
-    monkeypatch.setattr("narrowgauge.ops.cpp.ELEMENTS_PER_THREAD", 100)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    x = torch.randn(37, 70) * torch.randn(37, 70).mul(3).exp()
-    if special == "poisoned":
-        x[3, 5], x[20, 40] = math.nan, -math.inf
-    if special == "edges":
-        x[::3], x[1::3], x[2::3] = (
-            0.0,
-            torch.tensor([1e-38, -1e-38]).repeat(35),
-            torch.arange(70) * 0.5 - 17,
-        )
-        x[0, 0], x[3, :13] = (
-            -0.0,
-            torch.tensor([0.0 if not math.isfinite(edge) else edge for edge in EDGES]),
-        )
-    x = {"rows": x, "columns": x.T, "strided": x[:, ::2]}[layout]
-    for format, scale, dtype in itertools.product(
-        NARROW, (FP32, POW2, E8M0_FLOOR), (torch.float32, torch.bfloat16)
-    ):
-        cast = Cast(format=format, tile=tile, scale=scale)
-        for expand in (
-            (torch.float32, torch.bfloat16)
-            if isinstance(format, FloatFormat)
-            else (torch.float32, None)
-        ):
-            found, expected = (
-                quantize(x.to(dtype), cast, expand=expand, backend=backend)
-                for backend in ("native-cpp", "reference")
-            )
-            assert_same(found.data, expected.data, any_nan=True)
-            assert_same(found.scale, expected.scale, any_nan=True)
-
-
 @needs_compiler
 def test_rounding_by_a_given_amax_and_with_headroom_is_the_reference(monkeypatch):
     """Elements beyond the amax saturate; on three threads."""
     monkeypatch.setattr("narrowgauge.ops.cpp.ELEMENTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    x, amax = torch.randn(50, 90), torch.tensor([[0.7]])
+    x, key = torch.randn(50, 90), Key((5, 8))
+    own = replace(E4M3_TWO_LEVEL, name="mine")
     for cast in (
         Cast(format=E4M3),
         Cast(format=E4M3, tile=(1, 32), headroom=1.25),
         Cast(format=INT8),
+        Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL, headroom=17 / 16),
+        Cast(format=E2M1, tile=(1, 16), scale=own),
+        Cast(format=E2M1, tile=(1, 32), scale=E8M0_FLOOR, rounding="stochastic", headroom=4 / 3),
     ):
-        found, expected = (
-            quantize(x, cast, amax=amax, expand=torch.float32, backend=backend)
-            for backend in ("native-cpp", "reference")
-        )
-        assert_same(found.data, expected.data)
-        assert_same(dequantize(found), dequantize(expected))
+        given = {"noise": key} if cast.rounding == "stochastic" else {}
+        for amax in (None, torch.tensor([[0.7]])):
+            assert_is_the_reference(x, cast, torch.float32, amax=amax, **given)
+            assert_is_the_reference(x.T, cast, torch.float32, amax=amax, **given)
 
 
-def test_what_the_pass_to_nearest_leaves_to_the_reference():
-    x = torch.randn(4, 32)
-    for cast, dtype, expand, code in (
-        (Cast(format=E3M0, tile=(1, 32)), torch.float32, torch.float32, "format"),
-        (
-            Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL),
-            torch.float32,
-            torch.float32,
-            "format",
-        ),
-        (Cast(format=E4M3), torch.float32, None, "expanded"),
-        (Cast(format=E4M3), torch.float16, torch.float32, "dtype"),
+@needs_compiler
+@pytest.mark.parametrize("headroom", [1.0, 17 / 16])
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+def test_elements_next_to_a_tie_are_rounded_as_the_reference(scale, headroom):
+    """A reciprocal in another order, or rounded once more, moves some of them."""
+    cast = Cast(format=E2M1, tile=(1, 16), scale=scale, headroom=headroom)
+    x = torch.randn(512, 16).exp()
+    x[:, 0] = 20 * x.amax(dim=1)  # sets the scale of its tile
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5])
+    x[:, 1:6] = ties * quantize(x, cast).full_scale()
+    x[:, 6:11] = x[:, 1:6].nextafter(torch.tensor(math.inf))
+    x[:, 11:] = x[:, 1:6].nextafter(torch.tensor(0.0))
+    assert_is_the_reference(x, cast, torch.float32)
+
+
+def test_what_the_pass_leaves_to_the_reference():
+    x, numbers = torch.randn(4, 32), torch.rand(4, 32)
+    stochastic = Cast(format=E2M1, tile=(1, 16), rounding="stochastic")
+    for cast, expand, noise, code in (
+        (Cast(format=E3M0, tile=(1, 32)), torch.float32, None, "format"),
+        (Cast(format=NF4, tile=(1, 32)), torch.float32, None, "format"),
+        (Cast(format=E4M3), None, None, "expanded"),
+        (stochastic, torch.float32, numbers, "noise"),
     ):
         with raises(BackendError, "kernel.refused") as caught:
-            quantize(x.to(dtype), cast, expand=expand, backend="native-cpp")
+            quantize(x, cast, expand=expand, noise=noise, backend="native-cpp")
         assert caught.value.refusal == code
 
 

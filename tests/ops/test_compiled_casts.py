@@ -137,7 +137,7 @@ def test_the_operator_of_a_window_notes_what_it_saw(cols: bool) -> None:
 
 
 @pytest.mark.parametrize("cast", quick(list(CASTS.values())[::3], CASTS.values()), ids=CASTS.keys())
-@pytest.mark.parametrize("cols", [False, True])
+@pytest.mark.parametrize("cols", quick([True], [False, True]))
 def test_torch_checks_the_operators(cast: Cast, cols: bool) -> None:
     format, tile, rule, headroom = flatten_cast(cast)
     words = (format, list(tile), rule, headroom)

@@ -111,7 +111,7 @@ def test_the_casts_are_those_of_what_is_returned(order):
     )
     amax = (
         None
-        if order.live is None
+        if order.amax_state is None
         else update_amax(torch.tensor([3.0, 0.0, 0.0]), tile_amax(made.value, (WHOLE, WHOLE)))
     )
     assert_same(made.plain.data, quantize(made.value, order.cast, amax=amax).data)
@@ -356,7 +356,7 @@ def test_kernels_compute_the_definition_and_cast_what_they_computed(gpu, name, s
             None if live is None else update_amax(live, tile_amax(made.value.cpu(), (WHOLE, WHOLE)))
         )
         if live is not None:
-            assert_same(order.live, live)
+            assert_same(order.amax_state, live)
         assert_same(
             made.plain.data, quantize(made.value.cpu(), cast, amax=amax, backend="reference").data
         )

@@ -94,12 +94,12 @@ def test_delayed_scaling_has_the_bits_of_casting_anew(cast, records, in_use, exp
     for spoiled in (None, 1e30, float("nan")):
         x = weight((7, 20), spoiled)
         found = left(x, cast, expected)
-        assert found.window is not None
-        found.window.live.copy_(torch.tensor([in_use, 0.1, 0.0]))
-        truth = found.window.live.clone()
-        plain, turned, amax = quantize_precast(x, found, found.window.live, records=records)
+        assert found.buffers is not None
+        found.buffers.live.copy_(torch.tensor([in_use, 0.1, 0.0]))
+        truth = found.buffers.live.clone()
+        plain, turned, amax = quantize_precast(x, found, found.buffers.live, records=records)
         expected_both = quantize_pair(x, cast, amax_state=truth, records=records)
-        assert_same(found.window.live, truth)
+        assert_same(found.buffers.live, truth)
         if spoiled is not None and spoiled != spoiled:  # codes under a scale of NaN are free
             assert (
                 plain.scale.isnan().all()
@@ -118,7 +118,7 @@ def test_it_serves_no_other_weight_cast_or_window():
     )
     x = weight((4, 8))
     found = left(x, cast, 1.0)
-    live = found.window.live
+    live = found.buffers.live
     assert found.matches(x, cast, live)
     assert not found.matches(x, other, live)
     assert not found.matches(x, cast, live.clone()) and not found.matches(x, cast, None)

@@ -175,7 +175,7 @@ def test_a_window_that_moves_otherwise_than_foretold_is_followed(codes):
         run.step()
         ng.advance(run.model)
         run.step()
-        for window in (run.model[0].window("w"), run.model[2].window("w")):
+        for window in (run.model[0].amax_history("w"), run.model[2].amax_history("w")):
             window.reset_parameters()
         run.step()
         run.step()
@@ -190,7 +190,7 @@ def test_each_is_recorded_once_per_step(codes):
     for _ in range(4):
         largest.append(run.model[0].weight.detach().abs().max())
         run.step(micro_batches=2)
-    history = run.model[0].window("w").history
+    history = run.model[0].amax_history("w").history
     assert_same(history[:4], torch.stack(largest[::-1]))
     assert int((history > 0).sum()) == 4
 

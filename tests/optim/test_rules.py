@@ -213,7 +213,7 @@ def test_the_previous_learning_rate_is_saved_and_a_damaged_one_is_refused():
             three.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("states", quick(["8bit", "4bit"], STATES))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_quantized_states_step_near_float32_states(name, states):
     """Medians over elements after six steps: an error is below a fifth of the distance (4-bit states: a half)."""

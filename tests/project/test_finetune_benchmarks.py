@@ -204,7 +204,7 @@ def test_the_cumulative_table(monkeypatch, place, tmp_path, capsys, kind):
 def test_a_plain_script_scores_an_exported_model_as_the_run_did(task, here):
     """Exact: windows, words, choices and metrics of two implementations."""
     settings = {
-        "steps": 6, "batch_size": 8, "learning_rate": 5e-3, "warmup_steps": 1, "weight_decay": 0.0, "beta2": 0.999, "max_length": 32,
+        "steps": 6, "batch_size": 8, "learning_rate": 5e-3, "warmup_steps": 1, "weight_decay": 0.0, "betas": (0.9, 0.999), "max_length": 32,
         "stride": 8, "rows": 48, "held_out": 40, "order": "length",
     }  # fmt: skip
     found = tasks_beside_trainer.run(tasks_beside_trainer.OURS, 0, task, settings)

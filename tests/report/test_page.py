@@ -593,7 +593,7 @@ def test_what_happened_is_told_in_order(tmp_path):
     assert tables.happenings(recorded(tmp_path, listed)) == [
         "Step 5: The run resumed from its beginning.",
         "Step 7: An amax of the output gradients of m was not finite (5 readings, the last at step 9) and was kept out of the "
-        "scaling window.",
+        "amax history.",
         "Step 8: The loss jumped.",
         "Step 20: The steps from here to 25 are those of BF16.",
         'Step 25: 1 product suspect: down_proj:output. In 16 bits with recipe.layers = ["down_proj=bf16:output"].',

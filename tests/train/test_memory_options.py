@@ -200,7 +200,7 @@ def test_a_run_that_would_fail_in_silence_is_refused_before_its_first_step(make,
     """16-bit weights under torch's own AdamW: no precision of the ladder asks for it, and a changed one shall not."""
     bare = precision.Precision(name="bf16-o3", weights=torch.bfloat16)
     monkeypatch.setitem(precision.PRECISIONS, "bf16-o3", bare)
-    config = make("bare", precision="bf16-o3", beta2=0.999)
+    config = make("bare", precision="bf16-o3", betas=(0.9, 0.999))
     with raises(ConfigError, "optim.unfit", "999"):
         loop.run(config)
     assert not list((loop.Path(config.output) / "checkpoints").glob("*"))

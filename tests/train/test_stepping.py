@@ -24,7 +24,7 @@ SIZES = {
     "steps": 4,
     "clip": 0.3,
 }  # matrices of 4,096 and more
-INSIDE = {"step_in_backward": True}
+INSIDE = {"held_gradients": "none"}
 RUNS = [
     {"recipe": "nvfp4", "precision": "bf16-o3", "states": "8bit/fp16", "checkpointing": "full"},
     {"recipe": "fp8-delayed", "states": "8bit"},

@@ -66,6 +66,8 @@ def targets(node):
 
 def assignments(source):
     """Line and text of each assignment to an attribute of a Trainer, or of an object that it holds."""
+    if "trainer" not in source.lower():
+        return []  # neither a variable of that name nor an annotation
     tree = ast.parse(source)
     names = trainers(tree)
     return [

@@ -1,7 +1,7 @@
 // Kernels around a 4-bit GEMM, each one pass over memory, and the GEMM itself (gemm.h).
 //
-// The definitions are in plain torch: ops/hadamard/definition.py, ops/random.py, ops/quantize and
-// ops/mm. encode, decode, round, uniform and gemm are bit-identical to them. turn adds in the order
+// The definitions are in plain torch: ops/hadamard/definition.py, ops/random.py and ops/mm. encode,
+// decode, uniform and gemm are bit-identical to them. turn adds in the order
 // of the butterflies, not of a matrix product, so its sums differ by rounding. Rows are
 // independent: a call processes rows `first` to `last`, and threads share the rows. Loops without
 // branches are left to the compiler's vectorizer.
@@ -15,6 +15,7 @@
 #endif
 
 #include "gemm.h"
+#include "noise.h"
 
 namespace {
 
@@ -76,16 +77,6 @@ void butterflies(float* y, int64_t n, int block) {
   for (; h < block; h *= 2) stage(y, n, h);
 }
 
-uint32_t mix(uint32_t x) {  // the finalizer lowbias32, see ops/random.py
-  x = (x ^ (x >> 16)) * 0x7FEB352DU;
-  x = (x ^ (x >> 15)) * 0x846CA68BU;
-  return x ^ (x >> 16);
-}
-
-float uniform(uint32_t low, uint32_t high, uint32_t i) {
-  return float(int32_t(mix(mix(i + low) ^ high) >> 8)) * 0x1p-24f;
-}
-
 }  // namespace
 
 extern "C" {
@@ -127,10 +118,10 @@ void narrowgauge_turn(int64_t first, int64_t last, const void* x, int32_t dtype,
 
 // codes = round(y * (1 / scale)) to nearest even, clipped to +-max. packed (two codes to a byte)
 // and bits (set where |ratio| is at most max) are written unless they are null.
-void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t columns, float scale, float max, int8_t* codes,
+void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t columns, const float* scale, float max, int8_t* codes,
                         uint8_t* packed, uint8_t* bits) {
   const float magic = 0x1.8p23f;  // adding it makes float32 round to an integer, to nearest even
-  const float reciprocal = 1.f / scale;
+  const float reciprocal = 1.f / *scale;
   const int64_t bytes = (columns + 7) / 8, pairs = (columns + 1) / 2;
   for (int64_t r = first; r < last; r++) {
     const float* source = y + r * columns;
@@ -176,25 +167,6 @@ void narrowgauge_decode(int64_t first, int64_t last, const uint8_t* packed, int6
       row[2 * i + 1] = int8_t(((source[i] >> 4) ^ 8) - 8);
     }
     if (columns % 2) row[columns - 1] = int8_t(((source[pairs - 1] & 15) ^ 8) - 8);
-  }
-}
-
-// Stochastic rounding of x * (1 / scale): floor, plus one if the noise is below the fraction. There
-// is one scale, or one per row.
-void narrowgauge_round(int64_t first, int64_t last, const void* x, int32_t dtype, int64_t stride, int64_t columns,
-                       const float* scales, int32_t by_row, float max, uint32_t low, uint32_t high, int8_t* codes) {
-  std::vector<float> wide(columns);
-  for (int64_t r = first; r < last; r++) {
-    const float reciprocal = 1.f / scales[by_row ? r : 0];
-    const float* source = widened(x, dtype, r * stride, columns, wide.data());
-    int8_t* row = codes + r * columns;
-    const uint32_t at = uint32_t(r * columns);
-    for (int64_t i = 0; i < columns; i++) {
-      float ratio = source[i] * reciprocal;
-      float y = std::min(std::max(ratio == ratio ? ratio : 0.f, -max), max);
-      float below = std::floor(y);
-      row[i] = int8_t(int32_t(below) + (uniform(low, high, at + uint32_t(i)) < y - below));
-    }
   }
 }
 

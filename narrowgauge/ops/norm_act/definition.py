@@ -167,7 +167,7 @@ def cast(y: Tensor, request: CastRequest | None) -> CastResult:
     """Return y with the casts that `quantize_pair` computes."""
     if request is None:
         return CastResult(y)
-    cols, live = request.transposed, request.live
+    cols, live = request.transposed, request.amax_state
     return CastResult(
         y, *quantize_pair(y, request.cast, amax_state=live, records=request.records, cols=cols)
     )

@@ -117,7 +117,9 @@ def _compare(
                 # The reference casts the kernel's own values: they differ from the definition's by
                 # the order of sums.
                 cast = definition.cast(result.value.to("cpu"), request)
-                window = None if request.live is None else (moved.live, request.live)
+                window = (
+                    None if request.amax_state is None else (moved.amax_state, request.amax_state)
+                )
                 mine, theirs = ((x.plain, x.transposed, x.amax) for x in (result, cast))
                 yield from compared(mine, theirs, window, poisoned=False)
 

@@ -64,13 +64,13 @@ class CastRequest:
     """Request to cast the result y [rows, columns].
 
     cast        the cast
-    live        [3] amax state under delayed scaling (see `amax_state`); None: current scaling
+    amax_state  [3] amax state under delayed scaling (see `amax_state`); None: current scaling
     records     True updates the amax state
     transposed  True also casts y.T
     """
 
     cast: Cast
-    live: Tensor | None = None
+    amax_state: Tensor | None = None
     records: bool = True
     transposed: bool = False
 

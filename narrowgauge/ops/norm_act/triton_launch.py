@@ -122,7 +122,7 @@ class _Target:
         self.C = _constants(cast, y)
         if cast.tile == (WHOLE, WHOLE):
             self.maxima = torch.zeros(PARTS, dtype=torch.int32, device=y.device)
-            if request.live is None:
+            if request.amax_state is None:
                 return
         self.scaling = {(WHOLE, WHOLE): "delayed", (1, WHOLE): "row"}.get(cast.tile, "block")
         self.plain = Output((rows, columns), cast, y.device)
@@ -131,7 +131,7 @@ class _Target:
     @property
     def result(self) -> KernelOutputs:
         """The buffers as the kernels take them."""
-        live = None if self.request is None else self.request.live
+        live = None if self.request is None else self.request.amax_state
         codes, scale = (None, None) if self.plain is None else (self.plain.codes, self.plain.scale)
         return KernelOutputs(
             self.y, codes, self.transposed and self.transposed.codes, scale, self.maxima, live
@@ -165,8 +165,8 @@ class _Target:
             return CastResult(
                 y, *quantizing.cast_pair(y, request.cast, cols=request.transposed, amax=maxima)
             )
-        if self.maxima is not None and request.live is not None:
-            state = quantizing.state_of(request.live, self.maxima, plain.scale)
+        if self.maxima is not None and request.amax_state is not None:
+            state = quantizing.state_of(request.amax_state, self.maxima, plain.scale)
             launch(
                 triton_transpose.settle_both, PARTS, Matrix.of(y), plain.codes, transposed and transposed.codes, state, None,
                 RECORDS=request.records, C=C, PARTS=PARTS, ROWS=SETTLED[0], COLUMNS=SETTLED[1], warps=WARPS,

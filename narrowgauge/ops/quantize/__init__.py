@@ -18,9 +18,9 @@ Contract of `quantize(x, cast)`
     ->      QTensor. NaN or infinity in a tile makes its scale NaN, and thereby the whole tile.
 
 Cost in plain torch: one read for amax, then about eight elementwise passes; one read and one write
-if a compiler fuses them. On a CPU with a C++ compiler (cpp.py) one read and one write too, with
-bit-identical results: for rounding to nearest, and for stochastic rounding of integers with one
-scale per tensor or row whose noise is a Key.
+if a compiler fuses them. On a CPU with a C++ compiler (cpp.py) one read and one write too, and one
+more read under two-level rules, with bit-identical results: for codes of integers and decoded
+values, if noise is a Key.
 """
 
 from __future__ import annotations

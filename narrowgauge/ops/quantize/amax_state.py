@@ -29,12 +29,12 @@ class AmaxBuffers(Protocol):
 
     history  amax of earlier steps
     live     [3] amax state of this step
-    window   settings of delayed scaling
+    settings settings of delayed scaling
     """
 
     history: Tensor
     live: Tensor
-    window: DelayedScaling
+    settings: DelayedScaling
 
 
 def update_amax(amax_state: Tensor, amax: Tensor, *, records: bool = True) -> Tensor:

@@ -52,7 +52,7 @@ class PrecastWeight:
     """Precast of one weight [N, K]; see the module.
 
     cast        the cast
-    window      amax buffers of delayed scaling; None: current scaling
+    buffers     amax buffers of delayed scaling; None: current scaling
     maxima      int32 [PARTS], bits of magnitudes; the largest one is the weight's amax
     plain       codes of w [N, K], as the format stores them; None under current scaling
     turned      codes of w.T [K, N], likewise
@@ -63,7 +63,7 @@ class PrecastWeight:
     """
 
     cast: Cast
-    window: AmaxBuffers | None
+    buffers: AmaxBuffers | None
     maxima: Tensor
     plain: Tensor | None = None
     turned: Tensor | None = None
@@ -77,10 +77,10 @@ class PrecastWeight:
     _changed: Tensor | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, weight: Tensor, cast: Cast, window: AmaxBuffers | None) -> PrecastWeight:
+    def of(cls, weight: Tensor, cast: Cast, buffers: AmaxBuffers | None) -> PrecastWeight:
         """Allocate a precast: 256 bytes, and with delayed scaling two bytes per weight."""
-        made = cls(cast=cast, window=window, maxima=weight.new_zeros(PARTS, dtype=torch.int32))
-        if window is not None:
+        made = cls(cast=cast, buffers=buffers, maxima=weight.new_zeros(PARTS, dtype=torch.int32))
+        if buffers is not None:
             made.plain, made.turned = (
                 weight.new_empty(x.shape, dtype=cast.format.storage) for x in (weight, weight.T)
             )
@@ -135,7 +135,7 @@ class PrecastWeight:
         """
         if self._weight is None or self._weight != validity(weight) or self.cast != cast:
             return False
-        live = None if self.window is None else self.window.live
+        live = None if self.buffers is None else self.buffers.live
         # Identity, not equality: another layer's state may hold the same numbers.
         return live is amax_state and not (
             weight.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -174,16 +174,16 @@ def refuse_here(weight: Tensor, cast: Cast) -> str:
 
 
 @torch.no_grad()
-def next_amax(window: AmaxBuffers) -> Tensor:
+def next_amax(buffers: AmaxBuffers) -> Tensor:
     """Return [1] the amax in use in the next step, if `roll_history` ends this step as it is.
 
     Definition.
     """
-    in_use, seen, _ = window.live.unbind()
-    settings = window.window
+    in_use, seen, _ = buffers.live.unbind()
+    settings = buffers.settings
     newest = seen
     if settings.algorithm == "max" and settings.length > 1:
-        newest = torch.maximum(seen, window.history[:-1].amax())
+        newest = torch.maximum(seen, buffers.history[:-1].amax())
     return torch.where(seen > 0, newest * 2.0**settings.margin, in_use).reshape(1)
 
 
@@ -195,13 +195,13 @@ def write(precast: PrecastWeight, weight: Tensor) -> None:
     """
     precast.maxima.zero_()
     precast.maxima[:1] = tile_amax(weight, (WHOLE, WHOLE)).view(torch.int32).reshape(1) & 0x7FFFFFFF
-    if precast.window is not None:
+    if precast.buffers is not None:
         assert (
             precast.expected is not None
             and precast.plain is not None
             and precast.turned is not None
         )
-        precast.expected.copy_(next_amax(precast.window))
+        precast.expected.copy_(next_amax(precast.buffers))
         # Before the first step there is no scale to predict.
         if float(precast.expected) > 0:
             for codes, x in ((precast.plain, weight), (precast.turned, weight.T)):

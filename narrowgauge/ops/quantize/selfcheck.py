@@ -164,8 +164,8 @@ def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[Call]:
         return
     for in_use, expected in ((3.0, 3.0), (3.0, 5.0), (3.0, 0.0), (0.0, 3.0)):
         history, live = torch.zeros(spec.cast.calibrate.length), torch.tensor([expected, 0.0, 0.0])
-        window: Any = SimpleNamespace(history=history, live=live, window=spec.cast.calibrate)
-        precast = PrecastWeight.of(x, spec.cast, window)
+        buffers: Any = SimpleNamespace(history=history, live=live, settings=spec.cast.calibrate)
+        precast = PrecastWeight.of(x, spec.cast, buffers)
         for codes in precast.codes or ():
             codes.view(torch.uint8).fill_(1)  # bytes that no kernel writes must be equal
         precast_weight.write(precast, x)
@@ -176,7 +176,7 @@ def _calls_of_precast(spec: Spec, x: Tensor) -> Iterator[Call]:
 def _examples(op: str) -> Iterator[Spec]:
     """Yield the casts of all recipes.
 
-    Floats rounded to nearest also yield decoded values, for GEMMs in float32.
+    Floats also yield decoded values, for GEMMs in float32.
     """
     from narrowgauge import recipes  # imported here because a cast does not need it
 
@@ -188,7 +188,7 @@ def _examples(op: str) -> Iterator[Spec]:
         kind = (cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None, False, None)
         for cols in (True, False) if delayed else (op == "quantize_pair",):
             yield _spec((*kind, cols, delayed))
-        if op == "quantize" and cast.rounding == "nearest" and isinstance(cast.format, FloatFormat):
+        if op == "quantize" and isinstance(cast.format, FloatFormat):
             yield _spec((*kind[:4], torch.float32))
 
 

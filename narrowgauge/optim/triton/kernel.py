@@ -491,7 +491,7 @@ def foresee(table, BLOCK: tl.constexpr):
     """Prepare the cast of each weight before `step`; one program per line.
 
     Resets the amax of the last step. With delayed scaling (nonzero address of the expected amax),
-    computes the amax that the window will give after `roll_history` has ended this step.
+    computes the amax that the history will give after `roll_history` has ended this step.
     """
     line = table + tl.program_id(0).to(tl.int64) * FIELDS
     place = tl.arange(0, PARTS)

@@ -190,7 +190,7 @@ class Batch:
         14, 15       codes of w and of w.T
         16           amax, in parts
         17           expected amax
-        18, 19       live and history of the amax window
+        18, 19       live and history of the amax history
         20           number of history entries in use
         21           factor of the amax (margin), float32 as bits
 
@@ -358,13 +358,13 @@ def _of_cast(stepped: PrecastWeight | None) -> list[int]:
     if stepped is None:
         return [0] * 8
     line = [*map(address, (stepped.plain, stepped.turned, stepped.maxima, stepped.expected))]
-    window = stepped.window
-    if window is None:
+    buffers = stepped.buffers
+    if buffers is None:
         return line + [0] * 4
-    how = window.window
+    how = buffers.settings
     (factor,) = struct.unpack("<i", struct.pack("<f", 2.0**how.margin))
     counts = how.length - 1 if how.algorithm == "max" else 0
-    return [*line, address(window.live), address(window.history), counts, factor]
+    return [*line, address(buffers.live), address(buffers.history), counts, factor]
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

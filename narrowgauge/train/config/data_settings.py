@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from narrowgauge.train.config import augment_syntax
 from narrowgauge.train.config.rules import (
     COUNT,
     COUNT_OR_ZERO,
@@ -86,9 +87,9 @@ class DataTable:
     no_target: str = DATA("error", "Examples of which nothing is learnt.", OneOf(("error", "skip")), tasks=TABLES)
     image_size: int = DATA(0, "Height and width that pictures are resized to; 0: the model's, or 224.", Range(0, 2**14),
         tasks=IMAGES)
-    crop_padding: int = DATA(0, "Pixels of black around a picture, of which its size is cut out at random; 0: none.",
-        Range(0, 2**14), tasks=IMAGES)
-    flip: bool = DATA(False, "Pictures are turned left to right at random.", tasks=IMAGES)
+    augment: str = DATA("",
+        "Random changes of pictures: crop=4, 4 pixels of black around them before their size is cut out; flip, left to right; or "
+        "crop=4,flip. Empty: none.", augment_syntax.RULE, tasks=IMAGES)
     # fmt: on
 
 

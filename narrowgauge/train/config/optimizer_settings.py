@@ -5,7 +5,16 @@ from functools import partial
 
 from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config.data_settings import GENERATING
-from narrowgauge.train.config.rules import COUNT, COUNT_OR_ZERO, OneOf, OneOrPair, Range, setting
+from narrowgauge.train.config.rules import (
+    COUNT,
+    COUNT_OR_ZERO,
+    NUMBERS,
+    OneOf,
+    OneOrPair,
+    Range,
+    TwoNumbers,
+    setting,
+)
 
 MAX_INT = 2**63 - 1  # largest integer that TOML guarantees and torch accepts as a seed
 UNSET, AS_THE_RULE = -1.0, "-1: as the rule of the updates has it in a run."
@@ -38,8 +47,9 @@ class OptimizerSettings:
     min_learning_rate: float = OPTIMIZER(0.0, "Learning rate after the last step.", Range(0, 1))
     warmup_steps: int = OPTIMIZER(20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
     weight_decay: float = OPTIMIZER(0.1, "Weight decay of matrices, as the rule of the updates has it.", Range(0, 1))
-    beta1: float = OPTIMIZER(UNSET, f"First beta, or the momentum; {AS_THE_RULE}", Range(0, 1, open_high=True, unset=UNSET))
-    beta2: float = OPTIMIZER(UNSET, f"Second beta; {AS_THE_RULE}", Range(0, 1, open_high=True, unset=UNSET))
+    betas: NUMBERS = OPTIMIZER((UNSET, UNSET),  # noqa: RUF009 (it returns a dataclasses.field)
+        f"Both betas, as 0.9,0.95; the first is also the momentum; {AS_THE_RULE}",
+        TwoNumbers(Range(0, 1, open_high=True, unset=UNSET)))
     epsilon: float = OPTIMIZER(UNSET, f"Guard against division by zero; {AS_THE_RULE}", Range(0, 1, open_low=True, unset=UNSET))
     clip: float = OPTIMIZER(1.0, "Largest norm of the gradient; 0: not clipped.", Range(0, 1e6))
     clip_by: str = OPTIMIZER("",
@@ -51,9 +61,13 @@ class OptimizerSettings:
     embedding_states: str = OPTIMIZER("fp32", "Moments of embeddings: float32, or the same as all.", OneOf(("fp32", "same")))
     master: str = OPTIMIZER("", "What keeps the low bits of 16-bit weights; empty: as the precision says.",
         OneOf(("", "fp32", "fp16-scaled", "bf16-remainder", "stochastic")))
-    step_in_backward: bool = OPTIMIZER(False,
-        "Step each parameter as soon as its gradient is whole, and free it; sums of several "
-        "micro-batches are held in FP8.")
-    held_gradients: str = OPTIMIZER("16bit", "How gradients of matrices wait for the step: as they are, or in FP8.",
-        OneOf(("16bit", "fp8")))
+    held_gradients: str = OPTIMIZER("16bit",
+        "How gradients wait for the step: as they are; of matrices in FP8; or none waits, since each parameter steps in backward as soon "
+        "as its gradient is whole (sums of several micro-batches are held in FP8).",
+        OneOf(("16bit", "fp8", "none")))
     # fmt: on
+
+    @property
+    def step_in_backward(self) -> bool:
+        """True if each parameter steps inside the backward pass."""
+        return self.held_gradients == "none"

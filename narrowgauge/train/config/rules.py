@@ -16,7 +16,9 @@ from narrowgauge.train.config import recipe_syntax
 
 Problem = tuple[tuple[str, ...], str]  # (names of fields whose values break a rule, message)
 Check = tuple[object, str, str]  # (truthy if broken, keys separated by spaces, message)
-TABLE = Mapping[str, str]  # type of a setting, besides bool, int, float and str
+# Types of settings besides bool, int, float and str
+TABLE = Mapping[str, str]
+NUMBERS = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,19 @@ class Range:
             return f"from {self.low} to {self.high}{unset}"
         low = f"above {self.low}" if self.open_low else f"at least {self.low}"
         return f"{low} and {'below' if self.open_high else 'at most'} {self.high}{unset}"
+
+
+@dataclass(frozen=True)
+class TwoNumbers:
+    """Two numbers, each of a range."""
+
+    range: Range
+
+    def refuse(self, value: tuple[float, float]) -> str:
+        return str(self) if any(map(self.range.refuse, value)) else ""
+
+    def __str__(self) -> str:
+        return f"two numbers, each {self.range}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,7 @@ class OneOrPair:
 NOT_EMPTY = Matching(r"(?s).+", "not empty")
 COUNT = Range(1, 2**31 - 1)
 COUNT_OR_ZERO = Range(0, 2**31 - 1)
-Rule = Range | OneOf | OneOrPair | Matching
+Rule = Range | TwoNumbers | OneOf | OneOrPair | Matching
 
 
 def setting(
@@ -192,6 +207,10 @@ def _refuse_type(kind: Any, value: Any) -> str:
         return _refuse_text(value)
     if kind is TABLE:
         return _refuse_table(value)
+    if kind is NUMBERS:
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        is_pair = is_pair and not any(_refuse_type(float, each) for each in value)
+        return "" if is_pair else "must be two finite numbers"
     # bool is a subclass of int.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool:
@@ -230,5 +249,7 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**20:
         # repr() of an int with more than 4,300 digits raises ValueError since Python 3.11.
         return f"{'-' if value < 0 else ''}a number of {int(math.log10(abs(value))) + 1} digits"
+    if isinstance(value, tuple):
+        value = list(value)
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -18,7 +18,7 @@ from typing import Any
 from narrowgauge.diagnose import guard_settings
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.rules import RULES
-from narrowgauge.train.config import parallel_syntax, switch_syntax
+from narrowgauge.train.config import augment_syntax, parallel_syntax, switch_syntax
 from narrowgauge.train.config.data_checks import task_checks
 from narrowgauge.train.config.data_settings import GENERATING, DataSettings
 from narrowgauge.train.config.machine_settings import (
@@ -26,6 +26,7 @@ from narrowgauge.train.config.machine_settings import (
     MemorySettings,
     ParallelSettings,
 )
+from narrowgauge.train.config.merged_settings import MERGED
 from narrowgauge.train.config.optimizer_settings import (
     UNSET,
     WITHOUT_OPTION,
@@ -34,6 +35,7 @@ from narrowgauge.train.config.optimizer_settings import (
 )
 from narrowgauge.train.config.recipe_settings import FUSED_SAVES, NO_RECIPE, RecipeSettings
 from narrowgauge.train.config.rules import (
+    NUMBERS,
     TABLE,
     Check,
     OneOf,
@@ -58,8 +60,8 @@ from narrowgauge.train.config.run_settings import (
 from narrowgauge.train.config.task_entries import TASKS
 
 __all__ = [
-    "FUSED_SAVES", "GENERATING", "NO_RECIPE", "TABLE", "TASKS", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig", "by_path",
-    "differences", "former_key", "key_of", "key_of_name", "path_of", "replace", "resolved", "shown",
+    "FUSED_SAVES", "GENERATING", "NO_RECIPE", "NUMBERS", "TABLE", "TASKS", "InvalidSettings", "OneOf", "OneOrPair", "TrainConfig",
+    "by_path", "differences", "former_key", "key_of", "key_of_name", "path_of", "replace", "resolved", "shown",
 ]  # fmt: skip
 
 
@@ -112,9 +114,14 @@ def by_path() -> dict[str, Field[Any]]:
 
 
 def key_of_name(name: str) -> str:
-    """Name in a file of a field, or of a part as "columns.text"; `name` itself if it is none."""
+    """Name in a file of a field, or of a part as "columns.text"; `name` itself if it is none.
+
+    A part that was a setting of its own before, as "betas.beta1", has the name of its field.
+    """
     field, _, part = name.partition(".")
     each = TrainConfig.__dataclass_fields__.get(field)
+    if each and field in MERGED and part in MERGED[field].kinds:
+        return key_of(each)
     if each is None or (part and not each.metadata["parts"]):
         return name
     return f"{key_of(each)}.{part}" if part else key_of(each)
@@ -164,20 +171,26 @@ def resolved(config: TrainConfig) -> TrainConfig:
     if not config.model and not is_vit:
         sizes["kv_heads"] = config.kv_heads or config.heads
     cache = config.cache or str(Path(config.output).parent / "cache")
+    augment = str(augment_syntax.parse(config.augment))
     columns = {name: config.column_of(name) for name in TASKS[config.task].columns}
-    return replace(config, cache=cache, columns=columns, **sizes, **numbers_of_rule(config))
+    return replace(
+        config, cache=cache, columns=columns, augment=augment, **sizes, **numbers_of_rule(config)
+    )
 
 
 def numbers_of_rule(config: TrainConfig) -> dict[str, Any]:
-    """beta1, beta2 and epsilon of a run: the settings, or the rule's own where they are unset."""
+    """betas and epsilon of a run: the settings, or the rule's own where they are unset."""
     rule = RULES[config.optimizer]
     own = {**WITHOUT_OPTION, **rule.options, **rule.run_options}
     beta1, beta2 = own["betas"]
     if "momentum" in rule.options:
         beta1 = own["momentum"]
-    defaults = {"beta1": beta1, "beta2": beta2, "epsilon": own["eps"]}
-    given = {name: getattr(config, name) for name in defaults}
-    return {name: defaults[name] if value == UNSET else value for name, value in given.items()}
+    given = (*config.betas, config.epsilon)
+    beta1, beta2, epsilon = (
+        default if value == UNSET else value
+        for value, default in zip(given, (beta1, beta2, own["eps"]), strict=True)
+    )
+    return {"betas": (beta1, beta2), "epsilon": epsilon}
 
 
 # Rules between settings, checked after each value on its own
@@ -223,7 +236,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         # "auto" selects recipes with their own choice of what a Linear saves.
         (is_auto and config.save not in FUSED_SAVES, "save", auto),
         (config.states == "fp32", "embedding_states", "states"),
-        (not config.step_in_backward, "clip_by", "step_in_backward"),
+        (not config.step_in_backward, "clip_by", "held_gradients"),
         (config.clip == 0, "clip_by", "clip"),
     ]
     # dict.fromkeys removes duplicates and keeps the order.
@@ -232,36 +245,24 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     )
 
 
-def _excluded_in_backward(c: TrainConfig) -> Iterator[Check]:
-    """Combinations that step_in_backward, or held gradients in FP8, do not support."""
+def _excluded_by_held_gradients(c: TrainConfig) -> Iterator[Check]:
+    """Combinations that steps in backward, or held gradients in FP8, do not support."""
+    why_of_compile = "whose backward pass computes all gradients before it gives any"
+    why_of_graphs = {
+        "none": "which captures the step apart from the backward pass",
+        "fp8": "which captures the step with gradients at fixed places",
+    }.get(c.held_gradients, "")
     # GradScaler must see every gradient to decide if a step overflowed.
-    scaling = (
-        "precision",
-        c.precision == "amp-fp16",
-        "whose loss scaling looks at all gradients before the step",
-    )
-    excluded = {
-        ("step_in_backward", c.step_in_backward): (
-            (
-                "compile",
-                c.compile,
-                "whose backward pass computes all gradients before it gives any",
-            ),
-            ("cuda_graph", c.cuda_graph, "which captures the step apart from the backward pass"),
-            ("held_gradients", c.held_gradients == "fp8", "since it holds none"),
-            scaling,
-        ),
-        ("held_gradients", c.held_gradients == "fp8"): (
-            ("cuda_graph", c.cuda_graph, "which captures the step with gradients at fixed places"),
-            scaling,
-        ),
-    }
-    for (key, applies), others in excluded.items():
-        for other, is_broken, why in others:
-            value = shown(getattr(c, key))
-            own, its = (key_of(c.__dataclass_fields__[name]) for name in (key, other))
-            yield (applies and is_broken, f"{key} {other}",
-                   f"{own} = {value}: does not work with {its} = {shown(getattr(c, other))}, {why}. Remove one of them.")  # fmt: skip
+    why_of_scaling = "whose loss scaling looks at all gradients before the step"
+    own, is_held = f"optimizer.held_gradients = {shown(c.held_gradients)}", bool(why_of_graphs)
+    for other, is_broken, why in (
+        ("compile", c.compile and c.step_in_backward, why_of_compile),
+        ("cuda_graph", c.cuda_graph and is_held, why_of_graphs),
+        ("precision", c.precision == "amp-fp16" and is_held, why_of_scaling),
+    ):
+        its = f"{key_of(c.__dataclass_fields__[other])} = {shown(getattr(c, other))}"
+        message = f"{own}: does not work with {its}, {why}. Remove one of them."
+        yield is_broken, f"held_gradients {other}", message
 
 
 def _training_checks(c: TrainConfig) -> list[Check]:
@@ -305,13 +306,13 @@ def _training_checks(c: TrainConfig) -> list[Check]:
         (c.master and not c.precision.startswith("bf16-o"), "master precision",
          f"optimizer.master = {c.master!r}: has no effect with recipe.precision = {c.precision!r}, whose weights are float32. "
          "Remove it, or take precision bf16-o2."),
-        (c.step_in_backward and c.clip and not c.clip_by, "step_in_backward clip",
-         f"optimizer.step_in_backward = true: optimizer.clip = {c.clip} wants the norm of the whole gradient, which is known only after "
+        (c.step_in_backward and c.clip and not c.clip_by, "held_gradients clip",
+         f"optimizer.held_gradients = 'none': optimizer.clip = {c.clip} wants the norm of the whole gradient, which is known only after "
          "the last layer has "
          "stepped. Choose optimizer.clip_by = 'previous' (the norm of the step before), 'two-pass' (a forward and backward pass more), "
          "'parameter' "
          "(each by its own norm), or optimizer.clip = 0."),
-        *_excluded_in_backward(c),
+        *_excluded_by_held_gradients(c),
         ("/" in c.states and len(RULES[c.optimizer].moments) < 2, "states optimizer",
          f"optimizer.states = {c.states!r}: names two moments, and {c.optimizer} keeps one. Give one, as optimizer.states = "
          f"{c.states.partition('/')[0]!r}."),

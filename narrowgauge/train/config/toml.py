@@ -30,7 +30,9 @@ from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.storage import reading
 from narrowgauge.train.config import recipe_syntax
+from narrowgauge.train.config.merged_settings import MERGED
 from narrowgauge.train.config.settings import (
+    NUMBERS,
     TABLE,
     InvalidSettings,
     TrainConfig,
@@ -107,6 +109,13 @@ def _composed(given: Given) -> dict[str, Any]:
                 if words.strip() and words.partition("=")[0].strip() not in parts
             ]
             values[name] = ",".join([*kept, *_written(name, parts)])
+    for name, merged in MERGED.items():
+        parts = {
+            part: given[f"{name}.{part}"] for part in merged.kinds if f"{name}.{part}" in given
+        }
+        if parts:
+            whole = values.get(name, TrainConfig.__dataclass_fields__[name].default)
+            values[name] = merged.combine(whole, {part: each.value for part, each in parts.items()})
     return values
 
 
@@ -238,7 +247,8 @@ def settings(text: str, name: str) -> Given:
     problems: list[tuple[tuple[str, ...], str]] = []
     origins: dict[str, str] = {}
     for path, value in _paths(values):
-        origin, former = place(path), path if path in FORMER and path not in SHORT else ""
+        is_former = path in {*FORMER, *EARLIER} and path not in SHORT
+        origin, former = place(path), path if is_former else ""
         field = _name(FORMER.get(path, path)) if path not in TABLES or path in SHORT else None
         if field is None:
             problems.append(((path,), _unknown(path, value)))
@@ -269,7 +279,9 @@ def _name(path: str) -> str | None:
 
 
 def _table(field: str, value: Any, key: str, origin: str) -> Any:
-    """The value; of a list of 'pattern=recipe', the table that it stands for."""
+    """The value; of a list of 'pattern=recipe', the table that it stands for; a pair of numbers."""
+    if field in OF_NUMBERS and isinstance(value, list):
+        return tuple(value)
     is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
     if not is_list or field not in OF_PATTERNS:
         return value
@@ -323,11 +335,20 @@ TABLES = tuple(
     dict.fromkeys(each.metadata["table"] for each in PATHS.values() if each.metadata["table"])
 )
 SHORT = tuple(key_of(each) for each in PATHS.values() if each.metadata["short"])
+OF_NUMBERS = tuple(each.name for each in PATHS.values() if each.type is NUMBERS)
+# Keys of settings that are one with others now -> "betas.beta1"
+EARLIER = {
+    f"{path.rpartition('.')[0]}.{part}": f"{each.name}.{part}"
+    for path, each in PATHS.items()
+    if each.name in MERGED
+    for part in MERGED[each.name].kinds
+}
 OF_PATTERNS = tuple(each.name for each in PATHS.values() if each.type is TABLE)
 # Every spelling but the former ones -> field name, or "guard.every" for a part of a setting
 NAMES = (
     {path: each.name for path, each in PATHS.items()}
     | {key_of(each): each.name for each in PATHS.values()}
+    | EARLIER
     | {key_of_name(f"{name}.{part}"): f"{name}.{part}" for name in PARTS for part in PARTS[name]}
 )
 
@@ -384,16 +405,21 @@ def dump(config: TrainConfig) -> str:
             name = str if each.name in OF_ENTRIES else _text  # a pattern stands in quotes
             tables[path] = [f"{name(a)} = {_text(b)}" for a, b in value.items()]
             continue
-        # The field's own type converts an int given for a float, so that 1 is written as 1.0.
-        literal = _text(value) if each.type is str else repr(each.type(value))  # type: ignore[operator]
-        written = literal.lower() if each.type is bool else literal
-        tables.setdefault(table, []).append(f"{key} = {written}")
+        tables.setdefault(table, []).append(f"{key} = {_literal(each.type, value)}")
     return (
         "\n\n".join(
             "\n".join([f"[{table}]", *lines] if table else lines) for table, lines in tables.items()
         )
         + "\n"
     )
+
+
+def _literal(kind: Any, value: Any) -> str:
+    if kind is NUMBERS:
+        return repr([*map(float, value)])
+    # The field's own type converts an int given for a float, so that 1 is written as 1.0.
+    literal = _text(value) if kind is str else repr(kind(value))
+    return literal.lower() if kind is bool else literal
 
 
 def _text(value: str) -> str:

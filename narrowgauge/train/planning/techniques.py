@@ -69,6 +69,13 @@ def _halved(config: TrainConfig) -> Mapping[str, Any]:
     return {"micro_batches": parts} if divides else {}
 
 
+def _in_backward(config: TrainConfig) -> Mapping[str, Any]:
+    """Steps in backward, unless gradients are held in FP8."""
+    if config.held_gradients != "16bit":
+        return {}
+    return {"held_gradients": "none", "clip_by": "previous" if config.clip else ""}
+
+
 def _rows(config: TrainConfig) -> Mapping[str, Any]:
     """One row for each micro-batch."""
     return (
@@ -143,7 +150,7 @@ EIGHT = Technique(
     OWN,
 )
 IN_BACKWARD = Technique(
-    "step in backward", lambda config: {"step_in_backward": True, "clip_by": "previous" if config.clip else ""},
+    "step in backward", _in_backward,
     "no slower; clipped by the norm of the step before, and no gradient is kept", 1, 0.0, ("gradients", "transient"),
 )  # fmt: skip
 EMBEDDINGS = Technique(

@@ -42,6 +42,7 @@ from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
 from narrowgauge.data.image_files import Picture, decoded, pictures
 from narrowgauge.data.text import shown
 from narrowgauge.errors import DataError, StorageError
+from narrowgauge.train.config import augment_syntax
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.console import tell
 from narrowgauge.train.tasks import trivial
@@ -446,14 +447,11 @@ class ImageTask(TrainTask):
     def preview(self) -> list[Any]:
         size, config = self.tokenizer, self.config
         words = f"Pictures of {size.height} x {size.width} pixels in {size.channels} channels"
-        changes = [
-            *(
-                [f"{config.crop_padding} pixels of black around them, cut at random"]
-                if config.crop_padding
-                else []
-            ),
-            *(["turned left to right at random"] if config.flip else []),
-        ]
+        augment = augment_syntax.parse(config.augment)
+        changes = (
+            [f"{augment.crop} pixels of black around them, cut at random"] if augment.crop else []
+        )
+        changes += ["turned left to right at random"] if augment.flip else []
         return [f"{words}; {', '.join(changes) or 'as they are in every epoch'}."]
 
     def model(self) -> Any:
@@ -474,7 +472,8 @@ class ImageTask(TrainTask):
             multiple=1,
             tokens_multiple=1,
         )
-        made = ImageBatches(self.train, config.crop_padding, config.flip, config.seed)
+        augment = augment_syntax.parse(config.augment)
+        made = ImageBatches(self.train, augment.crop, augment.flip, config.seed)
         sampler = data.LengthBatchSampler(tokens, batching)
         return ImageFeed(
             sampler,

@@ -57,7 +57,7 @@ def test_a_window_that_lags_is_found_with_its_reason(factor, words):
     model = converted("fp8-delayed")
     train(model, 3)
     healthy = blame(model, compute(model))
-    window = model.layers[2].up_proj.window("w")
+    window = model.layers[2].up_proj.amax_history("w")
     window.history *= factor
     window.live[0] *= factor
     for baseline in (None, healthy):
@@ -72,7 +72,7 @@ def test_a_gradient_that_passes_its_window_a_little_is_no_suspect():
     model = converted("fp8-delayed")
     train(model, 3)
     for factor, suspects in ((1 / 3.5, 0), (1 / 4.5, 2)):
-        window = model.layers[0].up_proj.window("gy")
+        window = model.layers[0].up_proj.amax_history("gy")
         compute(model)()
         present = float(window.live[1])
         window.live[0] = present * factor

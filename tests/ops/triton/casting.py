@@ -79,7 +79,7 @@ class Casting:
 
     def pass_step(self, step: int, seen: float) -> None:
         """What happens to the window between steps, and an amax of the next one."""
-        window = self.stepped.window
+        window = self.stepped.buffers
         if window is not None:
             window.live.copy_(torch.tensor([0.1 * step, seen, 0.0]))
             window.history[:2] = torch.tensor([0.05, 0.03])[: len(window.history)]

@@ -393,6 +393,8 @@ SLOW = (
     "adamw fp16/e4m3 fp32",
     "sgd fp8",
     "check 4bit",
+    "check scaled shard",
+    "adamw 8bit stochastic bfloat16",
 )
 
 

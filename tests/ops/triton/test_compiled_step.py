@@ -12,6 +12,7 @@ from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.skipped_steps import SkippedSteps
 from narrowgauge.optim.triton import launch
 from tests.ops.triton.compiling import TARGETS, Compiled, compiled
+from tests.selection import quick
 
 KERNEL = Kernel("compiled", lambda spec: None, launch.step)
 QUICK = [
@@ -93,7 +94,10 @@ def check(found: Compiled, most: int = 0) -> None:
     )
 
 
-@pytest.mark.parametrize(("states", "master", "dtype", "sm"), QUICK, ids=str)
+# The second stands in test_compiled_casting, with a cast beside the step.
+@pytest.mark.parametrize(
+    ("states", "master", "dtype", "sm"), quick([QUICK[0], QUICK[2]], QUICK), ids=str
+)
 def test_it_compiles_without_spills(states, master, dtype, sm):
     """Roots and quotients correctly rounded, nothing contracted, subnormal numbers kept, accesses of 16 bytes."""
     check(kernel(states, master, dtype, sm))

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from narrowgauge import manifest, storage
 from narrowgauge.errors import CheckpointError, NumericsError, StorageError
 from narrowgauge.train.checkpoint import store
-from tests.processes import PYTHON, run
 from tests.raising import coded, raises
 
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
@@ -372,21 +371,19 @@ def test_recover_clears_our_leftovers_and_only_those(tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-CRASH = """
-import os, sys, torch
-from pathlib import Path
-from narrowgauge import storage
-from narrowgauge import manifest
-from narrowgauge.train.checkpoint import store as checkpoint
-rename = os.rename
-os.rename = lambda source, target: os._exit(9) if Path(source).name.startswith(".tmp-") else rename(source, target)
-checkpoint.save(Path(sys.argv[1]), 1, {"weights": {"up": torch.zeros(3)}}, {})
-"""
-
-
 def test_a_crash_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
     path = saved(tmp_path, 1)[0]
-    assert run([PYTHON, "-c", CRASH, tmp_path]).returncode == 9
+    rename = os.rename
+    child = os.fork()  # a process of its own would import torch first
+    if not child:
+        os.rename = lambda source, target: (
+            os._exit(9) if Path(source).name.startswith(".tmp-") else rename(source, target)
+        )
+        try:
+            store.save(tmp_path, 1, {"weights": {"up": torch.zeros(3)}}, {})
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not path.exists()
     storage.recover(tmp_path, manifest.STEP.pattern)
     assert_same(store.load(path).tensors, some_tensors(1))

@@ -107,7 +107,7 @@ def test_pixels_come_in_the_numbers_of_every_precision(make, precision):
 def test_stopped_and_resumed_to_the_bit_with_crops_and_flips(make, before_step):
     """Six steps are an epoch, so that the second stop is in the second one."""
     common = {
-        "steps": 9, "eval_every": 3, "recipe": "fp8-delayed", "micro_batches": 2, "crop_padding": 2, "flip": True,
+        "steps": 9, "eval_every": 3, "recipe": "fp8-delayed", "micro_batches": 2, "augment": "crop=2,flip",
         "learning_rate": 1e-3, "best": "mcc",
     }  # fmt: skip
     reference, config = (
@@ -122,7 +122,7 @@ def test_stopped_and_resumed_to_the_bit_with_crops_and_flips(make, before_step):
     assert loop.run(replace(config, resume=True)) == 0
     left, right = Path(config.output), Path(reference.output)
     assert tiny.losses(left) == tiny.losses(right) and tiny.digests(left) == tiny.digests(right)
-    still = make("pictures", "still", **{**common, "crop_padding": 0, "flip": False})
+    still = make("pictures", "still", **{**common, "augment": ""})
     assert loop.run(still) == 0 and tiny.losses(Path(still.output)) != tiny.losses(right)
 
 
@@ -148,7 +148,7 @@ def test_micro_batches_change_nothing_but_memory(make):
             micro_batches=parts,
             recipe="bf16",
             precision="fp32",
-            crop_padding=1,
+            augment="crop=1",
         )
         assert loop.run(config) == 0
         steps = tiny.events(Path(config.output), "step")
@@ -317,9 +317,9 @@ def test_settings_of_texts_are_refused_for_pictures():
     ):
         TrainConfig(task="image-classification", data="d", max_length=5)
     with pytest.raises(
-        ConfigError, match=r"data.flip = true: has no effect with task = 'classification'"
+        ConfigError, match=r"data.augment = 'flip': has no effect with task = 'classification'"
     ):
-        TrainConfig(task="classification", model="m", data="d", flip=True)
+        TrainConfig(task="classification", model="m", data="d", augment="flip")
     with pytest.raises(ConfigError, match=r"model.patch_size = 8: has no effect with model = 'm'"):
         TrainConfig(task="image-classification", data="d", model="m", patch_size=8)
 
@@ -352,7 +352,7 @@ def test_digits_of_scikit_learn(tmp_path):
     for recipe in ("fp8-row", "int4-hq-bs"):
         config = folders.settings(
             tmp_path / recipe, task="image-classification", data=tmp_path / "digits", image_size=8, patch_size=2, hidden_size=64,
-            layers=2, heads=4, recipe=recipe, steps=300, batch_size=64, learning_rate=3e-3, warmup_steps=20, crop_padding=1,
+            layers=2, heads=4, recipe=recipe, steps=300, batch_size=64, learning_rate=3e-3, warmup_steps=20, augment="crop=1",
         )  # fmt: skip
         assert loop.run(config) == 0
         [event] = tiny.events(Path(config.output), "eval")
