@@ -345,10 +345,14 @@ def test_a_kernel_is_imported_while_torch_compiles():
     """In a fresh process: Dynamo traces no import, and a layer compiled before its first call has to import its kernel's module."""
     program = """
 import sys, torch
-from narrowgauge.ops.registry import imported
-assert "colorsys" not in sys.modules
-call = imported("colorsys", "rgb_to_yiq")
-compiled = torch.compile(lambda x: x + call(1.0, 1.0, 1.0)[0], fullgraph=True, backend="eager")
-assert compiled(torch.ones(2)).tolist() == [2.0, 2.0] and "colorsys" in sys.modules
+from narrowgauge import recipes
+from narrowgauge.ops.mm import KERNELS
+from narrowgauge.ops.quantize import quantize
+kernel = next(each for each in KERNELS.kernels if each.name == "native-int8")
+gemm = recipes.get("int8").output
+a, b = (quantize(torch.randn(32, 64), cast) for cast in (gemm.lhs, gemm.rhs))
+run = lambda: kernel.run(a, b, None, torch.float32, False)
+assert "narrowgauge.ops.mm.cublas" not in sys.modules
+assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(), run())
 """
     run_ok([PYTHON, "-c", program])
