@@ -141,15 +141,16 @@ def crossing(found: dict[int, float]) -> float | None:
 
 def products(size: Size, rounds: int) -> list[dict[str, Any]]:
     """Rows of one bit-split product [tokens, width] x [width, width]."""
-    from narrowgauge.ops.cpp import int4
+    from narrowgauge.ops.cpp.int4 import LIBRARY
+    from narrowgauge.ops.mm import cpp
 
     tokens, width = size.batch * size.tokens, size.width
     a = torch.randint(-98, 99, (tokens, width), dtype=torch.int8)
     b = torch.randint(-7, 8, (width, width), dtype=torch.int8)
     af, bf, one = a.float(), b.float(), torch.ones(1, 1)
     cases: dict[str, Callable[[], object]] = {"fp32": lambda: torch.mm(af, bf.T)}
-    if not int4.LIBRARY.missing and int4.has_gemm():
-        cases["native-cpp"] = lambda: int4.gemm(a, b, one, one, False, 98)
+    if not LIBRARY.missing and cpp.has_gemm():
+        cases["native-cpp"] = lambda: cpp.gemm(a, b, one, one, False, 98)
     cases["torch._int_mm"] = lambda: torch._int_mm(a, b.T)
     timings = measure(cases, rounds=rounds, warmup=1)
     work = dict.fromkeys(timings, (2.0 * tokens * width * width, "op"))
@@ -259,14 +260,14 @@ def converted(plain: Any, size: Size, recipe: str) -> Callable[[], None]:
 
 def in_float(run: Callable[[], None]) -> Callable[[], None]:
     """The step as it would run where the 4-bit product refuses."""
-    from narrowgauge.ops.cpp import int4
+    from narrowgauge.ops.mm import cpp
 
     def without() -> None:
-        before, int4.has_gemm = int4.has_gemm, lambda: False
+        before, cpp.has_gemm = cpp.has_gemm, lambda: False
         try:
             run()
         finally:
-            int4.has_gemm = before
+            cpp.has_gemm = before
 
     return without
 

@@ -90,14 +90,6 @@ def type_of(device: torch.device) -> str:
     return device.type if pretended is None else str(pretended.type)
 
 
-def number(x: Tensor) -> float:
-    """Read x [1] as a Python float for a kernel argument.
-
-    In a dry run the value is arbitrary (1.0).
-    """
-    return float(x) if dry_run_on() is None else 1.0
-
-
 TRANSFORM = "transform of torch.func"  # what `wrapper` returns inside one
 
 

@@ -18,7 +18,9 @@ from narrowgauge.formats import INT4
 from narrowgauge.ops import hadamard as rotation
 from narrowgauge.ops import random
 from narrowgauge.ops.cpp import int4 as cpp
+from narrowgauge.ops.hadamard import cpp as rotations
 from narrowgauge.ops.hadamard import definition
+from narrowgauge.ops.mm import cpp as products
 from narrowgauge.ops.quantize import cpp as casts
 from narrowgauge.ops.registry import Device, device_of
 from narrowgauge.ops.triton.launch import launch
@@ -118,18 +120,18 @@ def test_compiled_code_raises_for_what_was_not_refused(hide):
     x, row = hide(torch.randn(4, 16)), torch.ones(1, 1)
     as_codes = hide(torch.ones(4, 16, dtype=torch.int8))
     calls = [
-        lambda: cpp.turn(x, 16, 16, 16, None, None, inverse=False),
-        lambda: cpp.turn(torch.randn(4, 16), 16, 16, 16, hide(torch.ones(16)), None, inverse=False),
-        lambda: cpp.encode(x, 1.0, 7, True, True),
-        lambda: cpp.decode(hide(torch.ones(4, 8, dtype=torch.uint8)), 16),
+        lambda: rotations.rotate(x, 16, None),
+        lambda: rotations.rotate(torch.randn(4, 16), 16, hide(torch.ones(16))),
+        lambda: rotations.encode(x, row, INT4, True, True),
+        lambda: rotations.decode(hide(torch.ones(4, 8, dtype=torch.uint8)), INT4, 16),
         lambda: casts.run(x, Cast(format=INT4), None, None, None),
-        lambda: cpp.gemm(as_codes, torch.ones(4, 16, dtype=torch.int8), row, row, True, 7),
+        lambda: products.gemm(as_codes, torch.ones(4, 16, dtype=torch.int8), row, row, True, 7),
         lambda: binding._moment(SimpleNamespace(format=INT4, codes=x, scale=None, expansion=None)),
         lambda: launch(None, 1, x, warps=4),
     ]
     if cpp.LIBRARY.missing:
         calls = calls[-1:]
-    elif not cpp.has_gemm():
+    elif not products.has_gemm():
         calls.pop(5)
     for call in calls:
         with raises(BackendError, "kernel.no-memory"):

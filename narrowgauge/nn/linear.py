@@ -561,7 +561,10 @@ class QLinear(nn.Linear):
             return None, None, variance
         from narrowgauge.nn.straight_through import steps_in_use
 
-        x_step, w_step = steps_in_use(steps, _rows(x), weight, context.plan, writes=self.training)
+        is_cold = context.progress.is_cold
+        x_step, w_step = steps_in_use(
+            steps, _rows(x), weight, context.plan, writes=self.training, is_cold=is_cold
+        )
         if local is not None:
             x_step, w_step = local.step(x_step, "x"), local.step(w_step, "w")
         return x_step, w_step, variance

@@ -107,12 +107,10 @@ class Coded:
         """
         if self.residual is None or self.bits is None or self.codes is None:
             return None
-        parts = [
-            torch.where(
-                unpack_bits(self.bits[each], d.shape[1]), 0.0, d[each] * self.codes[each]
-            ).sum()
-            for each in row_chunks(d)
-        ]
+        parts = []
+        for each in row_chunks(d):
+            inside = unpack_bits(self.bits[each], d.shape[1])
+            parts.append(torch.where(inside, 0.0, d[each] * self.codes[each]).sum())
         # A clipped element contributes d * q exactly, for every row. Only
         # the rounding errors are sampled.
         clipped = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
@@ -182,10 +180,11 @@ class CodedOperand(Operand):
     def _restored(self, cast: Cast, scale: Tensor, *kept: Tensor | None) -> Coded:
         """Rebuild the codes from the tensors that `saved` lists after the scale."""
         packed, bits, residual, rows = kept
-        width = rotated_length(self.inner, self.plan.rows_rotate)
         codes = None  # w is frozen
         if packed is not None:
-            codes = self._kernel.decode(packed, cast.format, width)
+            codes = self._kernel.decode(
+                packed, cast.format, rotated_length(self.inner, self.plan.rows_rotate)
+            )
         return Coded(cast, codes, scale, bits, residual, rows)
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -503,13 +502,13 @@ def steps_from_data(
 
 
 def steps_in_use(
-    steps: LearnedSteps, x: Tensor, weight: Tensor, plan: LinearPlan, writes: bool
+    steps: LearnedSteps, x: Tensor, weight: Tensor, plan: LinearPlan, writes: bool, is_cold: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The steps of x and of the weight, [1] each or None; arguments as in `steps_from_data`.
 
-    In the cold start they come from the data.
+    is_cold  the cold start, in which they come from the data
     """
-    fresh = steps_from_data(steps, x, weight, plan, writes) if steps.is_cold else {}
+    fresh = steps_from_data(steps, x, weight, plan, writes) if is_cold else {}
     if writes:  # the parameters hold them already
         fresh = {}
     return fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))

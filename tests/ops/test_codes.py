@@ -29,6 +29,7 @@ from narrowgauge.ops.hadamard import (
     unrotate,
 )
 from narrowgauge.ops.hadamard.definition import pack_bits
+from narrowgauge.ops.mm import cpp as product_kernel
 from narrowgauge.ops.mm import mm
 from narrowgauge.ops.quantize import cpp as cast_kernel
 from narrowgauge.ops.quantize import quantize
@@ -42,7 +43,8 @@ from tests.raising import raises
 from tests.selection import needs_compiler, quick
 
 needs_gemm = pytest.mark.skipif(
-    bool(cpp.LIBRARY.missing) or not cpp.has_gemm(), reason="needs AVX2 and a C++ compiler"
+    bool(cpp.LIBRARY.missing) or not product_kernel.has_gemm(),
+    reason="needs AVX2 and a C++ compiler",
 )
 SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (4, 8), (7, 33), (16, 64), (13, 130)]
 EDGES = [

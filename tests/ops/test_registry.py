@@ -12,6 +12,7 @@ from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4, IntFormat
 from narrowgauge.ops.cpp import int4
 from narrowgauge.ops.mm import KERNELS, plan
+from narrowgauge.ops.mm import cpp as mm_cpp
 from narrowgauge.ops.mm import spec as mm_spec
 from narrowgauge.ops.mm.definition import compute_dtype
 from narrowgauge.ops.mm.spec import NEEDS, MmSpec, refuse
@@ -74,7 +75,7 @@ NAMED = {
 def test_which_kernel_computes_which_recipe(device, found, gemm, triton_installed):
     """4-bit integers run as INT8, gradients in two digits too; LUQ's powers of two and scales per contracted token do not."""
     integers: set[str] = set()
-    in_cpp = device == PLAIN_CPU and not int4.LIBRARY.missing and int4.has_gemm()
+    in_cpp = device == PLAIN_CPU and not int4.LIBRARY.missing and mm_cpp.has_gemm()
     if "int8" in found or in_cpp:
         integers = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
         integers |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(

@@ -73,7 +73,7 @@ def tiles(draw: st.DrawFn) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NARROW)
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(x=tiles())
 def test_no_element_errs_by_more_than_its_bound(name: str, x: Tensor) -> None:
     x = x.abs() if name in SECONDS else x

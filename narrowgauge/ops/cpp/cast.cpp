@@ -54,7 +54,7 @@ constexpr int32_t LARGEST_SCALE = 0x7E800000;  // 2**126
 // `Cast.rule`. OTHER is a rule that the kernel does not know: its scales are passed in.
 enum Rule : int32_t { OTHER, FP32, POWER_OF_TWO_CEIL, POWER_OF_TWO_FLOOR, TWO_LEVEL, TWO_LEVEL_CEIL };
 
-// Must match `FormatConstants` in ops/quantize/cpp.py.
+// Must match `FormatConstants` in ops/quantize/cpp_constants.py.
 struct Format {
     int32_t whole, has_nan;  // whole: an integer format
     // smallest_normal is 0 for integers. gap is 2**-mantissa: the distance of neighbours in [1, 2).
@@ -62,7 +62,7 @@ struct Format {
     float max, smallest_normal, gap, shift;
 };
 
-// Must match `CppCast` in ops/quantize/cpp.py.
+// Must match `CppCast` in ops/quantize/cpp_constants.py.
 struct Cast {
     Format format, of_scales;  // of_scales: of the scales of a two-level rule
     int32_t x_narrow;          // 1 bfloat16, 0 float32

@@ -118,10 +118,10 @@ void narrowgauge_turn(int64_t first, int64_t last, const void* x, int32_t dtype,
 
 // codes = round(y * (1 / scale)) to nearest even, clipped to +-max. packed (two codes to a byte)
 // and bits (set where |ratio| is at most max) are written unless they are null.
-void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t columns, float scale, float max, int8_t* codes,
+void narrowgauge_encode(int64_t first, int64_t last, const float* y, int64_t columns, const float* scale, float max, int8_t* codes,
                         uint8_t* packed, uint8_t* bits) {
   const float magic = 0x1.8p23f;  // adding it makes float32 round to an integer, to nearest even
-  const float reciprocal = 1.f / scale;
+  const float reciprocal = 1.f / *scale;
   const int64_t bytes = (columns + 7) / 8, pairs = (columns + 1) / 2;
   for (int64_t r = first; r < last; r++) {
     const float* source = y + r * columns;

@@ -1,42 +1,83 @@
-"""The C++ kernels of the CPU (ops/cpp/int4.py) behind the signatures of the definition."""
+"""The C++ kernels of the CPU (ops/cpp/int4.cpp) with the signatures of the definition."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from narrowgauge.addresses import number
-from narrowgauge.ops.cpp import int4
+from narrowgauge.ops.cpp.int4 import LIBRARY
 from narrowgauge.ops.hadamard import definition
 
 if TYPE_CHECKING:
     from narrowgauge.formats import Format
 
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of x; others are read as float32
+
 
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
-    return int4.turn(
-        x, -(-x.shape[1] // block) * block, x.shape[1], block, signs, None, inverse=False
-    )
+    """See `ops.hadamard.rotate`."""
+    return _turn(x, -(-x.shape[1] // block) * block, x.shape[1], block, signs)
 
 
 def unrotate(
     y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None
 ) -> Tensor:
-    return int4.turn(y, y.shape[1], inner, block, signs, bits, inverse=True)
+    """See `ops.hadamard.unrotate`."""
+    return _turn(y, y.shape[1], inner, block, signs, bits, inverse=True)
+
+
+def _turn(
+    x: Tensor,
+    whole: int,
+    inner: int,
+    block: int,
+    signs: Tensor | None,
+    bits: Tensor | None = None,
+    inverse: bool = False,
+) -> Tensor:
+    """Rotate x [rows, inner] -> [rows, whole] float32; inverse: [rows, whole] -> [rows, inner].
+
+    whole  inner rounded up to whole blocks
+    bits   (inverse) uint8 [rows, ceil(whole / 8)]; elements whose bit is zero count as 0. None: all
+           count
+    """
+    x = x if x.dtype in DTYPES else x.to(torch.float32)
+    # Rows may have any distance, so a slice of columns needs no copy.
+    x = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+    signs = None if signs is None else signs.contiguous()
+    bits = None if bits is None else bits.contiguous()
+    out = torch.empty(len(x), inner if inverse else whole, dtype=torch.float32, device="cpu")
+    sizes = (DTYPES[x.dtype], x.stride(0), inner, whole)
+    LIBRARY.call("turn", len(x), len(x) * whole, x, *sizes, signs, bits, block, inverse, out)
+    return out
 
 
 def encode(
     y: Tensor, scale: Tensor, format: Format, packed: bool, bits: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """See `ops.hadamard.encode`."""
     if y.numel() == 0:  # the scale of an empty tensor may be empty too
         return definition.encode(y, scale, format, packed, bits)
-    two = packed and format.codes_per_byte == 2
-    codes, pairs, inside = int4.encode(y, number(scale), format.max, two, bits)
-    return codes, format.pack(codes) if packed and not two else pairs, inside
+    y = y.to(torch.float32).contiguous()
+    rows, columns = y.shape
+    codes = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
+    pairs = inside = None
+    if packs := packed and format.codes_per_byte == 2:
+        pairs = torch.empty(rows, -(-columns // 2), dtype=torch.uint8, device="cpu")
+    if bits:
+        inside = torch.empty(rows, -(-columns // 8), dtype=torch.uint8, device="cpu")
+    outputs = (codes, pairs, inside)
+    LIBRARY.call("encode", rows, y.numel(), y, columns, scale.float(), format.max, *outputs)
+    return codes, format.pack(codes) if packed and not packs else pairs, inside
 
 
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
-    return (
-        int4.decode(packed, length) if format.codes_per_byte == 2 else format.unpack(packed, length)
-    )
+    """See `ops.hadamard.decode`."""
+    if format.codes_per_byte == 1:
+        return format.unpack(packed, length)
+    packed = packed.contiguous()
+    codes = torch.empty(len(packed), length, dtype=torch.int8, device="cpu")
+    LIBRARY.call("decode", len(codes), codes.numel(), packed, length, codes)
+    return codes

@@ -7,14 +7,14 @@ size. Under a two-level rule two short passes over the tiles precede it.
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_uint32, c_void_p, pointer
+from ctypes import c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import E4M3, FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
+from narrowgauge.formats import FloatFormat, Format, IntFormat
 from narrowgauge.ops import cpp
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.registry import Refusal
@@ -29,7 +29,6 @@ from narrowgauge.scaling import (
     POW2,
     WHOLE,
     scale_shape,
-    smallest_scale,
 )
 
 if TYPE_CHECKING:
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of x; others are read as float32
-_KINDS = {**DTYPES, torch.int8: 2}
+KINDS = {**DTYPES, torch.int8: 2}
 # Must match `Rule` in cast.cpp; 0: a rule that it does not know, whose scales are passed in.
-_RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3, E4M3_TWO_LEVEL: 4, E4M3_TWO_LEVEL_CEIL: 5}
+RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3, E4M3_TWO_LEVEL: 4, E4M3_TWO_LEVEL_CEIL: 5}
 _P, _L, _U = c_void_p, c_int64, c_uint32
 _MATRIX = (_P, _L, _L, _L, _L, _L)  # `layout` of `run`
 LIBRARY = cpp.Library(
@@ -51,51 +50,6 @@ LIBRARY = cpp.Library(
         "cast": (_P, *_MATRIX, _P, _P, _U, _U, c_int32, _P),
     },
 )
-
-
-class FormatConstants(Structure):
-    """Must match `Format` in cast.cpp."""
-
-    _fields_ = (
-        *((name, c_int32) for name in ("whole", "has_nan")),
-        *((name, c_float) for name in ("max", "smallest_normal", "gap", "shift")),
-    )
-
-    @classmethod
-    def of(cls, format: Format) -> FormatConstants:
-        mantissa, smallest_normal, has_nan = 0, 0.0, False
-        if isinstance(format, FloatFormat):
-            mantissa, has_nan = format.mantissa, format.has_nan
-            smallest_normal = format.smallest_normal
-        gap = 2.0**-mantissa
-        return cls(
-            whole=isinstance(format, IntFormat),
-            has_nan=has_nan,
-            max=format.max,
-            smallest_normal=smallest_normal,
-            gap=gap,
-            shift=1.5 * 2.0**FLOAT32_MANTISSA * gap,
-        )
-
-
-class CppCast(Structure):
-    """Must match `Cast` in cast.cpp."""
-
-    _fields_ = (
-        *((name, FormatConstants) for name in ("format", "of_scales")),
-        *(
-            (name, c_int32)
-            for name in (
-                "x_narrow",
-                "out_kind",
-                "stochastic",
-                "makes_scales",
-                "two_level",
-                "rule",
-            )
-        ),
-        *((name, c_float) for name in ("smallest_scale", "smallest_whole", "headroom")),
-    )
 
 
 def refuse(spec: Spec) -> Refusal | None:
@@ -173,7 +127,7 @@ def _makes_scales(cast: Cast, rows_of_tiles: int, elements: int) -> bool:
 
     They scale by the largest magnitude, and each thread must have whole tiles.
     """
-    if cast.scale not in _RULES or isinstance(cast.calibrate, ClippedRms | LearnedStep):
+    if cast.scale not in RULES or isinstance(cast.calibrate, ClippedRms | LearnedStep):
         return False
     is_single = elements < 2 * cpp.ELEMENTS_PER_THREAD
     return is_single or rows_of_tiles >= cpp.parts(elements)
@@ -210,18 +164,6 @@ def _scales_by_definition(
 @cache
 def _constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
     """Return a pointer to `CppCast`."""
-    smallest = smallest_scale(cast.format)
-    found = CppCast(
-        format=FormatConstants.of(cast.format),
-        of_scales=FormatConstants.of(E4M3),
-        x_narrow=DTYPES[x_dtype],
-        out_kind=_KINDS[dtype],
-        stochastic=cast.rounding == "stochastic",
-        makes_scales=makes_scales,
-        two_level=cast.scale.two_level,
-        rule=_RULES.get(cast.scale, 0),
-        smallest_scale=smallest,
-        smallest_whole=smallest / E4M3.smallest,
-        headroom=cast.headroom,
-    )
-    return pointer(found)
+    from narrowgauge.ops.quantize.cpp_constants import constants_of  # once for each cast
+
+    return constants_of(cast, makes_scales, RULES.get(cast.scale, 0), DTYPES[x_dtype], KINDS[dtype])

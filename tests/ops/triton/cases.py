@@ -89,8 +89,40 @@ def look_up_builtins_once() -> None:
     interpreter.inspect = SimpleNamespace(**names)
 
 
+def patch_language_once_a_launch() -> None:
+    """A third of what is left goes: the interpreter patches `triton.language` at every call of a device function.
+
+    Its first patch holds until the launch ends, so a device function of a file that imports the same modules finds them patched.
+    """
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):  # an older Triton; the cases are only slower
+        return
+    whole, patched = interpreter._patch_lang, set()
+
+    @cache
+    def languages(name: str) -> frozenset[str]:
+        tl = interpreter.tl
+        values = vars(sys.modules[name]).values()
+        return frozenset(each.__name__ for each in (tl, tl.core) if any(v is each for v in values))
+
+    def once(function: Any) -> Any:
+        needed = languages(function.__module__)
+        if needed <= patched:
+            return interpreter._LangPatchScope()
+        scope = whole(function)
+        if not patched:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        patched.update(needed)
+        return scope
+
+    interpreter._patch_lang = once
+
+
 if __name__ == "__main__":
     triton.unavailable = lambda: ""  # the interpreter needs no C compiler
     look_up_builtins_once()
+    patch_language_once_a_launch()
     for name in sys.argv[2:]:
         tell(import_module(f"tests.ops.triton.{name}"), sys.argv[1])
