@@ -131,7 +131,7 @@ same-loss: $(INSTALLED) ## 50 training steps here and at BASE: the losses must b
 convergence: $(INSTALLED) ## the loss curves of the recipes beside BF16
 	$(BIN)/python -m benchmarks.convergence $(ARGS)
 
-mutations: $(INSTALLED) ## would the tests notice? fifty seeded one-line faults, one at a time; takes an hour
+mutations: $(INSTALLED) ## would the tests notice? fifty seeded one-line faults, one at a time (ARGS="--areas product": in other folders); an hour
 	$(BIN)/python -m benchmarks.mutations $(ARGS)
 
 sanitize: $(INSTALLED) ## every kernel under compute-sanitizer, on a GPU

@@ -71,8 +71,8 @@ class Device:
     int8_gemm   (CPU) True if the processor has INT8 instructions; otherwise float32 GEMMs are
                 faster
     cuda        CUDA version that torch was built for, (0, 0) off CUDA
-    index       index of a device that is present, on which kernels are checked (ops/selfcheck.py);
-                None: the device is absent and kernels are not checked
+    index       index of a GPU that is present, on which kernels are checked (ops/selfcheck.py);
+                None: a CPU, or a device that is absent, on which no kernel is checked
     wrapper     kind of tensor wrapper that hides the memory (`addresses.wrapper`), or ""
     """
 
@@ -161,12 +161,13 @@ class Kernel(Generic[Spec]):
     name      name by which a caller can force the kernel
     refuse    refuse(spec) returns the reason for a refusal, or None if the kernel accepts
     run       the implementation
-    on        type of device that the kernel is made for; the registry refuses all others.
-              None: `refuse` decides
+    on        type of device that the kernel is made for; the registry refuses all others, before
+              it asks `refuse`. None: `refuse` decides, as in mm, where "operands" must come first:
+              `describe` would report the device for products that the kernel is not made for
     by_torch  True if it consists of torch operators, which support wrappers; False if it reads
               memory by address, so it never receives a wrapper
-    check     returns the `selfcheck.Check` that must pass on a device before first use; None for
-              definitions
+    check     returns the `selfcheck.KernelCheck` that must pass on a GPU before first use; None for
+              definitions. On a CPU the tests alone run it
     replays   True if its launches depend only on shapes, dtypes and strides, so `ops.triton.replay`
               may replay them
     slower    slower(device type, index) returns the reason why a later kernel is preferred there by
@@ -186,7 +187,15 @@ class Kernel(Generic[Spec]):
 def imported(module: str, function: str) -> Callable[..., Any]:
     """Return a function that imports `module` at its first call and then calls `function` in it."""
 
+    @constant_while_compiling
+    def load() -> bool:
+        import_module(module)
+        return True
+
     def call(*given: Any) -> Any:
+        # Dynamo traces no import, and reads sys.modules once: the module has to be there before.
+        if torch.compiler.is_compiling():
+            load()
         # import_module takes a lock and several lookups, which is too slow for every call.
         return getattr(sys.modules.get(module) or import_module(module), function)(*given)
 

@@ -7,9 +7,11 @@ it therefore computes a sample there. The definition computes the reference resu
 hadamard/encoding.py, rotary, optim/backends.py). The registry runs the check before it returns a
 kernel.
 
+CPUs have no `Device.index`, so kernels of a CPU are checked by the tests alone.
+
 A check runs once per process, device, kernel and kind of call; later calls find its result in a
 dictionary. It has its own random generators and runs without autograd. Absent devices
-(`Device.index` is None) are not checked. The tests run every check of every registry on the specs
+are not checked either. The tests run every check of every registry on the specs
 that `examples` yields.
 """
 

@@ -58,6 +58,12 @@ def test_intervals_and_tests_are_scipys():
     )
 
 
+def test_a_verdicts_interval_is_that_of_the_paired_t_test():
+    verdict = judge(runs("fp8", moved(0.01, 0.004)), runs("bf16", BASE), "loss")
+    found = stats.ttest_1samp(verdict.differences, 0.0).confidence_interval(0.95)
+    assert verdict.interval == pytest.approx((found.low, found.high), rel=1e-9)
+
+
 def test_two_one_sided_tests_are_the_90_percent_interval():
     values = [0.003, -0.001, 0.004, 0.0, 0.002]
     mean, half = statistics.fmean(values), paired_tests.half_width(values, 0.90)

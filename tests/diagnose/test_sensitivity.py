@@ -445,6 +445,15 @@ def test_the_margin_is_a_share_of_what_was_learnt_where_that_is_smaller():
     assert "of what bf16 learnt; 0.0100 was asked for" in seeds_text.sentences(verdict)
 
 
+def test_the_progress_that_is_shown_is_less_by_the_error_of_both_ends():
+    """By hand: five differences of neighbours give the variance of a step, and t with 5 degrees."""
+    found = sensitivity.progress_between([4.0, 4.2, 3.9, 4.1], [1.0, 1.2, 1.1])
+    scatter = (0.2**2 + 0.3**2 + 0.2**2 + 0.2**2 + 0.1**2) / (2 * 5)
+    error = math.sqrt(scatter * (1 / 4 + 1 / 3))
+    assert (found.first, found.last) == pytest.approx((4.05, 1.1))
+    assert found.shown == pytest.approx(4.05 - 1.1 - 2.5706 * error, abs=1e-3)
+
+
 @pytest.mark.parametrize("noise", [0.01, 0.2])
 def test_no_progress_is_shown_of_losses_that_only_scatter(noise):
     """2,000 runs of 40 steps: more than zero in 2.5 % at most, with four standard errors for chance, 1.4 %."""

@@ -62,7 +62,7 @@ def test_a_rotation_spreads_the_outlier_of_a_channel() -> None:
 @pytest.mark.parametrize("signs", ["fixed", "random"])
 def test_the_spread_is_that_of_the_rotation_with_its_signs(signs) -> None:
     """What all channels have in common goes into one element of a block without signs. For it no number of torch's generator is drawn."""
-    x = 1 + 0.1 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    x = 1 + 0.1 * torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     before = torch.get_rng_state()
     found, plain = (
         channel_spread(x, Hadamard(block=32, signs=each))["rotated_largest"]

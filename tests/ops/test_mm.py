@@ -280,6 +280,17 @@ def test_plain_operands_are_rounded_to_16_bits():
     assert high_precision(y, torch.float32) is y
 
 
+def test_autocast_around_a_kernel_changes_nothing():
+    """A kernel that calls torch.mm would have its operands rounded to bfloat16."""
+    run = definition.with_epilogue(
+        lambda lhs, rhs, bias, dtype, fast: torch.mm(lhs.data.float(), rhs.data.float().T)
+    )
+    lhs, rhs = operands(INT8_GEMMS[0], (9, 7, 272))
+    expected = run(lhs, rhs, None, torch.float32, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(run(lhs, rhs, None, torch.float32, False), expected)
+
+
 def test_autocast_around_mm_changes_nothing():
     for gemm in GEMMS.values():
         lhs, rhs = operands(gemm, (9, 7, 40))

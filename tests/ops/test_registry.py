@@ -26,6 +26,7 @@ from narrowgauge.ops.registry import (
 )
 from narrowgauge.recipe import GEMMS, WHOLE, Cast, Gemm
 from narrowgauge.scaling import E4M3_TWO_LEVEL, POW2
+from tests.processes import PYTHON, run_ok
 from tests.raising import raises
 
 AMPERE, ADA, HOPPER, BLACKWELL = (
@@ -120,14 +121,11 @@ def test_every_refusal_has_its_reason(name, device, changed):
     """Kernels of another family say so in words that `describe` leaves out."""
     choice = choose(recipes.get(name).output, device)
     assert choice.kernel.name == "reference"
+    # The first need of each kernel is about its operands; the reference refuses nothing.
     families = {
-        "native": mm_spec.NOT_FP8,
-        "native-block": mm_spec.NOT_IN_BLOCKS,
-        "native-mx": mm_spec.NOT_MX,
-        "native-int4": mm_spec.NOT_TWO_INT4,
-        "native-int8": mm_spec.NOT_INTEGERS,
-        "native-cpp": mm_spec.NOT_INT4,
-        "triton": mm_spec.NOT_IN_TILES,
+        kernel.name: NEEDS[kernel.name][0].text
+        for kernel in KERNELS.kernels
+        if kernel.name != "reference"
     }
     found = {name: refusal.text for name, refusal in choice.refusals}
     assert found == families | changed and list(found) == list(families)
@@ -342,3 +340,20 @@ def test_requirements_compare_versions_number_by_number(kernel, capability):
                 plain = MmSpec(gemm.lhs, gemm.rhs, Device("cuda", capability, cuda=(12, 9)))
                 found = refuse(kernel)(MmSpec(gemm.lhs, gemm.rhs, device))
                 assert found == refuse(kernel)(plain)
+
+
+def test_a_kernel_is_imported_while_torch_compiles():
+    """In a fresh process: Dynamo traces no import, and a layer compiled before its first call has to import its kernel's module."""
+    program = """
+import sys, torch
+from narrowgauge import recipes
+from narrowgauge.ops.mm import KERNELS
+from narrowgauge.ops.quantize import quantize
+kernel = next(each for each in KERNELS.kernels if each.name == "native-int8")
+gemm = recipes.get("int8").output
+a, b = (quantize(torch.randn(32, 64), cast) for cast in (gemm.lhs, gemm.rhs))
+run = lambda: kernel.run(a, b, None, torch.float32, False)
+assert "narrowgauge.ops.mm.cublas" not in sys.modules
+assert torch.equal(torch.compile(run, fullgraph=True, backend="eager")(), run())
+"""
+    run_ok([PYTHON, "-c", program])

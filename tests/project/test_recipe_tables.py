@@ -140,3 +140,8 @@ def test_no_aim_is_denied_by_the_predictions_beside_it():
         assert abs(said - gains["layer, int8", card]) <= 0.0051, card
     aims = [line for line in lines if "≥" in line and line.startswith("|")]
     assert not [line for line in aims if "`int8`" in line and gains["layer, int8", "H200"] < 1]
+
+
+def test_the_table_of_kernels_is_the_registry():
+    rows = table((ROOT / "docs/gpu.md").read_text(encoding="utf-8"), "kernel", "products")
+    assert [row[0] for row in rows] == [f"`{kernel.name}`" for kernel in KERNELS.kernels]

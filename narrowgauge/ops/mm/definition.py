@@ -126,7 +126,7 @@ def with_epilogue(
 ) -> Callable[..., Tensor]:
     """Wrap a GEMM into the `run` of a kernel.
 
-    The wrapper handles empty operands, the cut to [M, N], the bias and the last rounding.
+    The wrapper handles autocast, empty operands, the cut to [M, N], the bias and the last rounding.
 
     multiply  multiply(lhs, rhs, bias, dtype, fast_accumulate) -> [M, N] or larger. dtype is
               bfloat16 if the result is bfloat16 and no bias follows, else float32; the GEMM may
@@ -144,6 +144,11 @@ def with_epilogue(
         out_dtype: torch.dtype,
         fast_accumulate: bool,
     ) -> Tensor:
+        device = lhs.data.device.type
+        # Autocast would round the operands of a kernel that calls torch.mm.
+        if device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return run_with_epilogue(lhs, rhs, bias, out_dtype, fast_accumulate)
         m, n = lhs.data.shape[0], rhs.data.shape[0]
         if m == 0 or n == 0 or lhs.inner == 0:
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from narrowgauge.train.tasks import task_class
 from narrowgauge.train.tasks.question_answering import (
     best_span,
     exact_match,
@@ -53,6 +55,24 @@ def test_the_best_known_answer_counts(predicted, known, exact, shared):
     assert exact_match(predicted, known) == exact and f1(predicted, known) == pytest.approx(
         shared, rel=1e-15
     )
+
+
+def test_a_model_that_knows_every_span_answers_every_question(make):
+    """Over windows of several lengths, in padded batches; some questions have no answer."""
+    config = make("questions")
+    task = task_class(config.task).prepare(config)
+    assert task.data_facts["unanswerable"]
+
+    def knows(batches, read):
+        readings = []
+        for batch in batches:
+            rows, width = batch["input_ids"].shape
+            scores = torch.zeros(rows, 2, width).scatter_(2, batch["labels"][:, :, None], 9.0)
+            readings.append((0.0, read(batch, scores)))
+        return readings
+
+    found = task.evaluate(None, knows)
+    assert (found["exact_match"], found["f1"]) == (1.0, 1.0)
 
 
 def test_the_loss_of_a_guessed_span_is_that_of_its_probabilities():
