@@ -25,7 +25,7 @@ What a recipe adds to a layer
     learned steps                                                 learned_step
     a frozen weight as codes; its Parameter when it is read       frozen; coded_weight
     an embedding as codes                                         embedding
-    formats of a recipe                                           narrowgauge.recipe
+    formats of a recipe; the named recipes                        narrowgauge.recipe; narrowgauge.recipes
     another recipe for one layer or one GEMM                      narrowgauge.conversion
 
 A whole model, and its training loop
@@ -35,5 +35,6 @@ A whole model, and its training loop
     a weight that is multiplied without its layer                 bypassed_weights
     a copy of the model without recipes                           unconverted_copies
     who observes operands and results                             observer
-    what keeps float32 in a 16-bit model; dropout on a CPU        float32_modules; dropout
+    what keeps float32 in a 16-bit model, and by which list       float32_modules
+    dropout on a CPU                                              dropout
 """

@@ -8,6 +8,9 @@ transformers' RMSNorms compute in float32 and round before they multiply by thei
 nn.LayerNorm requires x and weight of one dtype. The module saves float32 tensors for backward. The
 kernels of `fuse` save x in 16 bits.
 
+The list is the setting `recipe.keep_float32`, or that of the precision (`optim.precision`):
+norms and softmax under `bf16-o2`, nothing under `bf16-o3`.
+
 An entry of the list is a kind, as below, or a pattern of module names (see `structure`):
 
     norms         modules without children, named as a norm by their class, with 1-d weights

@@ -1,5 +1,7 @@
 """Leverage-score sampling: an unbiased estimate of a GEMM from a few of its rows.
 
+`straight_through` says which two operands a recipe samples, and `recipes` with which numbers.
+
     R rows (tokens), n = ceil(keep * R) sampled; g_i row i of the gradient, a_i of the other operand
     c_i score of row i, p_i its probability
 

@@ -4,6 +4,9 @@ Its amax histories, learned steps or samplers then stay as they began. `step_end
 `narrowgauge.advance`, and torch's optimizers that hold a parameter of the layer. It does not cover
 an optimizer that holds flat float32 masters and copies them into the weights (ZeRO, Megatron,
 apex). Some such copies leave `_version` as it is.
+
+Only layers whose recipe adds state are watched: `fp8-delayed`, `int4-lsq-luq`, `int4-hq-lss`. The
+end of a step drops the watch; a watch warns once (`advance.not-called`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class StepWatch:
     passes   number of forward passes in training
     sample   elements of the weight, to detect a write that leaves `_version` unchanged
     answer   comparison on its way from the device
+    warned   the warning was given
 
     The sample is taken in the second pass and compared in the 15th, 31st and so on, without waiting
     for a GPU. Loops with one pass per step, and an end of each step, take no sample.
@@ -37,10 +41,12 @@ class StepWatch:
         self.sampled_version = -1
         self.sample: Sampled | None = None
         self.answer: Readback | None = None
+        self.warned = False
 
     def look(self, layer: Any, weight: Tensor) -> None:
         """Check the weight in a forward pass of training; warn if steps never end."""
-        if self.misses_steps(weight):
+        if self.misses_steps(weight) and not self.warned:
+            self.warned = True
             from narrowgauge.nn.step_warnings import warn_of_no_advance
 
             warn_of_no_advance(layer, PATIENCE)

@@ -14,12 +14,13 @@
 Source: equations 2 to 4 and appendix A.3 of "Training Transformers with 4-bit Integers" (arXiv
 2306.11987). The mask applies in the rotated basis, where the clipping happened.
 
-The recipe casts gy. Before that cast it may sample rows of gy (`leverage_score`): outer rows in
+The recipe casts gy. Before that cast it may sample rows of gy (`leverage_score`), as `int4-hq-lss`
+does: it keeps half of the rows, casts them stochastically to two INT4 digits with a scale per row,
+and reads all rows where the predicted variance exceeds 0.02 (`recipes`). Sampled are outer rows in
 grad_input, contracted rows in grad_weight, where the same rows of q_x are read. A kept row is
-divided by its probability, in float32; all other rows are dropped. The first step, and each step
-whose predicted variance exceeds `max_variance`, reads all rows.
+divided by its probability, in float32; all other rows are dropped. The first step reads all rows.
 
- A GEMM whose rhs is None reads the original instead of the codes, in 16 bits, without a
+A GEMM whose rhs is None reads the original instead of the codes, in 16 bits, without a
 mask and without a gradient of the step.
 
 Memory for backward: q_x packed two to a byte and one mask bit per element, 0.625 bytes per element,

@@ -187,10 +187,7 @@ class Kernel(Generic[Spec]):
 def imported(module: str, function: str) -> Callable[..., Any]:
     """Return a function that imports `module` at its first call and then calls `function` in it."""
 
-    @constant_while_compiling
-    def load() -> bool:
-        import_module(module)
-        return True
+    load = constant_while_compiling(lambda: bool(import_module(module)))
 
     def call(*given: Any) -> Any:
         # Dynamo traces no import, and reads sys.modules once: the module has to be there before.
