@@ -248,4 +248,8 @@ def _read_part(kind: Any, tokens: Sequence[Token]) -> Any:
 
 
 def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
-    return recipe_syntax.table(token.value for token in tokens)
+    keyword = tokens[0].keyword or ""
+    field = toml.NAMES.get(keyword.removeprefix("--").replace("-", "_"), "")
+    return recipe_syntax.table(
+        (token.value for token in tokens), toml.FORMS.get(field, "pattern=recipe")
+    )

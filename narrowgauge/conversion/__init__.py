@@ -36,7 +36,7 @@ from narrowgauge.conversion.embeddings import (
 )
 from narrowgauge.conversion.kept_layers import LEFT_BY
 from narrowgauge.errors import ConfigError
-from narrowgauge.fuse import Save, unfuse
+from narrowgauge.fuse import Save, check_save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
 from narrowgauge.nn.cast_sources import SharedInputs
@@ -99,6 +99,7 @@ def convert(
             f"convert: save = {save!r} says what fused norms and activations keep, and fuse is off. Pass fuse=True, or leave save out.",
             code="convert.save-without-fuse",
         )
+    check_save(save)
     if embeddings is not None:
         check_embeddings(model, embeddings)
     if recipe is None:

@@ -44,6 +44,16 @@ from narrowgauge.nn.linear import QLinear
 __all__ = ["Fusion", "Save", "fuse", "fusions", "unfuse"]
 
 
+def check_save(save: Save | None) -> None:
+    """Raise ConfigError for an unknown form of what fused functions save for backward."""
+    if save not in (None, *get_args(Save)):
+        names = ", ".join(map(repr, get_args(Save)))
+        raise ConfigError(
+            f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.",
+            code="fuse.save",
+        )
+
+
 def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
     """Replace forwards by fused functions where the model's structure and recipes permit, in place.
 
@@ -53,12 +63,7 @@ def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
 
     Earlier fusions are replaced. Returns the same as `fusions`.
     """
-    if save not in (None, *get_args(Save)):
-        names = ", ".join(map(repr, get_args(Save)))
-        raise ConfigError(
-            f"fuse: save = {save!r}; it is one of {names}, or None for what a kernel does by itself.",
-            code="fuse.save",
-        )
+    check_save(save)
     unfuse(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     holders = Counter(child for module in model.modules() for child in module.children())

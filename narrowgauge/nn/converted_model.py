@@ -48,8 +48,10 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         for layer, was in zip(layers, before, strict=True):
-            # Not `layer.is_suspended`: nn.Module.__setattr__ fails at interpreter exit.
-            layer.state.is_suspended = was
+            # Not `layer.is_suspended`: nn.Module.__setattr__ fails at interpreter exit. A layer that
+            # was turned back inside the block has no state.
+            if (state := vars(layer).get("state")) is not None:
+                state.is_suspended = was
 
 
 def advance(model: nn.Module) -> None:

@@ -258,3 +258,17 @@ def test_one_linear_under_two_names_takes_one_recipe():
         {"a": "int8", "b": "fp8-row", "*": "bf16"},
     ):
         assert ng.convert(model, patterns)["a"].recipe.name == "bf16"
+
+
+def test_an_unknown_save_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    with raises(ConfigError, "fuse.save"):
+        ng.convert(model, "fp8-row", fuse=True, save="bogus")
+    assert type(model[0]) is nn.Linear
+
+
+def test_layers_turned_back_while_suspended_leave_the_others_as_they_were() -> None:
+    model = ng.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "nvfp4")
+    with ng.suspended(model):
+        ng.convert(model[0], None)
+    assert type(model[0]) is nn.Linear and not model[1].is_suspended

@@ -19,10 +19,12 @@ class Merged:
 
     kinds    {former key: type of its value}
     combine  (value of the setting, {former key: value}) -> value with these parts
+    beside   values that the setting already had beside these keys; they contradict no part
     """
 
     kinds: Mapping[str, type]
     combine: Callable[[Any, Mapping[str, Any]], Any]
+    beside: tuple[str, ...] = ()
 
 
 def _betas(betas: Any, parts: Mapping[str, Any]) -> Any:
@@ -56,5 +58,5 @@ def _augment(augment: Any, parts: Mapping[str, Any]) -> Any:
 MERGED = {
     "augment": Merged({"crop_padding": int, "flip": bool}, _augment),
     "betas": Merged({"beta1": float, "beta2": float}, _betas),
-    "held_gradients": Merged({"step_in_backward": bool}, _held_gradients),
+    "held_gradients": Merged({"step_in_backward": bool}, _held_gradients, ("16bit", "fp8")),
 }

@@ -24,8 +24,8 @@ ALL = ("output", "grad_input", "grad_weight")
 PRODUCTS = {"forward": ALL[:1], "backward": ALL[1:], **{product: (product,) for product in ALL}}
 
 
-def table(entries: Iterable[str]) -> dict[str, str]:
-    """Parses 'pattern=recipe' entries.
+def table(entries: Iterable[str], form: str = "pattern=recipe") -> dict[str, str]:
+    """Parses 'pattern=recipe' entries, or those of another form, as 'name=column'.
 
     Raises ValueError for a malformed entry or a repeated pattern.
     """
@@ -34,7 +34,9 @@ def table(entries: Iterable[str]) -> dict[str, str]:
         # Splits at the first =; patterns contain none.
         pattern, equals, recipe = entry.partition("=")
         if not equals or pattern in found:
-            raise ValueError(f"{entry!r} is not 'pattern=recipe', or names its pattern twice")
+            raise ValueError(
+                f"{entry!r} is not {form!r}, or names its {form.partition('=')[0]} twice"
+            )
         found[pattern] = recipe
     return found
 

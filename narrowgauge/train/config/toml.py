@@ -113,10 +113,24 @@ def _composed(given: Given) -> dict[str, Any]:
         parts = {
             part: given[f"{name}.{part}"] for part in merged.kinds if f"{name}.{part}" in given
         }
+        for part, entry in parts.items():
+            if not _is_of(entry.value, merged.kinds[part]):
+                words = {bool: "true or false", int: "a whole number", float: "a number"}
+                raise ConfigError(
+                    f"{entry.origin}: {part} = {shown(entry.value)}: must be {words[merged.kinds[part]]}.",
+                    code=f"config.{part}",
+                )
         if parts:
             whole = values.get(name, TrainConfig.__dataclass_fields__[name].default)
             values[name] = merged.combine(whole, {part: each.value for part, each in parts.items()})
     return values
+
+
+def _is_of(value: object, kind: type) -> bool:
+    """True if a TOML value has the kind: true is no number, and a whole number is one."""
+    if isinstance(value, bool) or kind is bool:
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, int if kind is int else int | float)
 
 
 def _written(name: str, parts: Given) -> Iterator[str]:
@@ -153,7 +167,24 @@ def given(entries: Iterable[tuple[str, str, Entry]]) -> Given:
             )
         if other.former:
             found[name] = key, entry
+    _refuse_both(found)
     return {name: entry for name, (_, entry) in found.items()}
+
+
+def _refuse_both(found: Mapping[str, tuple[str, Entry]]) -> None:
+    """Raise ConfigError if a former key contradicts the setting of which it is a part now."""
+    for name, merged in MERGED.items():
+        for part in merged.kinds:
+            if name not in found or f"{name}.{part}" not in found:
+                continue
+            (now, whole), (former, entry) = found[name], found[f"{name}.{part}"]
+            combined = merged.combine(whole.value, {part: entry.value})
+            if combined != whole.value and whole.value not in merged.beside:
+                raise ConfigError(
+                    f"{entry.origin}: {former} = {shown(entry.value)}: is a part of {now}, which is {shown(whole.value)} "
+                    f"({whole.origin}). Remove {former}.",
+                    code="config.both-keys",
+                )
 
 
 def _split(name: str, key: str, entry: Entry) -> Iterator[tuple[str, str, Entry]]:
@@ -286,10 +317,10 @@ def _table(field: str, value: Any, key: str, origin: str) -> Any:
     if not is_list or field not in OF_PATTERNS:
         return value
     try:
-        return recipe_syntax.table(value)
+        return recipe_syntax.table(value, FORMS.get(field, "pattern=recipe"))
     except ValueError as error:
         raise ConfigError(
-            f"{origin}: {key}: {error}. Write each pattern once.", code="config.pattern"
+            f"{origin}: {key}: {error}. Write each once.", code="config.pattern"
         ) from None
 
 
@@ -344,6 +375,8 @@ EARLIER = {
     for part in MERGED[each.name].kinds
 }
 OF_PATTERNS = tuple(each.name for each in PATHS.values() if each.type is TABLE)
+# Form of the entries of a table that is written as text, where it is not 'pattern=recipe'
+FORMS = {"columns": "name=column"}
 # Every spelling but the former ones -> field name, or "guard.every" for a part of a setting
 NAMES = (
     {path: each.name for path, each in PATHS.items()}
@@ -363,7 +396,10 @@ def _tomllib(text: str, name: str) -> dict[str, Any]:
         words, line = match.groups() if match else (str(error), None)
         # tomllib's words for a repeated key.
         if words == "Cannot overwrite a value":
-            words = "this key was given before; a key is given once"
+            words = (
+                "this key was given before; a key is given once. A name that is a table here, as [data], takes no value of its own: "
+                "source of [data], name of [recipe], checks of [guard]"
+            )
         raise ConfigError(
             f"{name}:{line or text.count(chr(10)) + 1}: {words}. Correct the line; strings stand in quotes.",
             code="config.line",
