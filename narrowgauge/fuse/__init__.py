@@ -45,7 +45,7 @@ __all__ = ["Fusion", "Save", "fuse", "fusions", "unfuse"]
 
 
 def check_save(save: Save | None) -> None:
-    """Raise ConfigError for an unknown form of what fused functions save for backward."""
+    """Raise ConfigError for an unknown value of `save`."""
     if save not in (None, *get_args(Save)):
         names = ", ".join(map(repr, get_args(Save)))
         raise ConfigError(

@@ -175,8 +175,8 @@ def roll_history(histories: list[AmaxHistory]) -> None:
 
     A tensor that was not recorded, or was all zero, leaves history and scale unchanged, so ending a
     step twice equals ending it once. A non-finite amax never enters the history: casts with that
-    amax had a scale of NaN, and the next step uses the amax from before. Whether a step that a
-    GradScaler skips ends at all is decided in `step_end`.
+    amax had a scale of NaN, and the next step uses the amax from before. `step_end` decides
+    whether a step that a GradScaler skips ends.
     """
     groups: dict[tuple[DelayedScaling, torch.device], list[AmaxHistory]] = {}
     for each in histories:

@@ -1,4 +1,4 @@
-"""What can be asked of a model with converted layers: end its step, suspend its recipes, count faults.
+"""Functions for a model with converted layers: end its step, suspend its recipes, count bad amaxes.
 
     advance(model)              the optimizer has stepped
     with suspended(model): ...  a reference pass with the same weights, without recipes

@@ -12,10 +12,15 @@ therefore reuses casts of a weight only if its bytes are unchanged (`ops.fingerp
     backward        reads the casts of its own forward pass. If they are not cached, it casts the
                     weight as it is then
 
-A layer has a cache from the first end of a step on (`step_end`), in eager code. Each of these makes the next pass
-cast again: the end of a step; `eval()`, a change of mode, `.to()`, loading (linear.py); another key,
-that is plan, output type, autocast type or version of a learned step. After steps of one forward
-pass, a second forward pass casts once more, since nothing was kept for it (`expects_more`).
+In eager code, a layer has a cache after its first step has ended (`step_end`). Each of these makes
+the next pass cast again:
+
+    the end of a step
+    `eval()`, a change of mode, `.to()`, loading a state dict (linear.py)
+    another plan, output type, autocast type or version of a learned step
+
+After steps of one forward pass, a second forward pass casts once more, since nothing was kept for
+it (`expects_more`).
 """
 
 from __future__ import annotations

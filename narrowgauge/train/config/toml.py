@@ -172,7 +172,7 @@ def given(entries: Iterable[tuple[str, str, Entry]]) -> Given:
 
 
 def _refuse_both(found: Mapping[str, tuple[str, Entry]]) -> None:
-    """Raise ConfigError if a former key contradicts the setting of which it is a part now."""
+    """Raise ConfigError if a former key contradicts the setting that replaces it."""
     for name, merged in MERGED.items():
         for part in merged.kinds:
             if name not in found or f"{name}.{part}" not in found:
