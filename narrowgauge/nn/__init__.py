@@ -23,7 +23,7 @@ What a recipe adds to a layer
     keys of a state dict; loading without them                    state_loading
     amax histories; amax within a step                            amax_history, ops.quantize.amax_state
     learned steps                                                 learned_step
-    a frozen weight as codes; its Parameter when it is read       frozen; coded_weight
+    a frozen weight as codes, and any; its Parameter when read    frozen; coded_weight
     an embedding as codes                                         embedding
     formats of a recipe; the named recipes                        narrowgauge.recipe; narrowgauge.recipes
     another recipe for one layer or one GEMM                      narrowgauge.conversion
