@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.diagnose import compare, format_text
+from narrowgauge.diagnose import compare, format_text, lineage
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.diagnose.metrics_table import SCORES, metric_of
 
@@ -36,6 +36,7 @@ def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, s
     return [
         *loss_cards(recorded, comparison),
         *metric_cards(recorded),
+        *coverage_cards(recorded),
         *cost_cards(recorded, comparison),
     ]
 
@@ -119,6 +120,19 @@ def wide_cards(recorded: Recorded, unit: str) -> Iterator[dict[str, str]]:
 def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
     perplexity = f"; perplexity {format_text.perplexity(loss)}" if unit == "nats/token" else ""
     return card(label, format_text.loss_value(loss), unit, f"at step {count(step)}{perplexity}")
+
+
+def coverage_cards(recorded: Recorded) -> Iterator[dict[str, str]]:
+    """Yield a card for the share of matrix-product operations in low precision."""
+    share = lineage.narrow_share(recorded.run)
+    if share is not None:
+        _, _, rest = recorded.run["coverage"]["sentence"].partition("; ")
+        yield card(
+            "Products in low precision",
+            f"{100 * share:.0f}{format_text.PERCENT}",
+            "",
+            f"of all operations{'; ' * bool(rest)}{rest}",
+        )
 
 
 def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
