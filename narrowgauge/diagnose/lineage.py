@@ -23,6 +23,7 @@ from narrowgauge.diagnose import compare as pairs
 from narrowgauge.diagnose import left_out
 from narrowgauge.diagnose.format_text import PERCENT, count, elsewhere, plural
 from narrowgauge.diagnose.guard_settings import MARGIN
+from narrowgauge.diagnose.metrics_table import loss_unit_of
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.diagnose.same_curve import CurveComparison, judge
 from narrowgauge.diagnose.sensitivity import Assay, assess_curve, trivial_of
@@ -282,6 +283,7 @@ def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Membe
         other.recipe,
         left,
         assay_at(MARGIN * abs(curve.loss)),
+        loss_unit_of(first.run),
     )
     return Judged(run=first, reference=other, curve=curve, pair=pair)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import compare, format_text, lineage
 from narrowgauge.diagnose.format_text import count
-from narrowgauge.diagnose.metrics_table import SCORES, metric_of
+from narrowgauge.diagnose.metrics_table import SCORES, loss_unit_of, metric_of
 
 if TYPE_CHECKING:
     from narrowgauge.diagnose.compare import Comparison
@@ -19,17 +19,13 @@ WAYS = {
     "shuffled": "in shuffled batches",
     "fixed": "in rows of one width",
 }
-# Runs before November 2026 record neither `f1_over` nor `loss_unit`; a new task has no entry here.
+# Runs before November 2026 do not record `f1_over`; a new task has no entry here.
 OLD_F1_OVER = {
     "classification": "mean over classes",
     "image-classification": "mean over classes",
     "question-answering": "words of answers",
     "tagging": "spans",
 }
-OLD_LOSS_UNITS = {
-    "classification": "nats/example", "question-answering": "nats/border", "tagging": "nats/word", "multiple-choice": "nats/question",
-    "image-classification": "nats/example", "regression": "squared error",
-}  # fmt: skip
 
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
@@ -161,8 +157,7 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
 
 def unit(recorded: Recorded) -> str:
     """Unit of the loss."""
-    old = OLD_LOSS_UNITS.get(recorded.run.get("task", ""), "nats/token")
-    return str(recorded.run.get("loss_unit") or old)
+    return loss_unit_of(recorded.run)
 
 
 def title(recorded: Recorded, metric: str) -> str:
