@@ -29,13 +29,14 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from narrowgauge import manifest, storage
+from narrowgauge import storage
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
 from narrowgauge.export import card, checks, file_formats, layers, writing
 from narrowgauge.storage import reading
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
     from narrowgauge.export.file_formats import ExportFormat
     from narrowgauge.export.layers import WeightChoice
 
-__all__ = ["ExportReport", "save", "verify"]
+__all__ = ["ExportReport", "format_of", "save", "verify"]
+
+format_of = file_formats.get
 
 REPORT, CARD, KIND = "export.json", "README.md", "narrowgauge export"
 OF_REPORTS = reading.Kind(
@@ -128,7 +131,7 @@ def save(
     overwrite: bool = False,
     load: bool = True,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = manifest.SHARD_BYTES,
+    shard_bytes: int = writing.WeightFiles.shard_bytes,
     facts: Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write the model to the folder `output` for other software, and verify what was written.
@@ -150,7 +153,7 @@ def save(
     Raises ConfigError before anything is written if the format is unknown, if no layer's numbers
     are the format's, or if `output` holds something else; StorageError if the disk refuses.
     """
-    form, path = file_formats.get(format), Path(output)
+    form, path = format_of(format), Path(output)
     _refuse_model(model)
     dtype = dtype or (torch.float16 if _dtype(model) == torch.float16 else torch.bfloat16)
     _refuse_place(path, overwrite)
@@ -179,14 +182,12 @@ def _written(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write and check all files. Returns the content of export.json, which is written last."""
-    import narrowgauge
-
     writing.write_weights(model, form, choices, dtype, files)
     writing.write_config(model, form, choices, dtype, files)
     writing.write_tokenizer(tokenizer, files)
     report: dict[str, Any] = {
         "kind": KIND,
-        "narrowgauge": narrowgauge.__version__,
+        "narrowgauge": version("narrowgauge"),
         "model": type(model).__name__,
         "format": form.name,
         "dtype": str(dtype).removeprefix("torch."),

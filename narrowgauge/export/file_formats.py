@@ -36,16 +36,23 @@ from torch import Tensor
 
 from narrowgauge import recipes
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.export.file_tensors import (
+    MX,
+    NV,
+    fp8,
+    mx_decode,
+    mx_tensors,
+    nv_decode,
+    nv_tensors,
+    row_scales,
+    times,
+)
 from narrowgauge.recipe import WHOLE, Cast, DelayedScaling, LearnedStep
-from narrowgauge.scaling import to_exponents
 
 if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
 
-# Value of each code of E2M1, the sign in the highest bit.
-# (OCP MX v1.0, section 5.3.3)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BLOCK, MX, NV = 128, 32, 16  # elements of a tile along the contracted axis
+BLOCK = 128  # rows and columns of a block
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,70 +154,6 @@ def _nothing(cast: Cast, rows: int, columns: int) -> str:
     return "the format is 16 bits wide"
 
 
-# --- tensors of a QTensor, and back --------------------------------------------------------------
-
-
-def _row_scales(q: QTensor) -> Tensor:
-    """[N, 1] float32, from one scale per row or for several rows."""
-    scale, rows = q.full_scale(), q.shape[0]
-    tile = rows if q.cast.tile[0] == WHOLE else q.cast.tile[0]
-    return scale.repeat_interleave(max(tile, 1), 0)[:rows].contiguous()
-
-
-def _fp8(q: QTensor) -> Tensor:
-    return q.data.view(torch.float8_e4m3fn)
-
-
-def _mx_tensors(name: str) -> Callable[[QTensor], dict[str, Tensor]]:
-    def tensors(q: QTensor) -> dict[str, Tensor]:
-        codes = q.data if name == "weight_packed" else _fp8(q)
-        return {name: codes, "weight_scale": to_exponents(q.scale)}
-
-    return tensors
-
-
-def _nv_tensors(q: QTensor) -> dict[str, Tensor]:
-    assert q.global_scale is not None
-    # Readers know tiles of one row: a tile of 16 rows has its scale 16 times.
-    scale = q.scale.repeat_interleave(q.cast.tile[0], 0)[: q.shape[0]]
-    return {
-        "weight_packed": q.data,
-        "weight_scale": scale.to(torch.float8_e4m3fn),
-        "weight_global_scale": (1 / q.global_scale).reshape(1),
-    }
-
-
-def _times(name: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """weight times a scale for each block; the block follows from the two shapes."""
-
-    def decode(tensors: Mapping[str, Tensor]) -> Tensor:
-        weight, scale = tensors["weight"].to(torch.float32), tensors[name]
-        for axis in (0, 1):
-            scale = scale.repeat_interleave(weight.shape[axis] // scale.shape[axis], axis)
-        return weight * scale
-
-    return decode
-
-
-def _unpacked(packed: Tensor) -> Tensor:
-    # The first of two elements is in the low nibble, in compressed-tensors as here.
-    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    values = torch.tensor(_E2M1, dtype=torch.float32, device=packed.device)
-    return torch.cat((values, -values))[codes.to(torch.int64)]
-
-
-def _mx_decode(tensors: Mapping[str, Tensor]) -> Tensor:
-    packed = tensors.get("weight_packed")
-    weight = tensors["weight"].to(torch.float32) if packed is None else _unpacked(packed)
-    scale = torch.exp2(tensors["weight_scale"].to(torch.float32) - 127)
-    return weight * scale.repeat_interleave(MX, 1)
-
-
-def _nv_decode(tensors: Mapping[str, Tensor]) -> Tensor:
-    scale = tensors["weight_scale"].to(torch.float32) * (1 / tensors["weight_global_scale"])
-    return _unpacked(tensors["weight_packed"]) * scale.repeat_interleave(NV, 1)
-
-
 # --- configurations ------------------------------------------------------------------------------
 
 
@@ -267,8 +210,8 @@ def _channel(
         summary=summary,
         cast=recipes.FP8_ROW.output.rhs,
         refuse=refuse,
-        tensors=lambda q: {"weight": _fp8(q), "weight_scale": _row_scales(q)},
-        decode=_times("weight_scale"),
+        tensors=lambda q: {"weight": fp8(q), "weight_scale": row_scales(q)},
+        decode=times("weight_scale"),
         config=_compressed("float-quantized", _CHANNEL, inputs),
         readers=_SERVERS,
         inputs=is_static,
@@ -290,8 +233,8 @@ FP8_BLOCK = ExportFormat(
     summary="E4M3 in 128x128 tiles, as DeepSeek's and Qwen's FP8 checkpoints",
     cast=recipes.FP8_BLOCK.output.rhs,
     refuse=_blocks,
-    tensors=lambda q: {"weight": _fp8(q), "weight_scale_inv": q.scale},
-    decode=_times("weight_scale_inv"),
+    tensors=lambda q: {"weight": fp8(q), "weight_scale_inv": q.scale},
+    decode=times("weight_scale_inv"),
     config=_hf_block,
     readers="transformers with accelerate, vLLM, SGLang",
 )
@@ -300,8 +243,8 @@ FP8_BLOCK_CT = ExportFormat(
     summary="the same in the format of compressed-tensors",
     cast=recipes.FP8_BLOCK.output.rhs,
     refuse=_blocks,
-    tensors=lambda q: {"weight": _fp8(q), "weight_scale": q.scale},
-    decode=_times("weight_scale"),
+    tensors=lambda q: {"weight": fp8(q), "weight_scale": q.scale},
+    decode=times("weight_scale"),
     config=_compressed(
         "float-quantized",
         _args(strategy="block", block_structure=[BLOCK, BLOCK]),
@@ -327,8 +270,8 @@ INT8 = ExportFormat(
     summary="8-bit integers with a scale per output channel",
     cast=recipes.INT8_ROW.output.rhs,
     refuse=_per_row("int8"),
-    tensors=lambda q: {"weight": q.data, "weight_scale": _row_scales(q)},
-    decode=_times("weight_scale"),
+    tensors=lambda q: {"weight": q.data, "weight_scale": row_scales(q)},
+    decode=times("weight_scale"),
     config=_compressed(
         "int-quantized",
         _args(type="int", strategy="channel"),
@@ -341,8 +284,8 @@ MXFP8 = ExportFormat(
     summary="E4M3 in 1x32 tiles with 8-bit exponents",
     cast=recipes.MXFP8.output.rhs,
     refuse=_mx("e4m3"),
-    tensors=_mx_tensors("weight"),
-    decode=_mx_decode,
+    tensors=mx_tensors("weight"),
+    decode=mx_decode,
     config=_compressed("mxfp8-quantized", _args(**_MX8), _args(dynamic=True, **_MX8)),
     readers=_SERVERS,
 )
@@ -351,8 +294,8 @@ MXFP4 = ExportFormat(
     summary="E2M1 in 1x32 tiles with 8-bit exponents, activations in 16 bits",
     cast=recipes.MXFP4.output.rhs,
     refuse=_mx("e2m1"),
-    tensors=_mx_tensors("weight_packed"),
-    decode=_mx_decode,
+    tensors=mx_tensors("weight_packed"),
+    decode=mx_decode,
     config=_compressed("mxfp4-pack-quantized", _args(num_bits=4, **_MX8), None),
     readers=_SERVERS,
 )
@@ -361,8 +304,8 @@ NVFP4 = ExportFormat(
     summary="E2M1 in tiles of 16 with e4m3 scales, activations in 16 bits",
     cast=recipes.NVFP4.output.rhs,
     refuse=_nv,
-    tensors=_nv_tensors,
-    decode=_nv_decode,
+    tensors=nv_tensors,
+    decode=nv_decode,
     config=_compressed("nvfp4-pack-quantized", _args(num_bits=4, **_NV4), None),
     readers=_SERVERS,
 )

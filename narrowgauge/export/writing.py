@@ -28,7 +28,6 @@ from narrowgauge import addresses, manifest, storage
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.export.layers import WeightChoice, input_amax, made, plain_weight
 from narrowgauge.nn.amax_history import LayerState
-from narrowgauge.nn.linear import QLinear
 from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ def _wide(
             "Load the weights of one process first, from a checkpoint or from final/.",
             code="export.no-numbers",
         )
-    if own == "weight" and isinstance(module, QLinear):
+    if own == "weight" and getattr(module, "frozen", None) is not None:
         tensor = plain_weight(module)
     if not tensor.is_floating_point():
         return tensor.detach().clone()

@@ -24,10 +24,8 @@ from narrowgauge.conversion import convert
 from narrowgauge.conversion.description import describe
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import ConfigError
-from narrowgauge.export import file_formats
-from narrowgauge.train.checkpoint_ref import BEST, CheckpointRef
-from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import TrainConfig, resolved
+from narrowgauge.train.checkpoint_ref import BEST, CheckpointRef, settings_of
+from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.evaluation.saved import NEWEST, SavedRun, converted_model, newest_facts
 from narrowgauge.train.pretrained import ModelClass, own_configuration, pretrained
 from narrowgauge.train.run_folder import RunFolder
@@ -53,7 +51,7 @@ class Options:
 
 def exported(source: str, options: Options) -> export.ExportReport:
     """Exports what `source` names, and returns the report. Writes nothing into the source."""
-    form = file_formats.get(options.format)
+    form = export.format_of(options.format)
     ref = CheckpointRef.of(source)
     folder = RunFolder(ref.run)
     if Path(options.output).resolve() == ref.run.resolve():
@@ -112,11 +110,7 @@ def _of_run(ref: CheckpointRef, needs_history: bool) -> tuple[Any, Any, dict[str
 
 def _of_final(folder: RunFolder) -> Any:
     """The converted model with the weights of final/. Raises ConfigError if it is another model."""
-    config = resolved(
-        replace(
-            toml.load_stored(folder.config), output=str(folder.path), device="cpu", resume=False
-        )
-    )
+    config = replace(settings_of(folder.path), output=str(folder.path), device="cpu", resume=False)
     known = read_run(folder.run) if folder.run.exists() else {}
     facts = newest_facts(folder, config)
     model = converted_model(
@@ -158,7 +152,7 @@ def _narrow(recipe: str) -> str:
 
 def _facts(folder: RunFolder, step: int | None) -> dict[str, Any]:
     """Facts for the model card; absent where the folder does not have them."""
-    config = toml.load_stored(folder.config)
+    config = settings_of(folder.path)
     events = read_metrics(folder.metrics)
     last = [each for each in events if step is None or each["step"] <= step]
     scores = [each for each in last if each["event"] == "eval"]
