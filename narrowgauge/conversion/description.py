@@ -15,11 +15,14 @@ from torch import nn
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion.bypassed import is_read_by_owner
-from narrowgauge.conversion.kept_layers import LEFT_BY, output_head, reason_to_keep
+from narrowgauge.conversion.kept_layers import LEFT_BY, SMALLEST, output_head, reason_to_keep
 from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding
+from narrowgauge.nn.experts import KEPT_BECAUSE, GroupedExperts
+from narrowgauge.nn.experts import refuse as refuse_experts
 from narrowgauge.nn.float32_modules import kept_modules, summary
+from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
@@ -180,8 +183,29 @@ def describe(model: nn.Module) -> Description:
             description.append(_embedding_row(model, name, module))
         else:
             for weight, shape, reason in other_weights(name, module):
-                description.append(_wide_row(weight, shape, "no nn.Linear", reason))
+                why = _why_wide(module, reason)
+                if why is not None:
+                    description.append(_wide_row(weight, shape, "no nn.Linear", why))
     return description
+
+
+def _why_wide(module: nn.Module, reason: str) -> str | None:
+    """Why a weight outside of Linears has no recipe; None if it has one.
+
+    reason  of `other_weights`
+    """
+    if getattr(reason, "code", "") != "experts":
+        return reason
+    if isinstance(module, GroupedExperts):  # its matrices have rows of their own
+        return None
+    sides = (side for each in module.parameters(recurse=False) for side in each.shape[1:])
+    small = Reason("too-small", f"fewer than {SMALLEST} features on one side")
+    left_by: str = module.__dict__.get(KEPT_BECAUSE, "")
+    return (
+        refuse_experts(module)
+        or left_by
+        or (small if min(sides) < SMALLEST else Reason("no-pattern", "no pattern named it"))
+    )
 
 
 def _shape(layer: nn.Linear) -> str:
@@ -255,6 +279,8 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         )
     if layer.decision is not None:
         yield Note(str(layer.decision), code="auto")
+    if isinstance(layer, ExpertLinear) and layer.weight.is_cuda:
+        yield Note("experts are multiplied one after another, without a grouped kernel", code="experts-loop")
     if layer.is_suspended:
         yield Note("suspended", code="suspended")
     operands = (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from narrowgauge.errors import Reason
+from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.structure import blocks, expanded
@@ -62,7 +63,7 @@ def reason_to_keep(
     matching  patterns that match it
     head      the model's output head, if it declares one
     """
-    if type(layer) not in (nn.Linear, QLinear):
+    if type(layer) not in (nn.Linear, QLinear, ExpertLinear):
         if nn.utils.parametrize.is_parametrized(layer):
             return Reason(
                 "parametrized", "it is parametrized: convert it first, and parametrize it then"
