@@ -15,13 +15,17 @@ from narrowgauge import recipes
 from narrowgauge.conversion.auto import Decision, decisions
 from narrowgauge.conversion.kept_layers import output_head, reason_to_keep, wide_by_policy
 from narrowgauge.conversion.products import Some, composed, parse
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import ConfigError, Reason, closest
 from narrowgauge.nn.experts import refuse as refuse_experts
-from narrowgauge.nn.grouped_linear import names_of
+from narrowgauge.nn.grouped_linear import ExpertLinear, names_of
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
 from narrowgauge.structure import holds_experts, matches, other_weights
 
+_NO_AUTO = Reason(
+    "experts-auto",
+    "auto measures one product at a time, and torch multiplies all experts in one: name a recipe for them",
+)
 _WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
 
 Patterns = str | Recipe | Some | Mapping[str, "str | Recipe | Some | None"]
@@ -92,7 +96,10 @@ def assignments(
             continue
         whole, parts, pattern = _decisive(linears[name], patterns, resolved)
         if isinstance(whole, str):
-            left_to_auto[name] = linears[name]
+            if isinstance(linears[name], ExpertLinear):
+                given[name] = Assignment(None, _NO_AUTO)
+            else:
+                left_to_auto[name] = linears[name]
             continue
         # Once per pattern: finding the blocks walks over the whole model.
         if whole is not None and pattern not in wide:

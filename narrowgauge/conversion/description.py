@@ -280,7 +280,10 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
     if layer.decision is not None:
         yield Note(str(layer.decision), code="auto")
     if isinstance(layer, ExpertLinear) and layer.weight.is_cuda:
-        yield Note("experts are multiplied one after another, without a grouped kernel", code="experts-loop")
+        yield Note(
+            "experts are multiplied one after another, without a grouped kernel",
+            code="experts-loop",
+        )
     if layer.is_suspended:
         yield Note("suspended", code="suspended")
     operands = (

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,9 @@ from narrowgauge.nn.grouped_linear import ExpertLinear, Routing, Slice, grouped_
 SAME = (None, "eager", "grouped_mm", "batched_mm")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STACKED = "Llama4TextExperts"
-KEPT_BECAUSE = "_narrowgauge_kept_because"  # in the `__dict__` of an experts module: why `convert` left it
+KEPT_BECAUSE = (
+    "_narrowgauge_kept_because"  # in the `__dict__` of an experts module: why `convert` left it
+)
 
 
 class Stacks(NamedTuple):
@@ -96,7 +97,9 @@ class GroupedExperts(nn.Module):
         }
         lines = [f"{name}={list(self._parameters[name].shape)}" for name in names]  # type: ignore[union-attr]
         lines += [f"recipe={', '.join(recipes)}"]
-        lines += [f"({name}): {each!r}" for name, each in self._modules.items() if not name.isdigit()]
+        lines += [
+            f"({name}): {each!r}" for name, each in self._modules.items() if not name.isdigit()
+        ]
         inner = "\n".join(lines).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  {inner}\n)"
 
@@ -117,17 +120,21 @@ class StackedExperts(GroupedExperts):
         return grouped_linear(second, up * module.act_fn(gate), counts)
 
 
-@cache
-def _class_of(kind: type[nn.Module]) -> type[GroupedExperts]:
-    base = StackedExperts if _is_stacked(kind) else GroupedExperts
-    own = {"grouped_from": kind, "__module__": kind.__module__}
-    return type(f"Grouped{kind.__name__}", (base, kind), own)
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}  # class of a model -> its grouped class
+
+
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _CLASSES:
+        base = StackedExperts if _is_stacked(kind) else GroupedExperts
+        own = {"grouped_from": kind, "__module__": kind.__module__}
+        _CLASSES[kind] = type(f"Grouped{kind.__name__}", (base, kind), own)
+    return _CLASSES[kind]
 
 
 def _blank(kind: type[nn.Module]) -> nn.Module:
     """An object without attributes, for copies and pickles."""
-    made = _class_of(kind)
-    return made.__new__(made)
+    grouped = _class_of(kind)
+    return grouped.__new__(grouped)
 
 
 def stacks(module: nn.Module) -> Stacks:
@@ -178,7 +185,10 @@ def _refuse_parameters(module: Any, is_stacked: bool) -> Reason | None:
     """Why the parameters are not those of the layout; None if they are."""
     first, second = (module._parameters.get(name) for name in stacks(module))
     if first is None or second is None or first.ndim != 3 or second.ndim != 3:
-        return Reason("experts-layout", f"{type(module).__name__} lacks {' or '.join(stacks(module))} [E, N, K]")
+        return Reason(
+            "experts-layout",
+            f"{type(module).__name__} lacks {' or '.join(stacks(module))} [E, N, K]",
+        )
     transposed = is_stacked or module.is_transposed
     outer, inner = (2, 1) if transposed else (1, 2)
     if (
@@ -224,7 +234,9 @@ def adopt(module: nn.Module) -> GroupedExperts:
     assert isinstance(module, GroupedExperts)
     for index in range(module._parameters[names.first].shape[0]):  # type: ignore[union-attr]
         places = {
-            name: Slice(module._parameters, name, f"{name}_bias" if biased else "", index, transposed)
+            name: Slice(
+                module._parameters, name, f"{name}_bias" if biased else "", index, transposed
+            )
             for name in names
         }
         expert = nn.ModuleDict({name: ExpertLinear(place) for name, place in places.items()})
@@ -239,11 +251,13 @@ def give_back(module: GroupedExperts) -> None:
             step_end.forget(each)
     for name in [name for name in module._modules if name.isdigit()]:
         del module._modules[name]
-    module.__class__ = module.grouped_from
+    module.__class__ = module.grouped_from  # type: ignore[assignment]
 
 
 def grouped_experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:
-    return ((name, each) for name, each in model.named_modules() if isinstance(each, GroupedExperts))
+    return (
+        (name, each) for name, each in model.named_modules() if isinstance(each, GroupedExperts)
+    )
 
 
 @contextmanager

@@ -25,7 +25,7 @@ number of rows of each expert, so on a GPU it waits once per layer for the route
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.suspended_linear import suspended_linear
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,9 @@ class ExpertLinear(QLinear):
         if self.frozen is not None or not (state.recipe is None or state.is_suspended):
             return super().forward(input)
         state.was_called = True
-        product = nn.functional.linear
+        product: Callable[..., Tensor] = nn.functional.linear
         if state.recipe is not None:
-            from narrowgauge.nn.suspended_linear import suspended_linear as product
+            product = suspended_linear
         weight, bias = self.weight, self.bias
         if bias is None or not self.place.is_transposed:
             return product(input, weight, bias)

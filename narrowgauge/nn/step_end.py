@@ -140,8 +140,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         }
         end_steps(names, alone)  # under pipeline parallelism other ranks hold the other layers
     if any(
-        (weight := _parameter(each)) is not None and weight.dtype == torch.float16
-        for each in ended
+        (weight := _parameter(each)) is not None and weight.dtype == torch.float16 for each in ended
     ):
         from narrowgauge.nn.step_warnings import warn_of_float16
 

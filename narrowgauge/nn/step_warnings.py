@@ -131,11 +131,7 @@ def warn_of_float16(layers: dict[Any, str], optimizer: torch.optim.Optimizer) ->
         if weight is None or id(weight) in seen:
             continue
         seen.add(id(weight))
-        if (
-            weight.dtype != torch.float16
-            or weight.grad is None
-            or layer.recipe is None
-        ):
+        if weight.dtype != torch.float16 or weight.grad is None or layer.recipe is None:
             continue
         if weight.grad.dtype != torch.float16 or layer.state.warned_of_float16:
             continue

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge import recipes
-from narrowgauge.nn.experts import GroupedExperts, adopt, give_back, refuse, stacks
-from narrowgauge.nn.grouped_linear import ExpertLinear, Routing
+from narrowgauge.nn.experts import adopt, stacks
+from narrowgauge.nn.grouped_linear import Routing
 from tests.compare import assert_same
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -90,7 +90,9 @@ class Loop(nn.Module):
         rows = routing.gather(x).split(routing.counts)
         for number, name in enumerate(self.names):
             layers = self.get_submodule(name)
-            rows = [layer(each) if len(each) else None for layer, each in zip(layers, rows)]
+            rows = [
+                layer(each) if len(each) else None for layer, each in zip(layers, rows, strict=True)
+            ]
             if number == 0:
                 rows = [None if each is None else self.of[0]._apply_gate(each) for each in rows]
                 rows = [each if each is not None else torch.zeros(0, WIDE) for each in rows]
@@ -104,7 +106,10 @@ class Loop(nn.Module):
             for own in ("weight", "bias")[: 1 + module.has_bias]:
                 parameters = [getattr(layer, own) for layer in layers]
                 stack = torch.stack(
-                    [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+                    [
+                        torch.zeros_like(each) if each.grad is None else each.grad
+                        for each in parameters
+                    ]
                 )
                 turned = module.is_transposed and own == "weight"
                 found.append(stack.transpose(1, 2) if turned else stack)
@@ -113,7 +118,9 @@ class Loop(nn.Module):
 
 def gradients(module: nn.Module) -> list[Tensor]:
     own = dict(module.named_parameters(recurse=False))
-    names = [f"{name}{end}" for name in stacks(module) for end in ("", "_bias") if f"{name}{end}" in own]
+    names = [
+        f"{name}{end}" for name in stacks(module) for end in ("", "_bias") if f"{name}{end}" in own
+    ]
     return [own[name].grad for name in names]
 
 
@@ -122,7 +129,9 @@ def gradients(module: nn.Module) -> list[Tensor]:
 def test_without_a_recipe_the_bits_are_those_of_the_loop_of_transformers(
     kind: str, dtype: torch.dtype
 ) -> None:
-    given = inputs([(5, 1, 2, 0), (0, 1, 3, 4), (2, 4, 5, 1), (0, 5, 1, 2), (4, 2, 1, 0)] * 5, dtype)
+    given = inputs(
+        [(5, 1, 2, 0), (0, 1, 3, 4), (2, 4, 5, 1), (0, 5, 1, 2), (4, 2, 1, 0)] * 5, dtype
+    )
     model = experts(kind, dtype)
     grouped = adopt(copy.deepcopy(model))
     assert_same(passed(grouped, given), passed(model, given))
