@@ -162,6 +162,7 @@ _ATTENTION = Reason(
     "nn.MultiheadAttention multiplies it in a function of its own: replace it by an attention with nn.Linear",
 )
 _EXPERTS = Reason("experts", "the experts share one parameter: convert gives each a recipe")
+GROUPED = "grouped_from"  # attribute of converted experts: their matrices are layers of their own
 _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts")
 
@@ -181,7 +182,7 @@ def other_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str, str]
             weight = getattr(module, own)
             if weight is not None:
                 yield (prefix + own, f"{weight.shape[1]} -> {weight.shape[0]}", _ATTENTION)
-    elif holds_experts(name, module):
+    elif holds_experts(name, module) and not hasattr(module, GROUPED):
         for own, weight in module.named_parameters(recurse=False):
             if weight.ndim == 3:
                 count, rows, columns = weight.shape

@@ -1,6 +1,7 @@
 """describe: list each Linear of a model with its recipe, kernels and the reasons.
 
-print(describe(model))       equal layers share a line; `describe(model)` itself is a list of rows
+print(describe(model))               equal layers share a line; `describe(model)` is a list of rows
+print(describe(model, batch=batch))  and the share of operations in low precision (`coverage`)
 """
 
 from __future__ import annotations
@@ -8,19 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion.bypassed import is_read_by_owner
-from narrowgauge.conversion.kept_layers import LEFT_BY, SMALLEST, output_head, reason_to_keep
+from narrowgauge.conversion.kept_layers import LEFT_BY, output_head, reason_of_weight, reason_to_keep
 from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding
-from narrowgauge.nn.experts import KEPT_BECAUSE, GroupedExperts
-from narrowgauge.nn.experts import refuse as refuse_experts
 from narrowgauge.nn.float32_modules import kept_modules, summary
 from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.leverage_score import UNREAD
@@ -31,6 +30,7 @@ from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.structure import other_weights, require_module
 
 if TYPE_CHECKING:
+    from narrowgauge.conversion.coverage import Coverage
     from narrowgauge.recipe import Gemm, Recipe
 
 
@@ -114,10 +114,12 @@ class Description(list[Row]):
 
     fused    the fusions of `convert(fuse=True)`
     float32  modules of a 16-bit model that keep float32 weights and arithmetic
+    coverage shares of the matrix-product operations, of `describe(model, batch=...)`; else None
     """
 
     fused: tuple[Fusion, ...] = ()
     float32: tuple[str, ...] = ()
+    coverage: Coverage | None = None
 
     def __str__(self) -> str:
         # Rows are grouped by everything except block numbers and measured values, which differ.
@@ -141,6 +143,8 @@ class Description(list[Row]):
                     for column in columns
                     if (words := getattr(row, column))
                 ]
+        if self.coverage is not None:
+            lines.append(f"{self.coverage}.")
         if self.float32:
             lines.append(f"Weights and arithmetic in float32: {summary(self.float32)}")
         if self.fused:
@@ -155,8 +159,11 @@ def without_numbers(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module, *, batch: Any = None) -> Description:
     """Return a row for every Linear, quantized embedding, and weight multiplied as a Linear.
+
+    batch  arguments of the model's forward, as for `coverage`: counts the share of matrix-product
+           operations in low precision. None: no count
 
     Linears with a forward of their own are included. Weights outside of Linears (see `structure`)
     have the recipe "none". Print the result for a table.
@@ -183,29 +190,13 @@ def describe(model: nn.Module) -> Description:
             description.append(_embedding_row(model, name, module))
         else:
             for weight, shape, reason in other_weights(name, module):
-                why = _why_wide(module, reason)
-                if why is not None:
-                    description.append(_wide_row(weight, shape, "no nn.Linear", why))
+                why = reason_of_weight(module, reason)
+                description.append(_wide_row(weight, shape, "no nn.Linear", why))
+    if batch is not None:
+        from narrowgauge.conversion.coverage import coverage
+
+        description.coverage = coverage(model, batch)
     return description
-
-
-def _why_wide(module: nn.Module, reason: str) -> str | None:
-    """Why a weight outside of Linears has no recipe; None if it has one.
-
-    reason  of `other_weights`
-    """
-    if getattr(reason, "code", "") != "experts":
-        return reason
-    if isinstance(module, GroupedExperts):  # its matrices have rows of their own
-        return None
-    sides = (side for each in module.parameters(recurse=False) for side in each.shape[1:])
-    small = Reason("too-small", f"fewer than {SMALLEST} features on one side")
-    left_by: str = module.__dict__.get(KEPT_BECAUSE, "")
-    return (
-        refuse_experts(module)
-        or left_by
-        or (small if min(sides) < SMALLEST else Reason("no-pattern", "no pattern named it"))
-    )
 
 
 def _shape(layer: nn.Linear) -> str:

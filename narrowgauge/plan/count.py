@@ -155,8 +155,6 @@ def _of_experts(model: nn.Module) -> Iterator[str]:
     if any(isinstance(module, GroupedExperts) for module in model.modules()):
         yield "all experts of a layer are counted with equally many tokens, which the router decides in a run"
     for name, module in model.named_modules():
-        if isinstance(module, GroupedExperts):
-            continue
         for weight, shape, _ in other_weights(name, module):
             if " experts of " in shape:
                 parameter = getattr(module, weight.rpartition(".")[2])
