@@ -16,7 +16,12 @@ from torch import nn
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion.bypassed import is_read_by_owner
-from narrowgauge.conversion.kept_layers import LEFT_BY, output_head, reason_of_weight, reason_to_keep
+from narrowgauge.conversion.kept_layers import (
+    LEFT_BY,
+    output_head,
+    reason_of_weight,
+    reason_to_keep,
+)
 from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding

@@ -251,3 +251,14 @@ def test_an_optimizer_ends_the_step_of_experts_and_their_casts() -> None:
     assert casts.rows is not None
     optimizer.step()
     assert layer.cached_casts()[0].rows is None
+
+
+def test_the_share_in_low_precision_counts_experts() -> None:
+    model = ng.convert(mixtral(num_hidden_layers=1), "fp8-current")
+    with_experts = ng.describe(model, batch={"input_ids": IDS}).coverage
+    without = ng.describe(ng.convert(model, {"*.experts": None}), batch={"input_ids": IDS}).coverage
+    assert with_experts is not None and without is not None
+    assert with_experts.operations == without.operations
+    # One pair of experts has 2 x (32 x 96 + 48 x 32) multiplications, forward and twice backward.
+    narrow = 2 * 3 * 2 * IDS.numel() * (32 * 96 + 48 * 32)
+    assert with_experts.narrow[8] - without.narrow[8] == pytest.approx(narrow / without.operations)
