@@ -267,8 +267,11 @@ def _decoding(writer: Writer, asked: GenerationOptions) -> transformers.Generati
     })  # fmt: skip
 
 
-class RefuseNonfinite(transformers.LogitsProcessor):
-    """Raises NumericsError for logits that are not finite; generate would draw any token."""
+class RefuseNonfinite:
+    """A logits processor that raises NumericsError for logits that are not finite.
+
+    generate would draw any token. No subclass of transformers' class: any callable serves.
+    """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         # Tokens that may not be drawn are -inf already: suppressed ones, and rows without a token.
