@@ -29,6 +29,7 @@ from torch import nn
 
 from narrowgauge.conversion.assignment import Assignment, Patterns, assignments
 from narrowgauge.conversion.bypassed import refuse_fast_path, warn
+from narrowgauge.conversion.coverage import warn_of_small_share
 from narrowgauge.conversion.embeddings import (
     check_embeddings,
     quantize_embeddings,
@@ -86,7 +87,8 @@ def convert(
 
     A second call replaces the recipes of the layers that its patterns match,
     and leaves the others. Raises ConfigError if a pattern matches nothing,
-    with the closest names, and if no layer at all could be converted.
+    with the closest names, and if no layer at all could be converted. Warns if the pattern "*"
+    reaches less than half of the multiplied weights (`coverage`).
     """
     require_module(model, "convert")
     if weight_codes not in get_args(WeightCodes):
@@ -117,6 +119,8 @@ def convert(
     # Modules that torch computes by a fused kernel in eval mode would skip the converted layers.
     refuse_fast_path(model)
     warn(model, quantized_linears(model, "convert"))
+    if not isinstance(recipe, Mapping) or recipe.get("*") is not None:
+        warn_of_small_share(model, given)
     step_end.follow_model(model)
     # Last, when every layer has its recipe: a producer's cast is the cast that its readers need.
     if fuse:

@@ -1,6 +1,7 @@
 """describe: list each Linear of a model with its recipe, kernels and the reasons.
 
-print(describe(model))       equal layers share a line; `describe(model)` itself is a list of rows
+print(describe(model))               equal layers share a line; `describe(model)` is a list of rows
+print(describe(model, batch=batch))  and the share of operations in low precision (`coverage`)
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.structure import other_weights, require_module
 
 if TYPE_CHECKING:
+    from narrowgauge.conversion.coverage import Coverage
     from narrowgauge.recipe import Gemm, Recipe
 
 
@@ -111,10 +113,12 @@ class Description(list[Row]):
 
     fused    the fusions of `convert(fuse=True)`
     float32  modules of a 16-bit model that keep float32 weights and arithmetic
+    coverage shares of the matrix-product operations, of `describe(model, batch=...)`; else None
     """
 
     fused: tuple[Fusion, ...] = ()
     float32: tuple[str, ...] = ()
+    coverage: Coverage | None = None
 
     def __str__(self) -> str:
         # Rows are grouped by everything except block numbers and measured values, which differ.
@@ -138,6 +142,8 @@ class Description(list[Row]):
                     for column in columns
                     if (words := getattr(row, column))
                 ]
+        if self.coverage is not None:
+            lines.append(f"{self.coverage}.")
         if self.float32:
             lines.append(f"Weights and arithmetic in float32: {summary(self.float32)}")
         if self.fused:
@@ -152,8 +158,11 @@ def without_numbers(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module, *, batch: Any = None) -> Description:
     """Return a row for every Linear, quantized embedding, and weight multiplied as a Linear.
+
+    batch  arguments of the model's forward, as for `coverage`: counts the share of matrix-product
+           operations in low precision. None: no count
 
     Linears with a forward of their own are included. Weights outside of Linears (see `structure`)
     have the recipe "none". Print the result for a table.
@@ -181,6 +190,10 @@ def describe(model: nn.Module) -> Description:
         else:
             for weight, shape, reason in other_weights(name, module):
                 description.append(_wide_row(weight, shape, "no nn.Linear", reason))
+    if batch is not None:
+        from narrowgauge.conversion.coverage import coverage
+
+        description.coverage = coverage(model, batch)
     return description
 
 

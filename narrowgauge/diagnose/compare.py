@@ -78,6 +78,7 @@ class Comparison:
     left_out: tuple[int, ...] = ()  # batches that the run skipped at loss spikes
     reference_left_out: tuple[int, ...] = ()
     assay: Assay | None = None  # assay sensitivity of the reference; None: not requested
+    loss_unit: str = "nats per token"
 
     @property
     def is_insensitive(self) -> bool:
@@ -204,7 +205,7 @@ class Comparison:
         places = decimals(tail.half_width or tail.mean)
         gap = (
             f"Over the last {plural(tail.count, 'common step')} the training loss of {run} minus that of {reference} is "
-            f"{signed(tail.mean, places)} nats per token on average"
+            f"{signed(tail.mean, places)} {self.loss_unit} on average"
         )
         if tail.half_width is None:
             return f"{gap}: too few steps to tell a difference from noise."
@@ -218,9 +219,9 @@ class Comparison:
         said = f"At step {count(pair.step)} the validation loss is {loss_value(pair.run)} against {loss_value(pair.reference)}"
         if not pair.ratio:
             return f"{said}."
-        nats = signed(pair.difference, decimals(pair.difference))
+        difference = f"{signed(pair.difference, decimals(pair.difference))} {self.loss_unit.partition(' per ')[0]}"
         return (
-            f"{said} ({nats} nats, {signed(100 * pair.difference / pair.reference, 2)}{PERCENT})."
+            f"{said} ({difference}, {signed(100 * pair.difference / pair.reference, 2)}{PERCENT})."
         )
 
 
@@ -231,11 +232,13 @@ def compare(
     reference_name: str,
     left_out: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     assay: Assay | None = None,
+    loss_unit: str = "nats/token",
 ) -> Comparison:
     """Compare two lists of events as returned by `runs.read_metrics`.
 
-    left_out  batches that each of the two runs skipped (`left_out`)
-    assay     assay sensitivity of the reference (`sensitivity`); None: not requested
+    left_out   batches that each of the two runs skipped (`left_out`)
+    assay      assay sensitivity of the reference (`sensitivity`); None: not requested
+    loss_unit  unit of both losses (`metrics_table.loss_unit_of`)
     """
     ours, theirs = step_events(run), step_events(reference)
     common = sorted(ours.keys() & theirs.keys())
@@ -278,6 +281,7 @@ def compare(
         left_out=left_out[0],
         reference_left_out=left_out[1],
         assay=assay,
+        loss_unit=loss_unit.replace("/", " per "),
     )
 
 

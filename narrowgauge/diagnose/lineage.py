@@ -12,7 +12,7 @@ nothing before the branch point is known.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import compare as pairs
 from narrowgauge.diagnose import left_out
-from narrowgauge.diagnose.format_text import count, elsewhere, plural
+from narrowgauge.diagnose.format_text import PERCENT, count, elsewhere, plural
 from narrowgauge.diagnose.guard_settings import MARGIN
+from narrowgauge.diagnose.metrics_table import loss_unit_of
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.diagnose.same_curve import CurveComparison, judge
 from narrowgauge.diagnose.sensitivity import Assay, assess_curve, trivial_of
@@ -175,6 +176,7 @@ def compare(folders: Sequence[Path | str]) -> Compared:
     judged = [_judged(first, other, controls) for other in others if other not in doubles]
     notes = [note for member in members if (note := gone(member))]
     notes += [note for each in judged if (note := _other_batches(each.run, each.reference))]
+    notes += unequal_coverage({member.name: member.run for member in members})
     if judged and not controls and any(each.curve.control is None for each in judged):
         notes.append(
             Reason(
@@ -281,6 +283,7 @@ def _judged(first: Member, other: Member, controls: Sequence[tuple[Member, Membe
         other.recipe,
         left,
         assay_at(MARGIN * abs(curve.loss)),
+        loss_unit_of(first.run),
     )
     return Judged(run=first, reference=other, curve=curve, pair=pair)
 
@@ -332,6 +335,34 @@ def _other_batches(one: Member, other: Member) -> str:
         f"{left_out.words(one.name, one.left_out)} and {left_out.words(other.name, other.left_out)} of the data (on_spike = skip): from "
         f"step {count(others[0])} on they have learnt from different batches. What is compared is {same} before that."
     )
+
+
+SAME_COVERAGE = 0.01  # difference of two shares that is not worth a sentence
+
+
+def narrow_share(run: Mapping[str, Any]) -> float | None:
+    """Share of a run's matrix-product operations in low precision; None if it was not counted."""
+    found = (run.get("coverage") or {}).get("narrow")
+    return None if found is None else float(sum(found.values()))
+
+
+def unequal_coverage(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence if runs in low precision differ in the share of products that they compute so.
+
+    runs  name -> run.json. A run without any product in low precision is a reference in 16 bits,
+          which differs from the others on purpose
+    """
+    shares = {name: share for name, run in runs.items() if (share := narrow_share(run))}
+    if not shares or max(shares.values()) - min(shares.values()) < SAME_COVERAGE:
+        return []
+    listed = ", ".join(f"{name} {100 * share:.0f}{PERCENT}" for name, share in shares.items())
+    return [
+        Reason(
+            "compare.coverage",
+            f"Warning: they differ in the share of matrix-product operations in low precision: {listed}. So a difference is one of the "
+            "share too, not of the number format alone. run.json says under coverage which parts are left.",
+        )
+    ]
 
 
 def _change(one: Member, other: Member) -> str:

@@ -7,7 +7,9 @@ select the best weights, but no page draws it: a task with a new metric adds a r
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +49,15 @@ SCORES = tuple(name for name, metric in METRICS.items() if not metric.lower_is_b
 def metric_of(name: str) -> Metric:
     """The metric of that name, in the table or not."""
     return METRICS.get(name) or Metric(title=name, least=-1.0)
+
+
+# Runs before November 2026 record no `loss_unit`; a new task has no entry here.
+OLD_LOSS_UNITS = {
+    "classification": "nats/example", "question-answering": "nats/border", "tagging": "nats/word", "multiple-choice": "nats/question",
+    "image-classification": "nats/example", "regression": "squared error",
+}  # fmt: skip
+
+
+def loss_unit_of(run: Mapping[str, Any]) -> str:
+    """The unit of a run's loss, as "nats/token"; `run` is its run.json."""
+    return str(run.get("loss_unit") or OLD_LOSS_UNITS.get(run.get("task", ""), "nats/token"))

@@ -12,6 +12,7 @@ One forward and backward pass
     rotation of a GEMM's operands                                 rotation; on a GPU rotated_pieces
     rows that a product samples or drops                          leverage_score
     DTensors; torch's own forward, with the recipe suspended      sharded; suspended_linear
+    what a suspended pass leaves alone: histories and caches      converted_model
     torch.fx, functorch, forward-mode AD                          transforms
 
 Casts that are made once and read often
@@ -23,7 +24,8 @@ What a recipe adds to a layer
     keys of a state dict; loading without them                    state_loading
     amax histories; amax within a step                            amax_history, ops.quantize.amax_state
     learned steps                                                 learned_step
-    a frozen weight as codes; its Parameter when it is read       frozen; coded_weight
+    weights that need no gradient (requires_grad=False)           linear_function
+    a weight stored as codes; its Parameter when it is read       frozen; coded_weight
     an embedding as codes                                         embedding
     formats of a recipe; the named recipes                        narrowgauge.recipe; narrowgauge.recipes
     another recipe for one layer or one GEMM                      narrowgauge.conversion

@@ -36,7 +36,12 @@ def quantized_embeddings(model: nn.Module) -> Iterator[tuple[str, QEmbedding]]:
 
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, every QLinear computes as nn.Linear and embeddings are unquantized."""
+    """Inside the block, every QLinear computes as nn.Linear and embeddings are unquantized.
+
+    Only a flag is set. A suspended pass reads and records no amax, reads and fills no cache, and
+    draws no random number, since `QLinear.forward` returns before any of these. Histories and casts
+    stay as they are. A step that ends inside the block ends as always (`step_end`).
+    """
     layers: list[QLinear | QEmbedding] = [
         layer for _, layer in quantized_linears(model, "suspended")
     ]

@@ -8,9 +8,10 @@ of a conversion do with it:
                 pass, not after steps, since a run may switch recipes before it rewinds
     OBSERVED    facts about the program that trains, as a layer that is never called. As SETTING:
                 steps that are rewound were computed by the same program
-    PER_STEP    as PROGRESS, but a copy of the layer starts without it
+    PER_STEP    as PROGRESS, but a copy of the layer starts without it: the copy has seen no step
     CACHE       can be computed again. Not copied; restored after a pass; steps drop it
-    ATTACHED    owned by an observer, an optimizer or `distribute`. Neither copied nor restored
+    ATTACHED    belongs to an object outside, which knows this layer and not its copy: an observer,
+                an optimizer, `distribute`, a count of reads. Neither copied nor restored
     LASTING     copied, never restored: warnings that the user has read, a cache shared by layers
 
 `QLinear.__getstate__` makes the state of copy.copy, copy.deepcopy and pickle: all attributes of

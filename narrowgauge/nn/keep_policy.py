@@ -23,7 +23,8 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
     int4-*                                                packed   packed
 
     values  the elements that `output` read, before scales, and the scale: a transposed view, in
-            bfloat16, or in float32 in a float32 layer and on a CPU without bfloat16 instructions
+            bfloat16. In float32 if the CPU has no bfloat16 instructions. In float32 too if x, the
+            weight and the output of a QLinear are float32 (eager mode, no autocast)
     codes   one byte per element, [K, T], and the scales. x in their place if its producer saves it
             (line 5), from the first `advance` on
     packed  half a byte per element, and one bit per element that says whether it was in range

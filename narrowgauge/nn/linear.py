@@ -84,7 +84,7 @@ class QLinear(nn.Linear):
     `layer.recipe` may be set at any time, to a Recipe, its name, or None. Setting it drops the
     state of the old recipe. Learned steps with the same settings stay the same parameters and are
     reset. A state dict without any state of the recipe leaves the layer's state unchanged, with a
-    warning. A partial one raises an error.
+    warning. A partial one has missing keys: an error with strict=True.
 
     state          LinearState: everything that a recipe adds to the layer, but for submodules
     observer       receives every operand in eager mode, and results if it has `multiplied`; see

@@ -11,6 +11,10 @@ Each operand is rotated along its contracted axis, if the recipe rotates, and th
 (straight_through.py) the backward GEMMs read the codes of the forward pass. Their results are
 gradients of the dequantized operands, which `gradient` converts to gradients of x and w.
 
+Backward runs grad_input only if x needs a gradient, and grad_weight only if w does. So for a weight
+with requires_grad=False, gy.rows and w.cols are cast, and gy.cols and x.cols are not. The gradient
+of the bias sums the incoming gy itself, not its codes.
+
 Left out: second derivatives, which raise an error. `suspended` computes them.
 """
 

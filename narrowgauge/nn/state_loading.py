@@ -10,7 +10,7 @@
 
 Other recipes add no key. A state dict without any such entry leaves the layer's state as it is, with
 a warning and without a missing key, so `strict=True` accepts it. One with some of a layer's entries
-raises an error. Entries of another recipe are reported too. A weight that is frozen as codes loads codes,
+has missing keys: an error with `strict=True`. Entries of another recipe are reported too. A weight that is frozen as codes loads codes,
 or casts a 16-bit weight. QLinear imports this module on the first load.
 """
 

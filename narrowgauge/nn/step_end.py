@@ -10,7 +10,8 @@ Weights written without a version change, by a fused optimizer, are therefore re
 between (eager mode) has begun another step, which `advance` ends.
 
 Not covered, so that `advance` is needed: a step traced by torch.compile, optimizers that are not
-torch's, weights written by hand.
+torch's, weights written by hand. An optimizer that steps inside the backward pass only clears casts
+here: histories roll at `advance`.
 
 A step that a GradScaler skips ends in one of three ways. Its non-finite amaxes never enter a
 history, and scales of the next step are finite in each case (`ops.quantize.amax_state`).

@@ -16,7 +16,7 @@ In eager code, a layer has a cache after its first step has ended (`step_end`). 
 the next pass cast again:
 
     the end of a step
-    `eval()`, a change of mode, `.to()`, loading a state dict (linear.py)
+    `eval()`, a change of mode, `.to()` (linear.py); loading a state dict, which raises `_version`
     another plan, output type, autocast type or version of a learned step
 
 After steps of one forward pass, a second forward pass casts once more, since nothing was kept for

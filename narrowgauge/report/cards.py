@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.diagnose import compare, format_text
+from narrowgauge.diagnose import compare, format_text, lineage
 from narrowgauge.diagnose.format_text import count
-from narrowgauge.diagnose.metrics_table import SCORES, metric_of
+from narrowgauge.diagnose.metrics_table import SCORES, loss_unit_of, metric_of
 
 if TYPE_CHECKING:
     from narrowgauge.diagnose.compare import Comparison
@@ -19,23 +19,20 @@ WAYS = {
     "shuffled": "in shuffled batches",
     "fixed": "in rows of one width",
 }
-# Runs before November 2026 record neither `f1_over` nor `loss_unit`; a new task has no entry here.
+# Runs before November 2026 do not record `f1_over`; a new task has no entry here.
 OLD_F1_OVER = {
     "classification": "mean over classes",
     "image-classification": "mean over classes",
     "question-answering": "words of answers",
     "tagging": "spans",
 }
-OLD_LOSS_UNITS = {
-    "classification": "nats/example", "question-answering": "nats/border", "tagging": "nats/word", "multiple-choice": "nats/question",
-    "image-classification": "nats/example", "regression": "squared error",
-}  # fmt: skip
 
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
     return [
         *loss_cards(recorded, comparison),
         *metric_cards(recorded),
+        *coverage_cards(recorded),
         *cost_cards(recorded, comparison),
     ]
 
@@ -121,6 +118,19 @@ def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
     return card(label, format_text.loss_value(loss), unit, f"at step {count(step)}{perplexity}")
 
 
+def coverage_cards(recorded: Recorded) -> Iterator[dict[str, str]]:
+    """Yield a card for the share of matrix-product operations in low precision."""
+    share = lineage.narrow_share(recorded.run)
+    if share is not None:
+        _, _, rest = recorded.run["coverage"]["sentence"].partition("; ")
+        yield card(
+            "Products in low precision",
+            f"{100 * share:.0f}{format_text.PERCENT}",
+            "",
+            f"of all operations{'; ' * bool(rest)}{rest}",
+        )
+
+
 def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
     """Yield cards for speed and memory, each with its ratio to the reference's."""
 
@@ -147,8 +157,7 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
 
 def unit(recorded: Recorded) -> str:
     """Unit of the loss."""
-    old = OLD_LOSS_UNITS.get(recorded.run.get("task", ""), "nats/token")
-    return str(recorded.run.get("loss_unit") or old)
+    return loss_unit_of(recorded.run)
 
 
 def title(recorded: Recorded, metric: str) -> str:

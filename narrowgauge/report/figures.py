@@ -187,7 +187,7 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
         return svg(figure, "metrics", "Metrics of the evaluations over the steps")
 
 
-def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
+def difference(curve: Sequence[tuple[int, Estimate]], loss_unit: str = "nats per token") -> str:
     """Draw the moving mean of the paired difference with its band."""
     with canvas(1000, 230) as (figure, axes):
         banded = [(step, point) for step, point in curve if point.half_width is not None]
@@ -205,7 +205,7 @@ def difference(curve: Sequence[tuple[int, Estimate]]) -> str:
         axes.set_ylim(min(values) - margin, max(values) + margin)
         axes.set_xlim(*step_limits(step for step, _ in curve))
         signed_values(axes)
-        label_axes(axes, "training loss minus the reference's, nats per token")
+        label_axes(axes, f"training loss minus the reference's, {loss_unit}")
         return svg(
             figure, "difference", "Difference of the two training losses with the band of its mean"
         )

@@ -47,10 +47,10 @@ def page(recorded: Recorded) -> dict[str, Any]:
         last = next((loss for _, loss in reversed(compare.evaluations(reference.events))), 0.0)
         comparison = compare.compare(
             recorded.events, reference.events, recorded.name, reference.name, (recorded.left_out, reference.left_out),
-            lineage.assay_of(member, MARGIN * abs(last), reference.name),
+            lineage.assay_of(member, MARGIN * abs(last), reference.name), cards.unit(recorded),
         )  # fmt: skip
         if len(comparison.curve) > 1 and not comparison.unpaired:
-            difference = figures.difference(comparison.curve)
+            difference = figures.difference(comparison.curve, comparison.loss_unit)
     watched, tensors = tables.tensors(recorded)
     # The layer table is shown on its own; run.json without it stays readable.
     without_layers = {key: value for key, value in recorded.run.items() if key != "describe"}

@@ -17,7 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.diagnose import compare, format_text, left_out, seeds, seeds_text, study_file
+from narrowgauge.diagnose import (
+    compare,
+    format_text,
+    left_out,
+    lineage,
+    seeds,
+    seeds_text,
+    study_file,
+)
 from narrowgauge.diagnose.format_text import PERCENT, count
 from narrowgauge.diagnose.paired_tests import half_width, spread_of
 from narrowgauge.diagnose.seeds import Margin, SeedComparison
@@ -229,6 +237,7 @@ def control_row(found: Gathered, verdicts: Sequence[SeedComparison]) -> dict[str
 def limits(found: Gathered, facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences on the limits of the verdicts."""
     verdicts = found.verdicts()
+    yield from lineage.unequal_coverage({group.name: group.runs[0].run for group in found.groups})
     yield from sensitivity_words(found, verdicts)
     if any(len(each.seeds) > 1 for each in verdicts):
         yield (

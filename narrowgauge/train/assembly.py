@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowgauge.conversion.auto import chosen
+from narrowgauge.conversion.coverage import coverage
 from narrowgauge.diagnose.runs import read_run
+from narrowgauge.errors import ConfigError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.structure import is_weight
 from narrowgauge.train import step
@@ -28,6 +30,7 @@ from narrowgauge.train.validation import Validation
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
+    from narrowgauge.train.loss import Batch
     from narrowgauge.train.parallel.ranks import Ranks
     from narrowgauge.train.run_folder import RunFolder
     from narrowgauge.train.tasks import TrainTask
@@ -57,6 +60,7 @@ class SetUp:
     parameters    number of weights
     shapes        name -> shape of each weight of the whole model
     auto          layer -> recipe that "auto" chose
+    coverage      shares of matrix-product operations in low precision, for run.json
     has_own_peak  see `Given`
     """
 
@@ -64,6 +68,7 @@ class SetUp:
     parameters: int
     shapes: dict[str, torch.Size]
     auto: dict[str, str]
+    coverage: dict[str, Any]
     has_own_peak: bool
 
 
@@ -99,6 +104,9 @@ def assembled(
     feed = SkippingFeed(task.feed(model))
     feed.share = ranks.layout.share(ranks.rank)
     on_gpu = device.type == "cuda"
+    # Before memory options and ranks: the whole model, as the task hands it over.
+    with precision.context(device.type):
+        share = counted(model, inputs_of(feed.probe(), device, task.options))
     notes, objective = step.ready(config, task, model, precision, device, feed.probe, on_gpu=on_gpu)
     parameters = sum(each.numel() for name, each in model.named_parameters() if is_weight(name))
     shapes = {name: each.shape for name, each in model.state_dict().items() if is_weight(name)}
@@ -121,11 +129,22 @@ def assembled(
     passes = Passes(config, ranks, device, precision, model, objective, parallel, optimizer)
     memory_notes = [*filter(None, [given.policy_note]), *notes, *passes.notes]
     return Assembly(
-        SetUp(memory_notes, parameters, shapes, auto, given.has_own_peak),
+        SetUp(memory_notes, parameters, shapes, auto, share, given.has_own_peak),
         Counters(), model, feed, switches, parallel, optimizer, passes,
         RunCheckpoints(config, folder, task, passes, feed, switches, auto, numbers),
         Validation(config, task, passes, feed.share),
     )  # fmt: skip
+
+
+def counted(model: Any, batch: Batch) -> dict[str, Any]:
+    """Coverage of the model on this batch, for run.json; only a `sentence` if it cannot be counted.
+
+    What cannot be counted may still train, so it ends no run.
+    """
+    try:
+        return coverage(model, batch).as_dict()
+    except ConfigError as error:
+        return {"sentence": f"The share of low precision is unknown: {error}"}
 
 
 def built(

@@ -100,7 +100,7 @@ def run_of_rank(
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             first = str(error).splitlines()[0]
             raise OutOfMemoryError(
-                f"{device}: {first} Raise micro_batches, or lower batch_size or token_budget.",
+                f"{device}: {first} Raise batch.micro_batches, or lower batch.size or batch.token_budget.",
                 code="memory.device",
             ) from error
         raise

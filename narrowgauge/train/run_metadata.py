@@ -53,6 +53,7 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
         f"{config.recipe}{elsewhere(config.layers_recipe, config.embedding_codes)} ({config.precision}) on {device_name(device)}: "
         f"{trainer.setup.parameters:,} parameters, {trainer.task.summary()}{resumed}"
     )
+    show.say(f"{trainer.setup.coverage['sentence'].removesuffix('.')}.")
     if words := trainer.parallel.words():
         show.say(words)
     slow = [*emulated_on_gpu(model, device), *stepped_in_torch(trainer.optimizer)]
@@ -186,6 +187,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "recipes": dict(config.layers_recipe),
         "embedding_codes": config.embedding_codes,
         "auto": trainer.setup.auto,
+        "coverage": trainer.setup.coverage,
         "precision": config.precision,
         "float32": in_float32(trainer),
         "switches": [{"step": switch.step, **switch.event} for switch in trainer.switches],

@@ -10,6 +10,7 @@ import pytest
 
 from narrowgauge.diagnose import compare
 from narrowgauge.diagnose.compare import smooth
+from narrowgauge.diagnose.metrics_table import loss_unit_of
 from tests.diagnose.test_band import noise
 
 
@@ -64,6 +65,22 @@ def test_a_clear_gap_is_found_and_said_with_its_sign():
         said = found.verdict.sentence
         assert f" {sign}0.0" in said.partition("(")[0] and "95" in said
     assert above.tail.count == 65 and abs(above.tail.mean - 0.05) < above.tail.half_width
+
+
+@pytest.mark.parametrize(
+    ("run", "unit"),
+    [
+        ({"loss_unit": "nats/word", "task": "tagging"}, "nats per word"),
+        ({"task": "regression"}, "squared error"),  # of a run before the key was recorded
+        ({}, "nats per token"),
+    ],
+    ids=str,
+)
+def test_losses_are_told_in_the_unit_of_the_task(run, unit):
+    given = [*steps([1.0, 2.0]), evaluation(2, 1.0)], [*steps([1.5, 2.5]), evaluation(2, 1.5)]
+    found = compare.compare(*given, "narrow", "wide", loss_unit=loss_unit_of(run))
+    said = found.verdict.sentence
+    assert f" {unit} on average" in said and f"0 {unit.partition(' per ')[0]}, " in said
 
 
 def test_a_gap_within_the_noise_is_not_called_a_difference():

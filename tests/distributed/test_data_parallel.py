@@ -84,6 +84,7 @@ def differing(here, there):
     return [name for name, tensor in here.items() if not torch.equal(tensor, there[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_two_ranks_are_one_process_to_the_bit(ranks, wrap):
     found = ranks(2)(_each, wrap, ng.recipes.names())
@@ -98,6 +99,7 @@ def test_two_ranks_are_one_process_to_the_bit(ranks, wrap):
 NEEDY = ["fp8-delayed", "int4-hq-lss", "int4-hq-bs", "mxfp4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_micro_batches_of_a_rank_are_those_of_one_process(ranks, wrap):
     """Two of each rank, in turn; the sums of gradients are in another order."""
@@ -213,6 +215,7 @@ def _first_gradients(wrap, names):
     return found
 
 
+@pytest.mark.slow
 def test_learned_steps_leave_their_cold_start_together(ranks):
     recipe = _warming(1)
     losses, whole = alone(recipe, 2)

@@ -334,6 +334,7 @@ def _wrapped_without_a_batch(wrap):
     ng.advance(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
 def test_a_wrapper_that_waits_for_a_rank_without_a_batch_is_named(ranks, wrap):
     words = rf"advance: rank 1 has run no forward pass with gradients since distribute, and {wrap} on the"
@@ -351,6 +352,7 @@ def _wrapped_late_without_a_batch():
         time.sleep(30)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_comparison_is_an_error_and_not_a_hang(ranks):
     with pytest.raises(
         RankError,

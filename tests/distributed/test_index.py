@@ -151,6 +151,7 @@ def test_an_overlap_that_hides_a_gap_is_refused(tmp_path: Path) -> None:
         storage.read(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_many_chunks_of_an_irregular_grid_are_checked_in_linear_time() -> None:
     """2,048 x 16 chunks: a check of all pairs would take 5e8 comparisons."""
     boxes = [((row, column), (1, 1)) for row, column in itertools.product(range(2048), range(16))]

@@ -26,6 +26,7 @@ from narrowgauge.optim.optimizers import OPTIMIZERS
 from tests.compare import assert_same
 from tests.distributed.test_optimizers import BF16, FP32, gradient, placed, whole
 from tests.raising import raises
+from tests.selection import quick
 
 STEPS = 2
 
@@ -103,7 +104,11 @@ CALLS += [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [each if each is CALLS[-1] else pytest.param(each, marks=pytest.mark.slow) for each in CALLS],
+    ids=str,
+)
 def test_torchs_checkpoints_reshard_states(ranks, call, tmp_path):
     """2 ranks -> 1 -> 3 (uneven) -> 2: the numbers of a run that was not interrupted."""
     ranks(2)(begin, str(tmp_path / "0"), call)
@@ -268,7 +273,7 @@ def zero_steps(calls: list[tuple[Any, ...]]) -> None:
         assert ng.optim.state_bytes(optimizer).total < ng.optim.state_bytes(single[1]).total
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", quick([2], [2, 3]))
 def test_zero_has_the_numbers_of_one_process(ranks, world):
     calls = [(rule, {"states": states}, FP32) for rule in OPTIMIZERS for states in STATES]
     calls += [
@@ -348,6 +353,7 @@ def zero_converted(recipe: str) -> None:
     assert_same(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
 def test_zero_ends_the_steps_of_a_converted_model_once(ranks, recipe):
     ranks(2)(zero_converted, recipe)

@@ -144,6 +144,7 @@ STATES_OF_RULES += PAIRS[1:]
 OTHERS = [each for each in STATES_OF_RULES + WITH_MASTERS if each not in QUICK]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "calls", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["every one", "pairs"]
@@ -153,6 +154,7 @@ def test_rows_have_the_numbers_of_one_process(ranks, world, calls):
     ranks(world)(compare_all, [(*each, (world,), ROWS) for each in calls])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_plain_torch_has_them_too(ranks, world):
     torch_ones = [(rule, {**options, "backend": "torch"}, dtype) for rule, options, dtype in QUICK]
@@ -182,6 +184,7 @@ def compare_columns(calls: list[tuple[Any, ...]]) -> None:
                 )
 
 
+@pytest.mark.slow
 def test_columns_have_the_numbers_of_one_process(ranks):
     """What row-wise tensor parallelism makes: shards of whole tiles, of which the last may be short."""
     ranks(2)(compare_columns, STATES_OF_RULES + WITH_MASTERS[4:])
@@ -190,8 +193,8 @@ def test_columns_have_the_numbers_of_one_process(ranks):
 @pytest.mark.parametrize(
     "placements",
     [
-        [Replicate(), Shard(0)],
-        [Shard(0), Shard(0)],
+        pytest.param([Replicate(), Shard(0)], marks=pytest.mark.slow),
+        pytest.param([Shard(0), Shard(0)], marks=pytest.mark.slow),
         [Shard(0), Shard(1)],
         [Replicate(), Replicate()],
     ],
@@ -549,6 +552,7 @@ def sequence_parallel() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_loop_of_fsdp_tensor_and_sequence_parallelism_trains(ranks):
     """Bounded: sums over four ranks are of another order, 1e-4 of the loss and of the norm of its gradient after four steps."""
     found = ranks(4)(sequence_parallel)

@@ -33,6 +33,7 @@ def test_ranks_stay_and_talk_to_each_other(ranks):
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_the_others_do_not_hang(ranks):
     with pytest.raises(RankError, match=r"rank 1 of 2: (.|\n)*rank 1 was asked to"):
         ranks(2)(_fail_on, 1)

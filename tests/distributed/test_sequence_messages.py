@@ -163,6 +163,7 @@ def _gradients(recipe: str, scatter: str) -> dict[str, Tensor]:
     return _step(_model(recipe, gather=scatter, scatter=scatter))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", quick(["fp8-current", "int4-hq-bs"], recipes.names()))
 def test_messages_add_less_than_the_recipe_does(ranks, recipe):
     """To the gradient, which narrow products have moved already; of bf16 and int8, which move it less: than fp8-current does."""
@@ -182,6 +183,7 @@ def _checkpointed(recipe: str) -> bool:
     return all(torch.equal(ours[name], others[name]) for name in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-row"])
 def test_activation_checkpointing_changes_nothing(ranks, recipe):
     assert all(ranks(2)(_checkpointed, recipe))
@@ -209,6 +211,7 @@ def _refusals() -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said(ranks):
     for none, format, *compiled in ranks(2)(_refusals):
         require(none, "tensor-parallel.no-module", ConfigError.__name__)

@@ -143,6 +143,7 @@ def _gradients_of_steps(weight: str | None) -> list[Tensor]:
     return [found.mean(dim=0), found.std(dim=0) / len(found) ** 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["columns", "rows"])
 def test_gradients_of_learned_steps_are_of_the_whole_tensors(ranks, weight):
     """Statistical, two means of 40 draws: within 5 deviations of their difference, exceeded once in 1.7 million; equal on both ranks."""

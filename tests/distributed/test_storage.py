@@ -236,6 +236,7 @@ def load_trained(folder: Path, shape: tuple[int, ...], again: Path) -> dict[str,
     return whole(dict(state))
 
 
+@pytest.mark.slow
 def test_fsdp_and_tensor_parallel_states_reshard_to_the_bit(ranks, tmp_path):
     """FSDP2 on 2 -> FSDP2 x TP on 4 -> FSDP2 on 3, whose shards are uneven -> FSDP2 on 2."""
     places = [tmp_path / str(number) for number in range(4)]

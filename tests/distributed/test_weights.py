@@ -72,6 +72,7 @@ def _each(names):
     return {name: _both(_trained, name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", quick([2], [2, 3]))
 def test_codes_are_to_the_bit_gathers_of_the_original(ranks, world):
     """Three ranks share 64 and 128 rows unevenly. A layer whose codes travel has no weight to read."""
@@ -153,6 +154,7 @@ def _each_ragged(names):
     return {name: _both(_ragged, name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", quick([2], [2, 3]))
 def test_ragged_and_empty_shards(ranks, world):
     names = [name for name in ng.recipes.names() if name not in NEED_THE_ORIGINAL]
@@ -425,6 +427,7 @@ def _suspended(weights):
     return losses, state(model)
 
 
+@pytest.mark.slow
 def test_layers_that_read_the_original(ranks):
     for (losses, tensors), (own_losses, own) in ranks(2)(_both, _suspended):
         assert own_losses == losses and differing(own, tensors) == []

@@ -49,6 +49,7 @@ class Said:
         self.lines.append(str(text))
 
 
+@pytest.mark.slow
 @slow_on_a_plain_cpu
 @pytest.mark.parametrize("settings", quick(RUNS[:1], RUNS), ids=str)
 def test_a_run_that_is_looked_at_ends_as_the_run_that_is_not(make, before_step, settings, cpu):

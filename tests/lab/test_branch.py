@@ -63,6 +63,7 @@ SAME = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", quick(SAME[:1], SAME), ids=str)
 def test_a_branch_with_the_same_settings_has_the_bits_of_its_parent(parent, tmp_path, settings):
     first = parent(**settings)

@@ -69,6 +69,7 @@ def same(config, reference):
     assert tiny.digests(Path(config.output)) == tiny.digests(Path(reference.output))
 
 
+@pytest.mark.slow
 @slow_on_a_plain_cpu
 @pytest.mark.parametrize("settings", quick(RUNS[1:2], RUNS), ids=str)
 def test_a_run_with_a_stretch_is_the_run_without(make, stretches, settings, cpu):

@@ -57,6 +57,7 @@ def checks(config):
     return tiny.events(Path(config.output), "guard")
 
 
+@pytest.mark.slow
 @slow_on_a_plain_cpu
 @pytest.mark.parametrize("settings", quick(RUNS[:1], RUNS), ids=str)
 def test_without_an_alarm_a_guarded_run_is_the_run(make, settings, capfd, cpu):
@@ -153,6 +154,7 @@ def test_the_reference_becomes_the_run_and_stays(make, sick, moments, capfd):
     assert not Path(config.output, "guard").exists()
 
 
+@pytest.mark.slow
 def test_the_cause_of_an_alarm_is_looked_for_at_the_runs_own_end(make, sick, monkeypatch):
     """At the end of the reference, amax histories are as old as the check."""
     found = []

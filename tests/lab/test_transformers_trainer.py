@@ -89,6 +89,7 @@ def bits(run: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_trainer_goes_on_undisturbed(tmp_path):
     plain = trainer(tmp_path)
     plain.train()

@@ -73,6 +73,7 @@ def casts_of(recipe: str, device_is, **options) -> list[Counter[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_a_tensor_is_read_once_for_both_orientations_and_once_for_all_that_read_it(
     device_is, triton_installed

@@ -168,6 +168,7 @@ def test_torch_miscounts_the_scales_of_mxfp4():
     assert refuse("native-mx")(MmSpec(MXFP4, MXFP4, BLACKWELL)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, lhs, rhs", [(BLOCKS, VECTOR, SQUARE), (MX, MXFP8, MXFP8)], ids=["blocks", "mxfp8"]
 )

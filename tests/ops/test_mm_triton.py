@@ -81,6 +81,7 @@ def resources(kernel, folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "rows", "tiles"),
     quick(

@@ -342,6 +342,7 @@ def test_requirements_compare_versions_number_by_number(kernel, capability):
                 assert found == refuse(kernel)(plain)
 
 
+@pytest.mark.slow
 def test_a_kernel_is_imported_while_torch_compiles():
     """In a fresh process: Dynamo traces no import, and a layer compiled before its first call has to import its kernel's module."""
     program = """

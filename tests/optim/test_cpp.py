@@ -73,6 +73,7 @@ def test_both_backends_compute_the_same_bits(rule, states, master, dtype):
     assert_same(found[0], found[1])
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="has vectors of one width")
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def torchs_walk(beta2: float, dead: int, remains: float) -> float:
     return walk(adamw(None, beta2), dead, remains=remains)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", quick(["8bit"], NARROW))
 @pytest.mark.parametrize("remains", quick([0.0], [0.0, 1e-6]), ids=["stops", "fades"])
 @pytest.mark.parametrize(("beta2", "dead"), quick([0.95], [(0.95, 1200), (0.999, 3000)]))

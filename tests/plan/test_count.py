@@ -110,6 +110,7 @@ def allocated(build: Callable[[], Step]) -> int:
     return most
 
 
+@pytest.mark.slow
 @slow_on_a_plain_cpu
 @pytest.mark.parametrize(
     ("recipe", "states", "checkpointing"),

@@ -79,6 +79,7 @@ def test_a_deep_model_is_on_the_line_through_two_shallow_ones(
     assert sum(peak.parts.values()) == pytest.approx(peak.alive, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_shallow_models_with_other_phases_are_refused():
     few = counted(FEW, "none", "torch", None)
     with pytest.raises(ValueError, match="phases of 3 and 4 layers differ"):

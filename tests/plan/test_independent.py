@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "run", "states", "kept"), quick(["8-bit states, checkpointing"], CASES)
 )

@@ -41,6 +41,7 @@ def run_facts(folder):
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_computes_what_the_whole_run_did(
     text, tmp_path, as_if_measured, monkeypatch, capsys
 ):

@@ -46,6 +46,7 @@ def assert_all_end(said: list[Any], words: str) -> None:
 # --- what a run writes, and what it goes on from
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
 def test_a_full_disk_on_one_rank_ends_all_and_loses_nothing(ranks, make, layout):
     """The file system refuses on rank 1 as it saves step 4."""
@@ -234,6 +235,7 @@ def counted_export(config: Any) -> tuple[Any, int]:
         return trained(config), counter.most
 
 
+@pytest.mark.slow
 def test_rank_0_holds_the_trained_weights_once_and_the_others_one_tensor(ranks, make):
     """Beside its shard: all of them, and one more while it is gathered. Every byte of tensors is counted, not the process's."""
     config = make(parallel="fsdp", steps=1)

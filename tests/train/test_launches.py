@@ -26,6 +26,7 @@ def recorded(monkeypatch, recorder: Recorder) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_run_through_graphs_learns_what_an_eager_one_does(text, tmp_path, monkeypatch, capsys):
     """Micro-batches, delayed scaling and a recipe that is switched on the way."""
     changes = {"recipe": "fp8-delayed", "micro_batches": 2, "steps": 8, "switch": "bf16@6:backward"}

@@ -120,8 +120,13 @@ def test_run_json_follows_the_contract(full):
         "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
         "switches", "parameters", "model", "data", "tokens_per_step", "steps", "describe", "loss", "memory",
         "task", "best", "auto", "fused", "weight_casts", "parallel", "ranks", "float32", "freed_memory",
-        "left_out", "embedding_codes", "trivial", "loss_unit", "f1_over",
+        "left_out", "embedding_codes", "trivial", "loss_unit", "f1_over", "coverage",
     }  # fmt: skip
+    # As counted by hand: both blocks' Linears in 8 bits, the head and attention in 16.
+    linears, head, attention = 2 * (4 * 32 * 32 + 3 * 32 * 48), 32 * 304, 2 * 2 * 16 * 32
+    share = linears / (linears + head + attention)
+    assert run["coverage"]["narrow"] == {"8": pytest.approx(share)}
+    assert run["coverage"]["sentence"].startswith(f"{100 * share:.0f} % of matrix-product operati")
     assert (run["recipe"], run["precision"], run["steps"], run["tokens_per_step"]) == (
         "fp8-delayed",
         "amp-bf16",

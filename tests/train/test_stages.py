@@ -214,6 +214,7 @@ def test_so_are_four_stages(ranks, make):
     same_run(ours, theirs)
 
 
+@pytest.mark.slow
 def test_stopped_on_two_stages_it_goes_on_in_one_process_and_in_stages_again(
     ranks, make, before_step
 ):

@@ -119,6 +119,7 @@ def stop(trainer):
 SWITCHES = ["fp8-delayed@50%", "layers.0.*=fp8-current@2:backward, bf16@4:forward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", quick(SWITCHES[1:], SWITCHES))
 @pytest.mark.parametrize("stopped", quick([3], [2, 3, 4]))
 def test_a_run_resumed_across_a_switch_is_the_run_that_never_stopped(

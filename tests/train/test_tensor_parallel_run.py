@@ -202,6 +202,7 @@ def test_from_one_process_to_four_ranks(ranks, make):
 # --- what must be equal
 
 
+@pytest.mark.slow
 def test_a_norm_that_differs_between_ranks_that_share_products_ends_the_run(ranks, make):
     """That step's losses show it, or the digests after it."""
     said = sorted(

@@ -88,6 +88,7 @@ def test_two_ranks_are_one_process_with_two_micro_batches(ranks, make, recipe, l
     same_run(Path(config.output), Path(reference.output))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     quick([("none", "dp")], [("none", "dp"), ("none", "fsdp"), ("fp8-delayed", "dp")]),
@@ -163,6 +164,7 @@ def test_an_overflow_of_float16_in_one_shard_is_known_to_all(ranks, make, before
         same_run(Path(config.output), Path(reference.output))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
 def test_stopped_on_two_ranks_it_goes_on_in_one_process_and_on_two_again(
     ranks, make, before_step, layout
@@ -203,6 +205,7 @@ def counted(config):
         Validation._score = real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", quick(["fsdp"], ["dp", "fsdp"]))
 def test_ranks_share_the_validation_data(ranks, make, layout):
     """Five batches, of which each rank computes three: the sixth is one of them once more, and counts once."""
@@ -220,6 +223,7 @@ def test_ranks_share_the_validation_data(ranks, make, layout):
 # --- differences between ranks
 
 
+@pytest.mark.slow
 def test_a_weight_that_differs_is_named_within_the_interval(ranks, make):
     config = make(recipe="fp8-delayed", digest_every=2, steps=6)
     for said in ranks(2)(trained, config, [("weight", 1, 3)]):
@@ -243,6 +247,7 @@ def test_other_settings_on_a_rank_are_named(ranks, make):
     assert said[1].startswith("EndedElsewhere")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp", "fsdp"])
 def test_a_nan_on_one_rank_ends_both_with_one_name(ranks, make, layout):
     said = sorted(ranks(2)(trained, make(recipe="fp8-row", parallel=layout), [("nan", 1, 2)]))
@@ -371,6 +376,7 @@ def test_a_count_of_restarts_that_is_none_is_refused(monkeypatch):
         restarted()
 
 
+@pytest.mark.slow
 def test_ranks_that_never_come_are_told_within_the_time_out(monkeypatch):
     with raises(PeerError, "ranks.timeout", "rank 0", "of 2", "within 1"):
         joined(monkeypatch)

@@ -1,7 +1,7 @@
 """FLOPs and bytes of one operation; each tensor is read or written once.
 
 A dispatch mode reports torch's operators, and the launcher reports our kernels. FLOPs come from
-torch.utils.flop_counter. It lacks scaled and integer GEMMs, which count as 2 m n k. Causal
+torch.utils.flop_counter. It lacks scaled, integer and grouped GEMMs, which count as 2 m n k. Causal
 attention counts half. Views and uninitialized buffers cost nothing. A table lookup counts only the
 elements that it reads.
 """
@@ -220,6 +220,11 @@ def _flops(
     if how.name == "_int_mm":
         a, b = args[0], args[1]
         return 2 * a.shape[0] * a.shape[1] * b.shape[1], OPERANDS[a.dtype]
+    if how.name == "_grouped_mm":
+        # Groups share one axis of a 2-D operand, so their products together are one of that length.
+        a, b = args[0], args[1]
+        groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+        return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1], OPERANDS[b.dtype]
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0, ""

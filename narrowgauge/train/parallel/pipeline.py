@@ -224,7 +224,7 @@ class Pipeline:
                 )
             except ValueError as error:
                 raise ConfigError(
-                    f"parallel.schedule = {self.config.schedule!r}: {error} Change micro_batches, or take another schedule.",
+                    f"parallel.schedule = {self.config.schedule!r}: {error} Change batch.micro_batches, or take another schedule.",
                     code="pipeline.schedule",
                 ) from error
             self._schedule = positions, found

@@ -78,7 +78,7 @@ def refuse_guard(config: TrainConfig, known: dict[str, Any]) -> None:
     if usable and alone and alone <= usable < known["allocated_bytes"]:
         raise OutOfMemoryError(
             f"guard = {config.guard!r}: a step of a check in BF16 needs {gib(known['allocated_bytes'])} on the device, of which "
-            f"{gib(usable)} can be used; one of the recipe needs {gib(alone)}. Raise micro_batches, or remove guard.",
+            f"{gib(usable)} can be used; one of the recipe needs {gib(alone)}. Raise batch.micro_batches, or remove guard.",
             code="memory.guard-check",
         )
 

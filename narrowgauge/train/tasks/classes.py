@@ -128,7 +128,7 @@ def class_notes(train: Iterable[int], validation: Iterable[int], names: list[str
     if len(held_out) == 1:
         notes.append(
             f"Every held-out example ({held_out.total()}) is of class {names[next(iter(held_out))]}, so mcc is 0 whatever the "
-            "model says. Pass validation_data, or a larger validation_fraction."
+            "model says. Pass data.validation_data, or a larger data.validation_fraction."
         )
     return notes
 

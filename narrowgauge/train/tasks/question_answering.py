@@ -490,7 +490,7 @@ def _stride(config: TrainConfig, longest: int | None) -> int:
     if config.stride == TrainConfig.stride:
         return longest // 4
     raise ConfigError(
-        f"task.stride = {config.stride}: more than half of a window of {longest} tokens (max_length), which holds the question too. "
+        f"task.stride = {config.stride}: more than half of a window of {longest} tokens (data.max_length), which holds the question too. "
         f"Set a smaller stride, as {longest // 4}.",
         code="questions.stride",
     )

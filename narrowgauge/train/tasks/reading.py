@@ -53,7 +53,7 @@ def longest_example(config: TrainConfig, model_class: ModelClass, tokenizer: Any
         return min(known, default=None)
     if positions is not None and config.max_length > positions:
         raise ConfigError(
-            f"data.max_length = {config.max_length}: the model knows positions up to {positions}. Set max_length to {positions} or less.",
+            f"data.max_length = {config.max_length}: the model knows positions up to {positions}. Set it to {positions} or less.",
             code="examples.max-length",
         )
     return config.max_length
@@ -157,5 +157,5 @@ def few_notes(count: int) -> list[str]:
         return []
     return [
         f"The validation loss is of {plural(count, 'example')} alone, too few to tell runs apart or to choose weights by. "
-        "Raise validation_fraction, or pass validation_data."
+        "Raise data.validation_fraction, or pass data.validation_data."
     ]

@@ -102,7 +102,7 @@ class Translation:
     def note(self, twice: bool) -> str:
         """A sentence about the cost. twice: evaluate in low precision and again in 16 bits."""
         how = f"by {self.beams} beams" if self.beams > 1 else "greedily"
-        again = ", and again with the products in 16 bits (eval_wide)" if twice else ""
+        again = ", and again with the products in 16 bits (evaluation.wide)" if twice else ""
         return (
             f"Each evaluation translates {len(self.examples):,} rows {how}{again}: up to {self.most} passes of one token each for every "
             f"{self.rows} rows."

@@ -78,6 +78,7 @@ def check_both(states, master, dtype, sm, cast) -> None:
     assert states == "fp8" or not any(name.startswith("st.global.b8") for name in instructions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("states", "master", "dtype", "sm", "cast"), QUICK, ids=str)
 def test_it_compiles_without_spills(states, master, dtype, sm, cast):
     check_both(states, master, dtype, sm, cast)

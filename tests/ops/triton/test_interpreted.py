@@ -19,13 +19,23 @@ PROCESSES = {
     ("stepped", "casting", "interpreted_products"): 2,
 }
 
+# `make test` runs the first of these parts of the quick cases; the others wait for the slow suite.
+QUICK_PARTS = 6
+
 
 @pytest.mark.long
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     ("part", "names"),
     [
-        ("quick", sum(PROCESSES, ())),
+        *(
+            pytest.param(
+                f"quick {number}/{QUICK_PARTS}",
+                sum(PROCESSES, ()),
+                marks=[pytest.mark.slow] if number > 1 else [],
+            )
+            for number in range(1, QUICK_PARTS + 1)
+        ),
         *(
             pytest.param(f"rest {number}/{count}", names, marks=pytest.mark.slow)
             for names, count in PROCESSES.items()

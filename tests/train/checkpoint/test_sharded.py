@@ -86,6 +86,7 @@ def answer(step: int, skipped: list[str]) -> Any:
     return step, {"step": step, "trained_s": 1.5, "list": [1, 2.0, None]}, weight, rest, skipped
 
 
+@pytest.mark.slow
 def test_all_ranks_resume_from_the_newest_that_is_whole(ranks, tmp_path):
     assert ranks(2)(resume, tmp_path) == [None, None]
     ranks(2)(save, tmp_path, [1, 2, 3])

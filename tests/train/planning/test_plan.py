@@ -158,6 +158,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @slow_on_a_plain_cpu
 @pytest.mark.parametrize(
     ("name", "changes"),

@@ -167,7 +167,7 @@ CASES = {
     one_class: r"column 'label' has one label, 'a'. Pass data with two at least",
     no_classes: r":1: label 0.5 in column 'label' is neither text nor a whole number",
     long: r"rows are longer than max_length 6; the longest has \d+ tokens, the first is",
-    beyond_the_model: r"data.max_length = 500: the model knows positions up to 128. Set max_length to 128 or less",
+    beyond_the_model: r"data.max_length = 500: the model knows positions up to 128. Set it to 128 or less",
     above_the_budget: r"do not fit token_budget 16, which holds 16 tokens; the longest has \d+",
     above_the_row: r"do not fit row_length 16",
     nothing_below_the_budget: coded("feed.none-left", "token_budget"),
@@ -366,7 +366,7 @@ def test_classes_are_told_with_their_counts_and_held_out_examples_of_one(make, t
     assert "The validation loss is of 7 examples alone" in said
     assert "Note: Classes, with examples to train on and held out: a 30 and 7, b 30 and 0." in said
     assert (
-        "Every held-out example (7) is of class a, so mcc is 0 whatever the model says. Pass validation_data"
+        "Every held-out example (7) is of class a, so mcc is 0 whatever the model says. Pass data.validation_data"
         in said
     )
 

@@ -39,6 +39,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "layout"), quick([("chat", "dp")], LAYOUTS))
 def test_a_task_on_two_ranks_is_that_of_one_process(ranks, make, job, layout):
     same_on_two_ranks(ranks, make, job, layout)

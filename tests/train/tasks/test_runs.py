@@ -189,6 +189,7 @@ def min_step(evaluations, metric):
     )["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     quick(
