@@ -2,12 +2,39 @@
 
 import json as json_format
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from narrowgauge.train.config.settings import TrainConfig
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How tokens are drawn.
+
+    Parameters
+    ----------
+    max_new_tokens
+        Maximum number of new tokens.
+    temperature
+        Logits are divided by it before a token is drawn.
+    top_k
+        Draw from so many of the likeliest tokens; 0: from all.
+    greedy
+        Take the likeliest token at each place.
+    seed
+        Seed of the draws.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    top_k: int = 40
+    greedy: bool = False
+    seed: int = 0
 
 
 def generate(
@@ -18,15 +45,11 @@ def generate(
     prompt: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     chat: bool = False,
     system: str = "",
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    greedy: bool = False,
     products: str = "narrow",
     recipe: str = "",
     checkpoint: str = "newest",
-    seed: int = 0,
     device: str = "auto",
+    drawing: Drawing = Drawing(),
     json: bool = False,
 ) -> int:
     """Write a text with the model of a run, or with a model folder such as RUN/final.
@@ -43,22 +66,12 @@ def generate(
         Render the prompt as a user's message by the tokenizer's chat template.
     system
         System message of the chat.
-    max_new_tokens
-        Maximum number of new tokens.
-    temperature
-        Logits are divided by it before a token is drawn.
-    top_k
-        Draw from so many of the likeliest tokens; 0: from all.
-    greedy
-        Take the likeliest token at each place.
     products
         narrow: by the recipe of the run, or by --recipe; wide: in 16 bits.
     recipe
         Of a model folder: recipe of its products; empty: they are wide.
     checkpoint
         Of a run: newest, best, or a step.
-    seed
-        Seed of the draws.
     device
         auto, cpu, cuda or cuda:N.
     json
@@ -68,12 +81,9 @@ def generate(
     from narrowgauge.train.evaluation.generation import generate as written
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    result = written(
-        place,
-        GenerationOptions(
-            prompt=text, chat=chat, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            greedy=greedy, products=products, recipe=recipe, checkpoint=checkpoint, seed=seed, device=device,
-        ),
+    options = GenerationOptions(
+        prompt=text, chat=chat, system=system, products=products, recipe=recipe, checkpoint=checkpoint, device=device, **asdict(drawing)
     )  # fmt: skip
+    result = written(place, options)
     print(json_format.dumps(result, indent=2) if json else result["text"])
     return 0
