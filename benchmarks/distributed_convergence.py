@@ -60,9 +60,9 @@ def train(numbers: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     from narrowgauge.train.config import toml
     from narrowgauge.train.config.settings import resolved
     from narrowgauge.train.launches import set_learning_rate
-    from narrowgauge.train.loss import learning_rate
     from narrowgauge.train.model import build
     from narrowgauge.train.optimizer import build_optimizer
+    from narrowgauge.train.schedule import learning_rate
     from narrowgauge.train.tasks.text import TextTask
 
     started_at_s = time.monotonic()

@@ -111,6 +111,17 @@ def answers(
     return text, spans
 
 
+def prompt(tokenizer: Any, messages: Sequence[dict[str, Any]], origin: str) -> str:
+    """Text of a chat up to where the assistant's next answer begins.
+
+    origin  where the messages come from, for errors
+
+    Raises ConfigError without a template, DataError if it rejects the messages.
+    """
+    chat_template(tokenizer)
+    return _rendered(tokenizer, messages, origin, prompt=True)[0]
+
+
 def _rendered(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],

@@ -43,6 +43,8 @@ STEPS = frozenset(
         "learning_rate",
         "min_learning_rate",
         "warmup_steps",
+        "rate_schedule",
+        "decay_steps",
         "weight_decay",
         "betas",
         "epsilon",

@@ -280,17 +280,3 @@ def _proved_by_storages(
     hidden, product = written
     is_read = identity(read[0]) == identity(hidden)
     return is_read and (softcap is not None or identity(product) == identity(logits)), softcap
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of a step, counted from 1: linear warm-up, then half a cosine.
-
-    The cosine would reach min_learning_rate one step after the end: in the last step, a rate of 0
-    would make the update useless.
-    """
-    peak, lowest, warmup_steps = config.learning_rate, config.min_learning_rate, config.warmup_steps
-    if step <= warmup_steps:
-        return peak * step / warmup_steps
-    done = (step - warmup_steps) / (config.steps + 1 - warmup_steps)
-    cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * done, dtype=torch.float64)).item())
-    return lowest + (peak - lowest) * cosine

@@ -24,16 +24,17 @@ from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.held_gradients import HeldGradients
 from narrowgauge.optim.step_in_backward import InBackward
 from narrowgauge.train import launches, step, stepping
-from narrowgauge.train.loss import Batch, Objective, learning_rate
 from narrowgauge.train.optimizer import cast_in_step
 from narrowgauge.train.parallel import digest
 from narrowgauge.train.parallel.step import agreed, targets_of_ranks, where_nonfinite
+from narrowgauge.train.schedule import learning_rate
 
 if TYPE_CHECKING:
     from narrowgauge.errors import NumericsError
     from narrowgauge.optim import Precision
     from narrowgauge.train.config.settings import TrainConfig
     from narrowgauge.train.deferred import SkipFlags
+    from narrowgauge.train.loss import Batch, Objective
     from narrowgauge.train.parallel.ranks import Ranks
     from narrowgauge.train.parallel.spread import Parallel
     from narrowgauge.train.signals import AgreedStop, StopRequest

@@ -86,8 +86,10 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
         raise _cannot_load(where, model_class, error) from error
 
 
-def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
-    """The float32 model that the configuration names.
+def pretrained(
+    config: TrainConfig, model_class: ModelClass, dtype: torch.dtype | str = torch.float32
+) -> Any:
+    """The model that the configuration names, in `dtype`; "auto": in that of its weights.
 
     Raises ConfigError for another kind of model, or missing weights.
     """
@@ -98,7 +100,7 @@ def pretrained(config: TrainConfig, model_class: ModelClass) -> Any:
             return model_class.auto.from_config(sizes, trust_remote_code=False, dtype=torch.float32)
         with quiet():
             model, found = model_class.auto.from_pretrained(
-                where, config=sizes, trust_remote_code=False, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+                where, config=sizes, trust_remote_code=False, dtype=dtype, use_safetensors=True, output_loading_info=True,
                 ignore_mismatched_sizes=model_class.new,
             )  # fmt: skip
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The loss of a step and its learning rate (bounded against one unsplit batch; exact at the schedule's corners)."""
+"""The loss of a step (bounded against one unsplit batch)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train import loop
 from narrowgauge.train import loss as step_loss
 from narrowgauge.train.config.settings import InvalidSettings, TrainConfig
-from narrowgauge.train.loss import NO_CACHE, Objective, learning_rate, targets_of_step
+from narrowgauge.train.loss import NO_CACHE, Objective, targets_of_step
 from tests.compare import assert_same
 from tests.raising import raises
 from tests.train import tiny
@@ -197,43 +197,6 @@ def test_whole_runs_agree_however_their_batches_are_cut(make):
         assert cut["loss"] == pytest.approx(whole["loss"], rel=SAME)
         assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
         assert cut["tokens"] == whole["tokens"] == 64
-
-
-def rate(step, **changes):
-    settings = {
-        "steps": 100,
-        "warmup_steps": 10,
-        "learning_rate": 1e-3,
-        "min_learning_rate": 1e-4,
-    } | changes
-    return learning_rate(TrainConfig(**settings), step)
-
-
-def test_corners_of_the_schedule():
-    assert rate(1) == pytest.approx(1e-4, rel=1e-12)  # one tenth of the peak
-    assert rate(10) == 1e-3
-    assert rate(55, steps=99) == pytest.approx((1e-3 + 1e-4) / 2, rel=1e-12)  # half of the way down
-    assert rate(101) == pytest.approx(1e-4, rel=1e-12)  # after the last step
-
-
-def test_schedule_without_warm_up_and_with_nothing_else():
-    assert rate(1, warmup_steps=0) == pytest.approx(
-        1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 101)), rel=1e-12
-    )
-    assert rate(100, warmup_steps=100) == 1e-3
-    assert rate(50, warmup_steps=200) == pytest.approx(2.5e-4, rel=1e-12)
-    assert rate(1, steps=1, warmup_steps=0) == pytest.approx((1e-3 + 1e-4) / 2, rel=1e-12)
-    assert rate(1, steps=1, warmup_steps=1) == 1e-3
-
-
-@pytest.mark.parametrize("warmup_steps", [0, 10, 99, 100])
-def test_the_last_update_changes_something(warmup_steps):
-    assert rate(100, warmup_steps=warmup_steps, min_learning_rate=0.0) > 0
-
-
-def test_the_rate_rises_then_falls():
-    rates = [rate(step) for step in range(1, 101)]
-    assert rates[:10] == sorted(rates[:10]) and rates[9:] == sorted(rates[9:], reverse=True)
 
 
 def test_the_ways_to_compute_logits_have_the_same_loss_and_gradients(model):

@@ -17,6 +17,7 @@ from narrowgauge.train.config.rules import (
 )
 
 MAX_INT = 2**63 - 1  # largest integer that TOML guarantees and torch accepts as a seed
+WARMUP_STABLE_DECAY = "warmup-stable-decay"
 UNSET, AS_THE_RULE = -1.0, "-1: as the rule of the updates has it in a run."
 # Numbers of rules without such an option. They are written to config.toml and have no effect.
 WITHOUT_OPTION = {"betas": (0.9, 0.95), "momentum": 0.9, "eps": 1e-8}
@@ -45,7 +46,11 @@ class OptimizerSettings:
     optimizer: str = OPTIMIZER("adamw", "Rule of the updates.", OneOf(tuple(RULES)), key="name", short=True)
     learning_rate: float = OPTIMIZER(1e-3, "Peak learning rate.", Range(0, 1, open_low=True))
     min_learning_rate: float = OPTIMIZER(0.0, "Learning rate after the last step.", Range(0, 1))
+    rate_schedule: str = OPTIMIZER("cosine", "How the learning rate falls after the warm-up.",
+        OneOf(("cosine", "linear", "constant", WARMUP_STABLE_DECAY)), key="schedule")
     warmup_steps: int = OPTIMIZER(20, "Steps over which the learning rate rises.", COUNT_OR_ZERO)
+    decay_steps: int = OPTIMIZER(0, "warmup-stable-decay: steps over which the learning rate falls, the last; 0: a tenth of the run.",
+        COUNT_OR_ZERO)
     weight_decay: float = OPTIMIZER(0.1, "Weight decay of matrices, as the rule of the updates has it.", Range(0, 1))
     betas: NUMBERS = OPTIMIZER((UNSET, UNSET),  # noqa: RUF009 (it returns a dataclasses.field)
         f"Both betas, as 0.9,0.95; the first is also the momentum; {AS_THE_RULE}",

@@ -29,6 +29,7 @@ from narrowgauge.train.config.machine_settings import (
 from narrowgauge.train.config.merged_settings import MERGED
 from narrowgauge.train.config.optimizer_settings import (
     UNSET,
+    WARMUP_STABLE_DECAY,
     WITHOUT_OPTION,
     OptimizerSettings,
     TrainingSettings,
@@ -238,6 +239,8 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (config.states == "fp32", "embedding_states", "states"),
         (not config.step_in_backward, "clip_by", "held_gradients"),
         (config.clip == 0, "clip_by", "clip"),
+        (config.rate_schedule == "constant", "min_learning_rate", "rate_schedule"),
+        (config.rate_schedule != WARMUP_STABLE_DECAY, "decay_steps", "rate_schedule"),
     ]
     # dict.fromkeys removes duplicates and keeps the order.
     yield from dict.fromkeys(
@@ -321,4 +324,7 @@ def _training_checks(c: TrainConfig) -> list[Check]:
          "Remove it, or take precision bf16-o2."),
         (c.min_learning_rate > c.learning_rate, "min_learning_rate learning_rate",
          f"optimizer.min_learning_rate = {c.min_learning_rate}: must not exceed optimizer.learning_rate = {c.learning_rate}."),
+        (c.decay_steps and not c.epochs and c.warmup_steps + c.decay_steps > c.steps, "decay_steps warmup_steps steps",
+         f"optimizer.decay_steps = {c.decay_steps}: with optimizer.warmup_steps = {c.warmup_steps} it is longer than "
+         f"training.steps = {c.steps}. Lower one of them, or train longer."),
     ]  # fmt: skip

@@ -480,6 +480,11 @@ def configurations(draw) -> TrainConfig:
     )
     drawn["switch"] = drawn["switch"] if drawn.get("steps", 2) > 1 else ""
     drawn["min_learning_rate"] = min(drawn["min_learning_rate"], drawn["learning_rate"])
+    if drawn["rate_schedule"] == "constant":
+        drawn["min_learning_rate"] = 0.0
+    is_stable = drawn["rate_schedule"] == "warmup-stable-decay"
+    room = drawn.get("steps", 300) - drawn["warmup_steps"]
+    drawn["decay_steps"] = max(0, min(drawn["decay_steps"], room)) if is_stable else 0
     drawn["from_scratch"] = drawn["from_scratch"] and bool(drawn["model"])
     drawn["compress_activations"] = drawn["compress_activations"] and not drawn["compile"]
     if drawn.get("save") in FUSED_SAVES and (
