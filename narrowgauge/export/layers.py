@@ -81,7 +81,13 @@ def chosen(
             )
     tied = _tied(model)
     for name, layer in model.named_modules():
-        if isinstance(layer, QLinear) and layer.recipe is not None:
+        if isinstance(layer, QLinear) and layer._parameters.get("weight") is None:
+            # A matrix of experts that share one parameter: nothing goes out under its own name.
+            stack, _, own = name.rsplit(".", 2)
+            choices[f"{stack}.{own}"] = WeightChoice(
+                reason="experts that share one parameter go out in 16 bits"
+            )
+        elif isinstance(layer, QLinear) and layer.recipe is not None:
             others = [each for each in tied[id(layer._parameters["weight"])] if each != name]
             why = f"tied to {others[0]}" if others else _misses_forward(notes[name])
             choices[name] = WeightChoice(reason=why) if why else _choice(layer, form, requantize)

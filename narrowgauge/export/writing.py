@@ -53,6 +53,7 @@ class WeightFiles:
     places       name of a tensor -> file name
     layers       name of a narrow layer -> {part of a tensor's name: the tensor's whole name}
     linears      name of a Linear in the model -> its name in the files
+    experts      names of Linears that are in the files alone: experts that share one parameter
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class WeightFiles:
     places: dict[str, str] = field(default_factory=dict)
     layers: dict[str, dict[str, str]] = field(default_factory=dict)
     linears: dict[str, str] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
     total_bytes: int = 0
     _pending: dict[str, Tensor] = field(default_factory=dict)
     _taken: set[int] = field(default_factory=set)
@@ -140,6 +142,8 @@ def write_weights(
         for new, tensor in _reverted(model, found).items():
             files.add(new, tensor)
             name, part = sources.get(id(tensor), ("", ""))
+            if not part and new.endswith(".weight"):  # a tensor that the conversion has made
+                files.experts.append(new.removesuffix(".weight"))
             if name and (choice := choices.get(name)) is not None:
                 if part == "weight" or part == "weight_packed":
                     files.linears[name] = new.removesuffix(f".{part}")
@@ -240,8 +244,9 @@ def write_config(
     ignored = [
         files.linears.get(name, name)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not choices[name].is_narrow
+        if isinstance(module, nn.Linear) and name in choices and not choices[name].is_narrow
     ]
+    ignored += files.experts
     if form.cast is not None:
         config.quantization_config = form.config(ignored)
     # By this text and not by save_pretrained, which also writes to the Hub's caches and syncs nothing.

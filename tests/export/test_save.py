@@ -24,7 +24,7 @@ from narrowgauge.export import ExportReport, file_formats, layers, writing
 from narrowgauge.memory import freeze
 from tests.compare import assert_same
 from tests.export.models import UNROTATED_MXFP4, bert, llama, mixtral, operands, qwen2
-from tests.raising import raises, warns
+from tests.raising import raises
 
 # Format -> recipes whose codes it holds as they are.
 HELD = [
@@ -245,14 +245,16 @@ def test_a_global_scale_is_rescaled_exactly_or_not_at_all():
 
 def test_experts_in_one_parameter_stay_wide_under_their_own_names(tmp_path):
     made = mixtral()
-    with warns("convert.small-share"):
-        ng.convert(made, "fp8-row")
+    ng.convert(made, "fp8-row")
     report = ng.export.save(made, tmp_path / "out", format="fp8-channel", load=False)
-    assert "experts share one parameter" in report.wide["model.layers.0.mlp.experts.gate_up_proj"]
-    assert any("router" in why for why in report.wide.values()) or "lm_head" in report.wide
+    assert "share one parameter" in report.wide["model.layers.0.mlp.experts.gate_up_proj"]
+    assert not any(".experts.0." in name for name in report.wide)
     assert {name.rpartition(".")[2] for name in report.narrow} == {"q_proj", "k_proj", "v_proj", "o_proj"}  # fmt: skip
     found = tensors_of(tmp_path / "out")
-    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in found
+    expert = "model.layers.0.block_sparse_moe.experts.3.w2"
+    assert f"{expert}.weight" in found
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert expert in config["quantization_config"]["ignore"]
     needs("fp8-channel")
     assert ng.export.save(made, tmp_path / "b", format="fp8-channel").facts["loading"]["checked"]
 
