@@ -49,8 +49,10 @@ def export(
     source
         RUN, RUN@STEP, RUN@best, or a folder of a model with --recipe.
     """
+    # Imports torch and transformers, which `--help` does without.
     from narrowgauge.train.exporting import Options, exported
 
+    # The flag says what a user gives up, the option what `save` does.
     options = Options(
         format=format,
         output=output,

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import recipes
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import ConfigError, Reason, closest
 from narrowgauge.export.file_tensors import (
     MX,
     NV,
@@ -84,9 +84,11 @@ class ExportFormat:
     def holds(self, cast: Cast, rows: int, columns: int) -> str:
         """Return why the codes of such a cast on [rows, columns] do not fit, a clause, or ''."""
         if cast.rounding != "nearest":
-            return f"its cast {cast} draws random numbers at every step"
+            return Reason("stochastic", f"its cast {cast} draws random numbers at every step")
         if isinstance(cast.calibrate, LearnedStep):
-            return f"its cast {cast} has a learned step, which is not in these codes"
+            return Reason(
+                "learned-step", f"its cast {cast} has a learned step, which is not in these codes"
+            )
         return self.refuse(cast, rows, columns)
 
 
@@ -95,7 +97,9 @@ class ExportFormat:
 
 def _is(element: str) -> Callable[[Cast], str]:
     def refuse(cast: Cast) -> str:
-        return "" if cast.format.name == element else f"its codes are {cast.format}"
+        if cast.format.name == element:
+            return ""
+        return Reason("other-element", f"its codes are {cast.format}")
 
     return refuse
 
@@ -108,7 +112,7 @@ def _per_row(element: str) -> Callable[[Cast, int, int], str]:
         whole_row = cast.tile[1] == WHOLE or cast.tile[1] >= columns
         if (why := _is(element)(cast)) or (whole_row and not cast.scale.two_level):
             return why
-        return f"its cast {cast} has several scales per row"
+        return Reason("other-tile", f"its cast {cast} has several scales per row")
 
     return refuse
 
@@ -117,11 +121,14 @@ def _blocks(cast: Cast, rows: int, columns: int) -> str:
     if why := _is("e4m3")(cast):
         return why
     if cast.tile != (BLOCK, BLOCK) or cast.has_global_scale:
-        return f"its cast {cast} is not in tiles of {BLOCK}x{BLOCK}"
+        return Reason("other-tile", f"its cast {cast} is not in tiles of {BLOCK}x{BLOCK}")
     if rows % BLOCK or columns % BLOCK:
         # transformers derives the block as rows // scale rows, and decodes such a layer wrongly
         # without an error. vLLM refuses it.
-        return f"{rows}x{columns} is no multiple of {BLOCK}, and readers misread such blocks"
+        return Reason(
+            "ragged",
+            f"{rows}x{columns} is no multiple of {BLOCK}, and readers misread such blocks",
+        )
     return ""
 
 
@@ -130,8 +137,10 @@ def _mx(element: str) -> Callable[[Cast, int, int], str]:
         if why := _is(element)(cast):
             return why
         if cast.tile != (1, MX) or not cast.scale.power_of_two or cast.has_global_scale:
-            return f"its cast {cast} is not in tiles of 1x{MX} with powers of two"
-        return f"{columns} columns are no multiple of {MX}" if columns % MX else ""
+            return Reason(
+                "other-tile", f"its cast {cast} is not in tiles of 1x{MX} with powers of two"
+            )
+        return _multiple(columns, MX)
 
     return refuse
 
@@ -140,18 +149,27 @@ def _nv(cast: Cast, rows: int, columns: int) -> str:
     if why := _is("e2m1")(cast):
         return why
     if cast.tile not in ((1, NV), (NV, NV)) or not cast.scale.two_level:
-        return f"its cast {cast} is not in tiles of {NV} with e4m3 scales"
-    return f"{columns} columns are no multiple of {NV}" if columns % NV else ""
+        return Reason("other-tile", f"its cast {cast} is not in tiles of {NV} with e4m3 scales")
+    return _multiple(columns, NV)
+
+
+def _multiple(columns: int, tile: int) -> str:
+    if columns % tile == 0:
+        return ""
+    return Reason("ragged", f"{columns} columns are no multiple of {tile}")
 
 
 def _delayed(cast: Cast, rows: int, columns: int) -> str:
     if not isinstance(cast.calibrate, DelayedScaling):
-        return f"its cast {cast} keeps no amax history, from which a static scale of x comes"
+        return Reason(
+            "no-history",
+            f"its cast {cast} keeps no amax history, from which a static scale of x comes",
+        )
     return _per_row("e4m3")(cast, rows, columns)
 
 
 def _nothing(cast: Cast, rows: int, columns: int) -> str:
-    return "the format is 16 bits wide"
+    return Reason("16-bit-format", "the format is 16 bits wide")
 
 
 # --- configurations ------------------------------------------------------------------------------

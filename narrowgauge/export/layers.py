@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.conversion.description import describe
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.export.file_formats import FORMATS, NVFP4, ExportFormat
 from narrowgauge.nn.frozen import codes, forward_operand
 from narrowgauge.nn.linear import QLinear
@@ -74,25 +74,35 @@ def chosen(
     for row in describe(model):
         notes[row.name] = {note.code for note in row.notes}
         if row.recipe == "none":
-            choices[row.name] = WeightChoice(reason=row.note)
+            choices[row.name] = _wide(next(iter(notes[row.name]), ""), row.note)
         elif row.recipe.endswith(" rows"):  # an embedding as codes
-            choices[row.name] = WeightChoice(
-                reason=f"its lookups round to {row.recipe}, which no format holds"
+            choices[row.name] = _wide(
+                "embedding", f"its lookups round to {row.recipe}, which no format holds"
             )
     tied = _tied(model)
     for name, layer in model.named_modules():
-        if isinstance(layer, QLinear) and layer._parameters.get("weight") is None:
+        if isinstance(layer, QLinear) and hasattr(layer, "place"):
             # A matrix of experts that share one parameter: nothing goes out under its own name.
             stack, _, own = name.rsplit(".", 2)
-            choices[f"{stack}.{own}"] = WeightChoice(
-                reason="experts that share one parameter go out in 16 bits"
+            choices[f"{stack}.{own}"] = _wide(
+                "experts", "experts that share one parameter go out in 16 bits"
             )
         elif isinstance(layer, QLinear) and layer.recipe is not None:
-            others = [each for each in tied[id(layer._parameters["weight"])] if each != name]
-            why = f"tied to {others[0]}" if others else _misses_forward(notes[name])
-            choices[name] = WeightChoice(reason=why) if why else _choice(layer, form, requantize)
+            others = [
+                each for each in tied.get(id(layer._parameters.get("weight")), ()) if each != name
+            ]
+            if others:
+                choices[name] = _wide("tied", f"tied to {others[0]}")
+            elif "read-by-owner" in notes[name]:
+                choices[name] = _wide(
+                    "read-by-owner", "its owner multiplies by its weight without calling it"
+                )
+            elif "suspended" in notes[name]:
+                choices[name] = _wide("suspended", "its recipe is suspended")
+            else:
+                choices[name] = _choice(layer, form, requantize)
         elif isinstance(layer, nn.Linear):
-            choices.setdefault(name, WeightChoice(reason="no recipe casts it"))
+            choices.setdefault(name, _wide("no-recipe", "no recipe casts it"))
     # Last: a group follows what was chosen for each of its layers.
     if fused and form.cast is not None:
         for group in groups(choices):
@@ -120,26 +130,28 @@ def _tied(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _misses_forward(notes: set[str]) -> str:
-    """Return why a forward pass does not multiply by the layer's cast, a clause, or ''."""
-    if "read-by-owner" in notes:
-        return "the module that holds it multiplies by its weight without calling it"
-    return "its recipe is suspended" if "suspended" in notes else ""
+def _wide(code: str, words: str) -> WeightChoice:
+    return WeightChoice(reason=Reason(code, words))
 
 
 def _choice(layer: QLinear, form: ExportFormat, requantize: bool) -> WeightChoice:
     assert layer.recipe is not None
     recipe, cast = layer.recipe, layer.recipe.output.rhs
     if form.cast is None:
-        return WeightChoice(reason="the format has 16 bits")
+        return _wide("16-bit-format", "the format has 16 bits")
     if cast is None:
-        return WeightChoice(reason=layer.reason or f"{recipe.name} takes it in 16 bits")
+        return _wide("16-bit", layer.reason or f"{recipe.name} takes it in 16 bits")
     rows, columns = layer.out_features, layer.in_features
     why = form.holds(cast, rows, columns)
     if recipe.output.rotate is not None:
-        why = f"{recipe.name} casts it after a rotation by {recipe.output.rotate}, which no reader turns back"
+        why = Reason(
+            "rotated",
+            f"{recipe.name} casts it after a rotation by {recipe.output.rotate}, which no reader turns back",
+        )
     if not why and form.inputs and input_amax(layer) is None:
-        why = "its amax history of x is empty: train it first, or name a checkpoint"
+        why = Reason(
+            "no-history", "its amax history of x is empty: train it first, or name a checkpoint"
+        )
     if why and requantize and not form.inputs and not form.refuse(form.cast, rows, columns):
         return WeightChoice(requantized=True)
     return WeightChoice(reason=why)
@@ -152,9 +164,9 @@ def _together(
     # One scheme for a group: vLLM raises "different quantization schemes for the shards" otherwise.
     wide = next((name for name, each in group.items() if not each.is_narrow), "")
     if wide:
-        why = f"servers load it with {wide}, which stays wide: {group[wide].reason}"
+        because = f"servers load it with {wide}, which stays wide: {group[wide].reason}"
         return {
-            name: WeightChoice(reason=why) if each.is_narrow else each
+            name: _wide("fused", because) if each.is_narrow else each
             for name, each in group.items()
         }
     if form is not NVFP4:
@@ -171,7 +183,7 @@ def _together(
         f"{first} and {', '.join(others)} have global scales of their own ({min(scales):.4g} to {largest:.4g}), and servers "
         "that load them as one weight take the largest for all; --unfused writes them for readers that do not"
     )
-    return {name: WeightChoice(reason=why) for name in group}
+    return dict.fromkeys(group, _wide("global-scales", why))
 
 
 def rescaled(q: QTensor, global_scale: float) -> QTensor | None:

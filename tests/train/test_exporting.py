@@ -46,10 +46,10 @@ def test_final_goes_out_with_the_runs_recipe_tokenizer_and_card(trained, tmp_pat
         "--no-load",
     ]
     assert cli.main(["export", *words]) == 0
-    assert "14 of 14 weights equal the forward's operands to the bit" in capsys.readouterr().out
+    assert " 14 of 14 " in capsys.readouterr().out
     facts = ng.export.verify(tmp_path / "out")
     assert facts["training"]["recipe"] == "fp8-delayed" and facts["training"]["steps"] == 6
-    assert "on the validation data" in (tmp_path / "out/README.md").read_text()
+    assert facts["training"]["loss"] in (tmp_path / "out/README.md").read_text()
     found, master = tensors(tmp_path / "out"), tensors(trained / "final")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("tile").input_ids
