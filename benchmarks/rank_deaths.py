@@ -47,7 +47,9 @@ from narrowgauge.train import one_run
 from narrowgauge.train.liveness import processes
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.parallel import ranks as ranks_module
+from narrowgauge.train.passes import Passes
 from narrowgauge.train.trainer import Trainer
+from narrowgauge.train.validation import Validation
 
 KINDS = ("kill", "kill", "kill", "stop", "loop", "exit", "raise", "agent", "agent")
 # Name -> the function before whose call the fault comes; "any": at any time, from outside.
@@ -56,9 +58,9 @@ MOMENTS = {
     "group": (dist, "init_process_group"),
     "build": (Trainer, "__init__"),
     "step": (Trainer, "_optimizer_step"),
-    "gradient": (Trainer, "gradient"),
+    "gradient": (Passes, "gradient"),
     "checkpoint": (checkpoints, "save"),
-    "evaluation": (Trainer, "_evaluate"),
+    "evaluation": (Validation, "evaluate"),
     "end": (one_run, "trained_weights"),
 }
 LAYOUTS = {2: ("dp", "fsdp", "tp=2", "pp=2"), 3: ("dp", "fsdp")}

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from benchmarks import harness, same_loss
+from benchmarks import harness, rank_deaths, same_loss
 from benchmarks.bench_int4 import crossing
 from benchmarks.harness import Spread, Timing, measure, order, ratio, record, rows, table
 
@@ -133,3 +133,9 @@ def test_where_a_ratio_crosses_one(ratios, width):
     """Half way between neighbours in the logarithm; nowhere if it is below from the first on, or never."""
     found = crossing(ratios)
     assert found == (None if width is None else pytest.approx(width))
+
+
+def test_each_moment_of_a_fault_is_a_function_of_today():
+    """A renamed one would end each of its trials before the fault, as "missed"."""
+    for owner, name in rank_deaths.MOMENTS.values():
+        assert callable(getattr(owner, name)), name
