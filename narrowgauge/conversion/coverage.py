@@ -42,7 +42,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 from narrowgauge.ops.timing.work import OPERANDS, of_operator
 from narrowgauge.recipe import GEMMS, Gemm
-from narrowgauge.structure import other_weights, require_module
+from narrowgauge.structure import is_linear, other_weights, require_module
 
 HIGH_PRECISION_BITS = 16
 SHOWN = 4  # parts of the rest that the sentence names
@@ -272,7 +272,7 @@ class _Products(TorchDispatchMode):
         """Part of the model under which a product in high precision is listed."""
         name, kind = self.names.get(module, ""), type(module).__name__
         leaf = next((part for part in reversed(name.split(".")) if not part.isdigit()), "") or kind
-        if isinstance(module, nn.Linear):
+        if is_linear(module):
             return leaf
         if any(" experts of " in shape for _, shape, _ in other_weights(name, module)):
             return "experts"
@@ -353,7 +353,7 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, QLinear):
             reached += module.weight.numel() if is_narrow(module) else 0
-        elif isinstance(module, nn.Linear):
+        elif is_linear(module):
             reason = reason_to_keep(name, module, [], head)
             if name not in decided and reason and getattr(reason, "code", "") != "kept":
                 leave(name, module.weight, reason)
