@@ -13,6 +13,7 @@ from torch import nn
 
 from narrowgauge.conversion.disguises import reason_to_leave
 from narrowgauge.errors import Reason
+from narrowgauge.nn.experts import KEPT_BECAUSE, refuse
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.structure import blocks, expanded, features
@@ -78,3 +79,21 @@ def reason_to_keep(
         if (last in KEPT or layer is head) and not in_letters
         else None
     )
+
+
+def reason_of_weight(module: nn.Module, reason: str) -> str:
+    """Why a weight that no Linear holds has no recipe.
+
+    reason  of `structure.other_weights`
+    """
+    if getattr(reason, "code", "") != "experts":
+        return reason
+    if refused := refuse(module):
+        return refused
+    left_by: str = module.__dict__.get(KEPT_BECAUSE, "")
+    if left_by:
+        return left_by
+    sides = [side for each in module.parameters(recurse=False) for side in each.shape[1:]]
+    if min(sides) < SMALLEST:
+        return Reason("too-small", f"fewer than {SMALLEST} features on one side")
+    return Reason("no-pattern", "no pattern named it")
