@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,10 @@ from narrowgauge.nn.converted_model import quantized_linears, suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 from narrowgauge.ops.timing.work import OPERANDS, of_operator
-from narrowgauge.recipe import GEMMS, Gemm
 from narrowgauge.structure import is_linear, other_weights, require_module
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Gemm
 
 HIGH_PRECISION_BITS = 16
 SHOWN = 4  # parts of the rest that the sentence names
@@ -133,6 +135,17 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
                 code="coverage.batch",
             ) from error
     return counter.coverage()
+
+
+def recorded(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """As `coverage`, for run.json; only a `sentence` if it cannot be counted.
+
+    What cannot be counted may still train, so it ends no run.
+    """
+    try:
+        return coverage(model, batch).as_dict()
+    except ConfigError as error:
+        return {"sentence": f"The share of low precision is unknown: {error}"}
 
 
 def _call(model: nn.Module, batch: Any) -> None:
@@ -260,8 +273,9 @@ class _Products(TorchDispatchMode):
         if recipe is None:
             self.wide[operands, self._part(module, operation)] += flops * (1 + lhs + rhs)
             return
-        for name, is_computed in zip(GEMMS, (True, lhs, rhs), strict=True):
-            if is_computed and (bits := bits_of(getattr(recipe, name))) < HIGH_PRECISION_BITS:
+        gemms = recipe.gemms().values()  # output, grad_input, grad_weight
+        for gemm, is_computed in zip(gemms, (True, lhs, rhs), strict=True):
+            if is_computed and (bits := bits_of(gemm)) < HIGH_PRECISION_BITS:
                 self.narrow[bits] += flops
             elif is_computed:
                 # Its recipe multiplies in 16 bits, whatever the type of the model is.

@@ -13,7 +13,6 @@ from torch import nn
 
 from narrowgauge.conversion.disguises import reason_to_leave
 from narrowgauge.errors import Reason
-from narrowgauge.nn.experts import KEPT_BECAUSE, refuse
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.structure import blocks, expanded, features
@@ -88,6 +87,8 @@ def reason_of_weight(module: nn.Module, reason: str) -> str:
     """
     if getattr(reason, "code", "") != "experts":
         return reason
+    from narrowgauge.nn.experts import KEPT_BECAUSE, refuse  # only for mixtures of experts
+
     if refused := refuse(module):
         return refused
     left_by: str = module.__dict__.get(KEPT_BECAUSE, "")
