@@ -140,7 +140,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
 def recorded(model: nn.Module, batch: Any) -> dict[str, Any]:
     """As `coverage`, for run.json; only a `sentence` if it cannot be counted.
 
-    What cannot be counted may still train, so it ends no run.
+    A model without a count may still train, so a failed count ends no run.
     """
     try:
         return coverage(model, batch).as_dict()
@@ -306,7 +306,7 @@ class _Products(TorchDispatchMode):
 class _Attention(TorchFunctionMode):
     """Counts torch's attention by its shapes.
 
-    Below this call torch takes one of several kernels, and its FLOP counter knows none of a CPU.
+    Torch chooses among several kernels below this call, and its FLOP counter knows none of a CPU.
     """
 
     def __init__(self, products: _Products) -> None:

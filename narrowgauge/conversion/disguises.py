@@ -1,13 +1,14 @@
 """Linears in disguise: which modules of other classes `convert` adopts, and why the others stay.
 
     transformers' Conv1D     weight [in_features, out_features]
-    subclasses of nn.Linear  with any forward, that of nn.Linear too
+    subclasses of nn.Linear  with or without a forward of their own
 
-Adopted is what computes y = x @ matrix.T + bias and nothing else. It holds a weight, perhaps a
-bias, and no other parameter, buffer or submodule. And its forward is tried out: a stand-in with the
-module's class and attributes, and a small weight of random integers, must give the results of
-F.linear and its three gradients to the last bit in float32, in both modes, for inputs of two and of
-three axes. Sums of such integers are exact in every order, so a difference is one of the function.
+Adopted modules compute y = x @ matrix.T + bias and nothing else. Such a module holds a weight,
+perhaps a bias, and no other parameter, buffer or submodule. And its forward is tried out: a
+stand-in with the module's class and attributes, and a small weight of random integers, must give
+the results of F.linear and its three gradients to the last bit in float32, in both modes, for
+inputs of two and of three axes. Sums of such integers are exact in every order, so a difference in
+a bit means another function.
 
 The trial costs some milliseconds for each class, draws from a generator of its own, and runs no
 hook. The module is not called, so it may be on the meta device or under fake tensors.
