@@ -55,7 +55,7 @@ def reason_to_leave(layer: nn.Module) -> Reason | None:
     others = sorted({*held, *layer._buffers, *layer._modules} - {"weight", "bias"})
     if others or "weight" not in held:
         what = f"holds {', '.join(others)}" if others else "has no weight of its own"
-        return Reason("own-forward", f"{kind} {what} beside what an nn.Linear holds")
+        return Reason("own-parameters", f"{kind} {what} beside what an nn.Linear holds")
     weight: Any = layer._parameters["weight"]
     # Packages for quantized weights subclass Parameter; a fake or sharded one is no subclass of it.
     if type(weight) is not nn.Parameter and issubclass(type(weight), nn.Parameter):
@@ -92,7 +92,7 @@ def _differs(layer: nn.Module, has_bias: bool) -> Reason | None:
                     found = _results(_stand_in(layer, training), x, matrix, bias, gy)
                 except Exception as error:
                     return Reason(
-                        "own-forward",
+                        "own-arguments",
                         f"{kind} has a forward of its own, which a trial ended with {type(error).__name__}",
                     )
                 if not all(map(_same, found, expected)):

@@ -141,20 +141,22 @@ def test_a_forward_of_its_own_that_is_a_linears_gets_a_recipe(bias: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
+    ("layer", "code", "words"),
     [
-        (Scaled(IN, OUT), "not a Linear's"),
-        (Straight(IN, OUT), "not a Linear's"),
-        (Kept(IN, OUT), "TypeError"),
-        (Adapted(IN, OUT), "lora"),
+        (Scaled(IN, OUT), "own-forward", "Scaled"),
+        (Straight(IN, OUT), "own-forward", "Straight"),
+        (Kept(IN, OUT), "own-arguments", "TypeError"),
+        (Adapted(IN, OUT), "own-parameters", "lora"),
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_what_computes_something_else_stays_and_is_named(layer: nn.Module, words: str) -> None:
+def test_what_computes_something_else_stays_and_is_named(
+    layer: nn.Module, code: str, words: str
+) -> None:
     model = nn.Sequential(nn.Linear(IN, 4 * IN), layer)
     ng.convert(model, "fp8-current")
     [row] = [row for row in ng.describe(model) if row.name == "1"]
-    assert row.recipe == "none" and [note.code for note in row.notes] == ["own-forward"]
+    assert row.recipe == "none" and [note.code for note in row.notes] == [code]
     assert words in row.note and type(layer).__name__ in row.note
 
 
