@@ -26,13 +26,12 @@ from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.float32_modules import kept_modules, summary
-from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.structure import other_weights, require_module
+from narrowgauge.structure import features, is_linear, other_weights, require_module
 
 if TYPE_CHECKING:
     from narrowgauge.conversion.coverage import Coverage
@@ -179,7 +178,7 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     for name, module in model.named_modules():
         if isinstance(module, QLinear) and module.recipe is not None:
             description.append(_row(model, name, module, module.recipe))
-        elif isinstance(module, nn.Linear):
+        elif is_linear(module):
             decision = module.decision if isinstance(module, QLinear) else None
             left_by = (
                 module.reason if isinstance(module, QLinear) else module.__dict__.get(LEFT_BY, "")
@@ -204,8 +203,8 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     return description
 
 
-def _shape(layer: nn.Linear) -> str:
-    return f"{layer.in_features} -> {layer.out_features}"
+def _shape(layer: nn.Module) -> str:
+    return " -> ".join(map(str, features(layer)))
 
 
 def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
@@ -275,7 +274,7 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         )
     if layer.decision is not None:
         yield Note(str(layer.decision), code="auto")
-    if isinstance(layer, ExpertLinear) and layer.weight.is_cuda:
+    if layer.is_expert and layer.weight.is_cuda:
         yield Note(
             "experts are multiplied one after another, without a grouped kernel",
             code="experts-loop",

@@ -136,7 +136,7 @@ def export(
             code="model.best-weights",
         )
     with storage.refusals("write the trained model to", folder), storage.new_folder(folder, draft):
-        with quiet(), _storage_errors(draft):
+        with quiet(), storage.library_errors(draft):
             model.save_pretrained(draft, state_dict=weights)
             tokenizer.save_pretrained(draft)
         readable = (draft / "config.json").stat().st_mode
@@ -146,20 +146,3 @@ def export(
         # transformers, safetensors and tokenizers never sync: after a power cut, final/ held empty
         # files.
         storage.flush_tree(draft)
-
-
-@contextmanager
-def _storage_errors(folder: Path) -> Iterator[None]:
-    """Converts disk errors of safetensors and tokenizers to OSError.
-
-    Both raise their own exceptions, with the error code in the text alone.
-    """
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        code = re.search(r"os error (\d+)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error
