@@ -45,6 +45,7 @@ from narrowgauge import cli, storage
 from narrowgauge.manifest import STEP
 from narrowgauge.train import one_run
 from narrowgauge.train.liveness import processes
+from narrowgauge.train.liveness.sentinel import WAIT_S
 from narrowgauge.train.parallel import checkpoints
 from narrowgauge.train.parallel import ranks as ranks_module
 from narrowgauge.train.passes import Passes
@@ -268,7 +269,8 @@ def trial(fault: dict[str, Any], place: Path, text: Path) -> dict[str, Any]:
         rf"^(narrowgauge: |WARNING: |Note: |.*raised on ).*{who}|^narrowgauge: .*{who}",
         re.MULTILINE,
     )
-    limit_s = at_s + ORPHAN_S + (timeout_s if hangs else 0)
+    # Of a rank that hangs the time-out begins once another has waited for it for WAIT_S.
+    limit_s = at_s + ORPHAN_S + (timeout_s + 2 * WAIT_S if hangs else 0)
     named_s = ended_s = None
     while time.time() < limit_s and (named_s is None or ended_s is None):
         text_now = said.read_text("utf-8", "replace") if said.exists() else ""
