@@ -41,10 +41,11 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import Save, check_save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
+from narrowgauge.nn.attention import close, opened
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import advance, nonfinite_amax, quantized_linears, suspended
 from narrowgauge.nn.disguised import adopt
-from narrowgauge.nn.experts import KEPT_BECAUSE, close, opened
+from narrowgauge.nn.experts import KEPT_BECAUSE
 from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.structure import require_module
 
