@@ -1,7 +1,7 @@
 """State of a run as named tensors and JSON. A run that resumes from it is bit-identical.
 
     group       contents
-    weights     parameters and buffers of the unconverted model
+    weights     parameters and buffers of the unconverted model; of adapters, without their base
     scaling     state of recipes: amax histories of delayed scaling, learned steps, sampler
                 statistics
     optimizer   moments, step counters, master weights, generator of stochastic rounding
@@ -30,12 +30,13 @@ from narrowgauge.ops.rng import cpu_state_bytes, generators, set_generators
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.structure import is_weight
+from narrowgauge.train.adapter_state import load_state, saved_state
 from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 
 
 def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
     """Returns (groups of named tensors, the rest of the state as JSON)."""
-    weights, scaling = split_scaling(model.state_dict())
+    weights, scaling = split_scaling(saved_state(model))
     optimizer_tensors, optimizer_rest = flatten(optimizer.state_dict())
     rng_tensors, rng_rest = flatten(generators())
     tensors = {
@@ -66,7 +67,7 @@ def restore(
     run can have written it.
     """
     saved = tensors.get("weights", {}) | tensors.get("scaling", {})
-    refuse_other_model(model.state_dict(), saved, where)
+    refuse_other_model(saved_state(model), saved, where)
     with unusable(where):
         moments, rng = (unflatten(rest[name], tensors[name]) for name in ("optimizer", "rng"))
         problems = [
@@ -78,7 +79,7 @@ def restore(
         ]
         if problems:
             raise ValueError(_few(problems))
-        model.load_state_dict(saved)
+        load_state(model, saved)
         optimizer.load_state_dict(moments)
         if scaler:
             scaler.load_state_dict(rest["scaler"])

@@ -21,6 +21,7 @@ from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.structure import is_weight
 from narrowgauge.train import guard_state
+from narrowgauge.train.adapter_state import load_state, refuse_other_base, saved_state
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -136,7 +137,8 @@ class SavedRun:
             if switch.step <= found.step:
                 switch.apply(model)
         saved = found.tensors.get("weights", {}) | found.tensors.get("scaling", {})
-        own = model.state_dict()
+        refuse_other_base(model, self._facts(found), str(path))
+        own = saved_state(model)
         learnt = [name for name in own if name not in saved and not is_weight(name)]
         why = ""
         if learnt:  # best weights lack recipe states; the forward pass misses only learned steps
@@ -152,20 +154,24 @@ class SavedRun:
             )
             saved |= {name: own[name] for name in learnt}
         state.refuse_other_model(own, saved, str(path))
-        model.load_state_dict(saved)
+        load_state(model, saved)
         return model.eval(), found.step, why
 
     def _facts(self, found: store.Checkpoint) -> Mapping[str, Any]:
         """Facts of a checkpoint.
 
-        Best weights have none about a guard, so the newest checkpoint's facts replace them.
+        Best weights have none about a guard or a base, so the newest checkpoint's facts replace them.
         """
         newest = (
             manifest.newest_first(self.folder.checkpoints)[:1]
             if found.path.parent == self.folder.best
             else []
         )
-        return store.load(newest[0]).facts if newest and self.config.guard else found.facts
+        return (
+            store.load(newest[0]).facts
+            if newest and (self.config.guard or self.config.lora)
+            else found.facts
+        )
 
 
 def versions(model: Any, why: str) -> Iterator[tuple[str, Any]]:
