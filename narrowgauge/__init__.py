@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from narrowgauge import distributed, formats, memory, optim, recipes
+    from narrowgauge import distributed, export, formats, memory, optim, recipes
     from narrowgauge.conversion import advance, convert, suspended
     from narrowgauge.conversion.description import describe
     from narrowgauge.conversion.like import convert_like
@@ -35,7 +35,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cast", "Gemm", "Guard", "QLinear", "QTensor", "Recipe", "advance", "convert", "convert_like", "dequantize", "describe",
-    "distribute", "distributed", "formats", "linear", "memory", "mm", "optim", "plan", "quantize", "recipes", "suspended", "switch",
+    "distribute", "distributed", "export", "formats", "linear", "memory", "mm", "optim", "plan", "quantize", "recipes",
+    "suspended", "switch",
 ]  # fmt: skip
 
 # Module -> the public names that it defines. Public modules (formats, optim, ...) are not listed

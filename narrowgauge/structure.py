@@ -7,13 +7,13 @@ Patterns of dotted names are shell wildcards and ranges of numbers:
                        "model.layers.0.mlp.up_proj"
     "layers.0-3"       a part of the form A-B stands for the numbers from A to B, both included
 
-Weights outside nn.Linear that are used in a matmul. `convert` cannot give them a recipe; `describe`
-lists them:
+Weights outside nn.Linear that are used in a matmul. Without a recipe, `describe` lists them:
 
     Conv1D of transformers       y = x @ weight + bias, weight [in, out]: GPT-2 and related models
     nn.MultiheadAttention        q, k and v in one weight [3 E, E], or in three if kdim or vdim
                                  differ
-    experts in one parameter     [experts, ...]: the mixtures of experts of transformers 5
+    experts in one parameter     [experts, ...]: the mixtures of experts of transformers 5. `convert`
+                                 gives a recipe to those whose layout it knows (nn/experts.py)
 
 Convolutions, recurrent layers and embeddings are other operations and are skipped.
 """
@@ -103,7 +103,7 @@ def blocks(model: nn.Module) -> dict[str, Block]:
     """Name of each Linear inside a block -> its block.
 
     A stack is a ModuleList, or a Sequential of modules of one class. Each of its members must
-    contain Linears and must not be a Linear. Only the outermost of nested stacks counts: the
+    contain Linears or experts in one parameter, and must not be a Linear. Only the outermost of nested stacks counts: the
     experts inside a block are not blocks.
     """
     found: dict[str, Block] = {}
@@ -141,9 +141,15 @@ def _is_stack(module: nn.Module) -> bool:
     holding = [
         member
         for member in members
-        if any(isinstance(inner, nn.Linear) for inner in member.modules())
+        if any(isinstance(inner, nn.Linear) or _is_of_experts(inner) for inner in member.modules())
     ]
     return holding == members and not any(isinstance(member, nn.Linear) for member in members)
+
+
+def _is_of_experts(module: nn.Module) -> bool:
+    """True if the module holds experts in one parameter: a block may have no other matrices."""
+    own = module.parameters(recurse=False)
+    return holds_experts("", module) and any(each.ndim == 3 for each in own)
 
 
 # --- Weights outside Linears, or used without calling the Linear ---
@@ -155,7 +161,8 @@ _ATTENTION = Reason(
     "attention",
     "nn.MultiheadAttention multiplies it in a function of its own: replace it by an attention with nn.Linear",
 )
-_EXPERTS = Reason("experts", "the experts share one parameter: give each an nn.Linear")
+_EXPERTS = Reason("experts", "the experts share one parameter: convert gives each a recipe")
+GROUPED = "grouped_from"  # attribute of converted experts: their matrices are layers of their own
 _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts")
 
@@ -175,14 +182,14 @@ def other_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str, str]
             weight = getattr(module, own)
             if weight is not None:
                 yield (prefix + own, f"{weight.shape[1]} -> {weight.shape[0]}", _ATTENTION)
-    elif _holds_experts(name, module):
+    elif holds_experts(name, module) and not hasattr(module, GROUPED):
         for own, weight in module.named_parameters(recurse=False):
             if weight.ndim == 3:
                 count, rows, columns = weight.shape
                 yield (prefix + own, f"{count} experts of {rows} x {columns}", _EXPERTS)
 
 
-def _holds_experts(name: str, module: nn.Module) -> bool:
+def holds_experts(name: str, module: nn.Module) -> bool:
     """True if the name, the class name or an attribute marks the module as a container of experts.
 
     Convolutions are excluded, because their weights have three axes as well.

@@ -33,6 +33,7 @@ VERBS = {
     "plan": "Say what a run will need, and whether it fits a card, before it runs.",
     "study": "Train several recipes with several seeds, and say what holds of each recipe.",
     "evaluate": "Score what a run has saved, narrow and in 16 bits, by its own data or tasks of lm-eval.",
+    "export": "Write a trained model in the codes of its training, for vLLM, SGLang and transformers.",
     "generate": "Let a trained model write, by narrow or by wide products.",
     "compare": "Say whether runs and their branches have the same curve.",
     "blame": "Say which product of which layer is inaccurate, and whether that hurts.",

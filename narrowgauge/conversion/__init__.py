@@ -42,6 +42,8 @@ from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import advance, nonfinite_amax, quantized_linears, suspended
+from narrowgauge.nn.experts import KEPT_BECAUSE, close, opened
+from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.structure import require_module
 
@@ -107,13 +109,15 @@ def convert(
     if recipe is None:
         return _restored(model)
     # Everything that can be refused is refused before `_apply` changes the first layer.
-    given = assignments(model, recipe, tokens=tokens, compiled=compiled, choices=choices)
-    _apply(model, given, weight_codes)
+    with opened(model):
+        given = assignments(model, recipe, tokens=tokens, compiled=compiled, choices=choices)
+        _apply(model, given, weight_codes)
     # One cache for the whole model, layers of an earlier call included: q,
     # k and v then share the casts of their input.
     shared = SharedInputs()
     for _, quantized in quantized_linears(model, "convert"):
-        quantized.state.shared_inputs = shared
+        if not isinstance(quantized, ExpertLinear):  # each expert has rows of its own
+            quantized.state.shared_inputs = shared
     if embeddings is not None:
         quantize_embeddings(model, embeddings)
     # Modules that torch computes by a fused kernel in eval mode would skip the converted layers.
@@ -135,9 +139,11 @@ def _restored(model: nn.Module) -> nn.Module:
         quantized.refuse(None)
     for _, quantized in quantized_linears(model, "convert"):
         quantized.restore()
+    close(model)
     # Linears that a pattern left alone carry the reason for `describe`.
     for module in model.modules():
         module.__dict__.pop(LEFT_BY, None)
+        module.__dict__.pop(KEPT_BECAUSE, None)
     restore_embeddings(model)
     unfuse(model)
     refuse_fast_path(model)

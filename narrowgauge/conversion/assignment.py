@@ -15,11 +15,17 @@ from narrowgauge import recipes
 from narrowgauge.conversion.auto import Decision, decisions
 from narrowgauge.conversion.kept_layers import output_head, reason_to_keep, wide_by_policy
 from narrowgauge.conversion.products import Some, composed, parse
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import ConfigError, Reason, closest
+from narrowgauge.nn.experts import refuse as refuse_experts
+from narrowgauge.nn.grouped_linear import ExpertLinear, names_of
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
-from narrowgauge.structure import matches
+from narrowgauge.structure import holds_experts, matches, other_weights
 
+_NO_AUTO = Reason(
+    "experts-auto",
+    "auto measures one product at a time, and torch multiplies all experts in one: name a recipe for them",
+)
 _WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
 
 Patterns = str | Recipe | Some | Mapping[str, "str | Recipe | Some | None"]
@@ -90,7 +96,10 @@ def assignments(
             continue
         whole, parts, pattern = _decisive(linears[name], patterns, resolved)
         if isinstance(whole, str):
-            left_to_auto[name] = linears[name]
+            if isinstance(linears[name], ExpertLinear):
+                given[name] = Assignment(None, _NO_AUTO)
+            else:
+                left_to_auto[name] = linears[name]
             continue
         # Once per pattern: finding the blocks walks over the whole model.
         if whole is not None and pattern not in wide:
@@ -183,14 +192,18 @@ def _matching(
     """
     names_by_id = {id(layer): name for name, layer in linears.items()}
     found: dict[str, dict[str, set[str]]] = {name: {} for name in linears}
-    aliases = [(alias, id(module)) for alias, module in model.named_modules(remove_duplicate=False)]
+    aliases = [
+        (alias, each, id(module))
+        for alias, module in model.named_modules(remove_duplicate=False)
+        if id(module) in names_by_id
+        for each in names_of(alias, module)
+    ]
     for pattern in patterns:
         named = [
-            (names_by_id[key], alias)
-            for alias, key in aliases
-            if key in names_by_id and matches(alias, pattern)
+            (names_by_id[key], alias) for alias, each, key in aliases if matches(each, pattern)
         ]
         if not named:
+            _refuse_experts(model, pattern)
             near = closest(pattern, linears)
             raise ConfigError(
                 f"convert: pattern {pattern!r} matched no Linear. "
@@ -218,6 +231,19 @@ def _matching(
                     code="convert.tied-conflict",
                 )
     return {name: list(by_pattern) for name, by_pattern in found.items()}
+
+
+def _refuse_experts(model: nn.Module, pattern: str) -> None:
+    """Raise ConfigError if the pattern names experts that cannot be converted."""
+    for name, module in model.named_modules():
+        own = [each for each, _, _ in other_weights(name, module)]
+        if not own or not any(matches(each, pattern) for each in (name, *own)):
+            continue
+        if holds_experts(name, module) and (reason := refuse_experts(module)) is not None:
+            raise ConfigError(
+                f"convert: pattern {pattern!r} names {name!r}, which keeps its precision: {reason}.",
+                code=f"convert.{reason.code}",
+            )
 
 
 def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:

@@ -339,7 +339,7 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
     Without a batch the number of operations is unknown, so elements of weights stand for it. Output
     heads and routers count on neither side, since `convert` keeps them on purpose.
     """
-    from narrowgauge.conversion.kept_layers import output_head, reason_to_keep
+    from narrowgauge.conversion.kept_layers import output_head, reason_of_weight, reason_to_keep
 
     head, reached = output_head(model), 0
     left: Counter[str] = Counter()
@@ -362,7 +362,8 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
         else:
             for weight, _, reason in other_weights(name, module):
                 own = weight.removeprefix(f"{name}.") if weight != name else "weight"
-                leave(weight, getattr(module, own), reason)
+                if f"{name}.0.{own}" not in decided:  # the first of its experts
+                    leave(weight, getattr(module, own), reason_of_weight(module, reason))
     total = reached + left.total()
     if 2 * reached < total:
         leaf, elements = left.most_common(1)[0]

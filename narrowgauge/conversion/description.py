@@ -16,11 +16,17 @@ from torch import nn
 
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion.bypassed import is_read_by_owner
-from narrowgauge.conversion.kept_layers import LEFT_BY, output_head, reason_to_keep
+from narrowgauge.conversion.kept_layers import (
+    LEFT_BY,
+    output_head,
+    reason_of_weight,
+    reason_to_keep,
+)
 from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.float32_modules import kept_modules, summary
+from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
@@ -189,7 +195,8 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
             description.append(_embedding_row(model, name, module))
         else:
             for weight, shape, reason in other_weights(name, module):
-                description.append(_wide_row(weight, shape, "no nn.Linear", reason))
+                why = reason_of_weight(module, reason)
+                description.append(_wide_row(weight, shape, "no nn.Linear", why))
     if batch is not None:
         from narrowgauge.conversion.coverage import coverage
 
@@ -268,6 +275,11 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         )
     if layer.decision is not None:
         yield Note(str(layer.decision), code="auto")
+    if isinstance(layer, ExpertLinear) and layer.weight.is_cuda:
+        yield Note(
+            "experts are multiplied one after another, without a grouped kernel",
+            code="experts-loop",
+        )
     if layer.is_suspended:
         yield Note("suspended", code="suspended")
     operands = (

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from narrowgauge.errors import Reason
+from narrowgauge.nn.experts import KEPT_BECAUSE, refuse
+from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.structure import blocks, expanded
@@ -62,7 +64,7 @@ def reason_to_keep(
     matching  patterns that match it
     head      the model's output head, if it declares one
     """
-    if type(layer) not in (nn.Linear, QLinear):
+    if type(layer) not in (nn.Linear, QLinear, ExpertLinear):
         if nn.utils.parametrize.is_parametrized(layer):
             return Reason(
                 "parametrized", "it is parametrized: convert it first, and parametrize it then"
@@ -88,3 +90,21 @@ def reason_to_keep(
         if (last in KEPT or layer is head) and not in_letters
         else None
     )
+
+
+def reason_of_weight(module: nn.Module, reason: str) -> str:
+    """Why a weight that no Linear holds has no recipe.
+
+    reason  of `structure.other_weights`
+    """
+    if getattr(reason, "code", "") != "experts":
+        return reason
+    if refused := refuse(module):
+        return refused
+    left_by: str = module.__dict__.get(KEPT_BECAUSE, "")
+    if left_by:
+        return left_by
+    sides = [side for each in module.parameters(recurse=False) for side in each.shape[1:]]
+    if min(sides) < SMALLEST:
+        return Reason("too-small", f"fewer than {SMALLEST} features on one side")
+    return Reason("no-pattern", "no pattern named it")

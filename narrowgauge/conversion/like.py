@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TypeVar
 
 from torch import nn
@@ -27,6 +28,8 @@ from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.converted_state import ADDED
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
+from narrowgauge.nn.experts import grouped_experts, opened
+from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name, require_module
 
@@ -70,6 +73,15 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
             "pass the converted model first.",
             code="convert-like.not-converted",
         )
+    with opened(reference) if any(grouped_experts(policy)) else nullcontext():
+        _follow_policy(policy, reference, sources)
+    return reference
+
+
+def _follow_policy(
+    policy: nn.Module, reference: nn.Module, sources: Mapping[str, nn.Linear]
+) -> None:
+    """Convert the layers of the reference. sources: name -> Linear of the policy."""
     pairs = _pairs(sources, _without_adapters(reference, nn.Linear), "Linear")
     # Check every layer before the first one changes, so that an error leaves the model as it was.
     for _, source, target in pairs:
@@ -88,14 +100,13 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
         _follow_embedding(table, other)
     shared = SharedInputs()
     for layer in reference.modules():
-        if isinstance(layer, QLinear):
+        if isinstance(layer, QLinear) and not isinstance(layer, ExpertLinear):
             layer.state.shared_inputs = shared
     # `fuse` leaves this attribute on the model that it was called with.
     if any("_not_fused" in module.__dict__ for module in policy.modules()):
         fuse_producers(reference)
     refuse_fast_path(reference)
     _warn_of_noise(pairs)
-    return reference
 
 
 def _without_adapters(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:

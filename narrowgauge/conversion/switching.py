@@ -26,6 +26,7 @@ from narrowgauge import recipes
 from narrowgauge.conversion.kept_layers import wide_by_policy
 from narrowgauge.conversion.products import mixed
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.nn.grouped_linear import names_of
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
 from narrowgauge.structure import matches, require_module
@@ -112,7 +113,11 @@ def widened(
             f"switch: products = {chosen!r}: must be some of {GEMMS}. Name those that get the recipe.",
             code="switch.products",
         )
-    named = [name for name in now if matches(name, layers)]
+    named = [
+        name
+        for name in now
+        if any(matches(each, layers) for each in names_of(name, model.get_submodule(name)))
+    ]
     if not named:
         near = closest(layers, now)
         raise ConfigError(

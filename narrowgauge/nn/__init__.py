@@ -30,6 +30,10 @@ What a recipe adds to a layer
     formats of a recipe; the named recipes                        narrowgauge.recipe; narrowgauge.recipes
     another recipe for one layer or one GEMM                      narrowgauge.conversion
 
+Mixtures of experts
+    products of experts in one parameter; rows sorted by expert   grouped_linear
+    whose experts can be converted; their forward pass            experts
+
 A whole model, and its training loop
     advance, suspended, non-finite amaxes                         converted_model
     end of an optimizer step; steps that a GradScaler skips       step_end

@@ -40,7 +40,7 @@ from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import LearnedStep, Recipe
+from narrowgauge.recipe import Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import from_exponents, to_exponents
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class FrozenWeight(LayerState):
         """
         super().__init__()
         self.recipe: Recipe = layer.recipe
-        found = _cast(layer, layer.weight) if found is None else found
+        found = cast_weight(layer, layer.weight) if found is None else found
         self.cast, self.inner, self.columns = found.cast, found.inner, layer.in_features
         self.rotate = self.recipe.output.rotate
         scale = to_exponents(found.scale) if self.cast.scale.power_of_two else found.scale
@@ -103,7 +103,7 @@ class FrozenWeight(LayerState):
 
     def write(self, layer: QLinear, weight: Tensor) -> None:
         """Replace the codes by those for another weight, [N, K]."""
-        found = _cast(layer, weight)
+        found = cast_weight(layer, weight)
         self.codes.copy_(found.data.contiguous().view(torch.uint8))
         self.scale.copy_(to_exponents(found.scale) if self.cast.scale.power_of_two else found.scale)
         if self.global_scale is not None and found.global_scale is not None:
@@ -249,13 +249,7 @@ class FrozenWeight(LayerState):
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded to dtype; float32 for float16, where the largest codes may overflow."""
-        values = dequantize(self.quantized)
-        if self.rotate is not None:
-            from narrowgauge.ops.hadamard import unrotate
-
-            values = unrotate(
-                values, self.rotate, self.columns, Rotation.draw(self.rotate, values).signs
-            )
+        values = unrotated(dequantize(self.quantized), self.rotate, self.columns)
         return values if dtype == torch.float16 else values.to(dtype)
 
     def original(self, weight: Tensor) -> Tensor:
@@ -314,8 +308,69 @@ def refuse(layer: QLinear) -> str:
 
 
 @torch.no_grad()
-def _cast(layer: QLinear, weight: Tensor) -> QTensor:
-    """Quantize such a weight as the `output` GEMM would, [N, K]."""
+def codes(layer: QLinear) -> QTensor:
+    """Return the codes of the weight [N, K] by which the layer multiplies in evaluation.
+
+    The codes as which it was frozen, or the cast of its weight as it is now. Under delayed scaling
+    evaluation scales a weight by its own amax, and nothing is recorded. `refuse(layer)` must be ''.
+    Costs one cast.
+    """
+    if layer.frozen is not None:
+        layer.frozen.check(layer)  # drops the codes if the weight was replaced
+    if layer.frozen is not None:
+        held: QTensor = layer.frozen.quantized
+        return held
+    was_training = layer.training
+    layer.training = False  # `eval` would drop casts that a training loop still reads
+    try:
+        return cast_weight(layer, layer.weight)
+    finally:
+        layer.training = was_training
+
+
+@torch.no_grad()
+def forward_operand(layer: QLinear) -> Tensor:
+    """Return the weight [N, K], float32, as the `output` GEMM multiplies by it in evaluation.
+
+    An observer reads it in one forward pass of one row, by the layer's own plan and caches: a second
+    source beside `codes`. A rotation is undone. The pass leaves state, mode and observer as they
+    are. Without a recipe the weight itself.
+    """
+    seen: list[QTensor | Tensor] = []
+
+    def look(gemm: str, role: str, original: Tensor, operand: QTensor | Tensor) -> None:
+        if (gemm, role) == ("output", "w"):
+            seen.append(operand)
+
+    state, weight, was_training = layer.state, layer.weight, layer.training
+    observer, was_called = state.observer, state.was_called
+    layer.eval()
+    state.observer = look
+    try:
+        # `forward`, not a call: the user's hooks belong to the user's passes.
+        layer.forward(torch.zeros(1, layer.in_features, dtype=weight.dtype, device=weight.device))
+    finally:
+        state.observer, state.was_called = observer, was_called
+        layer.train(was_training)
+    found = seen[0] if seen else weight.detach()
+    if not isinstance(found, QTensor):
+        return found.to(torch.float32)
+    rotate = layer.recipe.output.rotate
+    return unrotated(dequantize(found), rotate, layer.in_features)
+
+
+def unrotated(values: Tensor, rotate: Hadamard | None, columns: int) -> Tensor:
+    """Return values [N, n] before the rotation of their GEMM, [N, columns] float32."""
+    if rotate is None:
+        return values
+    from narrowgauge.ops.hadamard import unrotate
+
+    return unrotate(values, rotate, columns, Rotation.draw(rotate, values).signs)
+
+
+@torch.no_grad()
+def cast_weight(layer: QLinear, weight: Tensor) -> QTensor:
+    """Quantize such a weight [N, K] as the layer's `output` GEMM would. It may be another's."""
     context = layer.context(weight)
     # Neither read nor fill the caches: the weight may be another than the layer's.
     context.sources = CastSources()

@@ -152,6 +152,19 @@ class QLinear(nn.Linear):
         return self._modules.get("frozen")
 
     @property
+    def parameter(self) -> Tensor | None:
+        """The parameter that holds the weight; None if torch's parametrization computes it."""
+        return self._parameters.get("weight")
+
+    def held_parameters(self) -> Iterator[Tensor]:
+        """The parameters by which an optimizer knows the layer."""
+        return (each for each in self._parameters.values() if each is not None)
+
+    def weight_in_memory(self) -> Tensor | None:
+        """The weight if it is stored; None if torch's parametrization computes it."""
+        return self._parameters.get("weight")
+
+    @property
     def recipe(self) -> Recipe | None:
         return self.state.recipe
 
@@ -415,7 +428,7 @@ class QLinear(nn.Linear):
             return self._compiled_context(x)
         source, out_dtype = self.code_source, _out_dtype(x)
         cache = cache if source is None else source
-        weight = self._parameters.get("weight")
+        weight = self.weight_in_memory()
         # A float32 layer on a CPU dequantizes to float32 once, instead of converting bfloat16
         # values in every GEMM: six conversions less per call (docs/log.md).
         wide = (

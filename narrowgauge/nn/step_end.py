@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -119,9 +119,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     with _LOCK:
         layers, models = set(_LAYERS), list(_MODELS)
     for layer in layers:
-        if layer.steps is not None and (weight := layer._parameters.get("weight")) is not None:
+        if layer.steps is not None and (weight := _parameter(layer)) is not None:
             layer.steps.saw_optimizer(weight, held)
-    alone = [each for each in layers if any(id(own) in held for own in each._parameters.values())]
+    alone = [each for each in layers if any(id(own) in held for own in _held_parameters(each))]
     # Inside a backward pass (an optimizer per parameter): layers further
     # ahead have not received their gradients, and checkpointing repeats
     # forward passes with the old scales. Only clear casts.
@@ -141,8 +141,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         }
         end_steps(names, alone)  # under pipeline parallelism other ranks hold the other layers
     if any(
-        (weight := each._parameters.get("weight")) is not None and weight.dtype == torch.float16
-        for each in ended
+        (weight := _parameter(each)) is not None and weight.dtype == torch.float16 for each in ended
     ):
         from narrowgauge.nn.step_warnings import warn_of_float16
 
@@ -152,3 +151,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     from narrowgauge.nn.unconverted_copies import end_step
 
     end_step(models, ended.keys())
+
+
+def _parameter(layer: Any) -> torch.Tensor | None:
+    """The parameter with the layer's weight, also of an embedding and of one expert's matrix."""
+    return layer._parameters.get("weight") if isinstance(layer, nn.Embedding) else layer.parameter
+
+
+def _held_parameters(layer: Any) -> Iterable[torch.Tensor]:
+    own = layer._parameters.values() if isinstance(layer, nn.Embedding) else layer.held_parameters()
+    return cast(Iterable[torch.Tensor], own)

@@ -121,14 +121,17 @@ def warn_of_float16(layers: dict[Any, str], optimizer: torch.optim.Optimizer) ->
     ):
         return
     found = []
+    seen: set[int] = set()  # the matrices of experts share one parameter
     for layer, name in layers.items():
-        weight = layer._parameters.get("weight")
-        if (
-            weight is None
-            or weight.dtype != torch.float16
-            or weight.grad is None
-            or layer.recipe is None
-        ):
+        weight = (
+            layer._parameters.get("weight")
+            if isinstance(layer, torch.nn.Embedding)
+            else layer.parameter
+        )
+        if weight is None or id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        if weight.dtype != torch.float16 or weight.grad is None or layer.recipe is None:
             continue
         if weight.grad.dtype != torch.float16 or layer.state.warned_of_float16:
             continue

@@ -51,7 +51,8 @@ def _end_step_of(model: nn.Module, layers: Collection[Any]) -> None:
     own = {
         name: layer
         for name, layer in model.named_modules()
-        if layer in layers and layer.recipe is not None
+        # A copy has no layers for the matrices of its experts.
+        if layer in layers and layer.recipe is not None and "weight" in layer._parameters
     }
     if not own or has_compiled():
         return

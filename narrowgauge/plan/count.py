@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, forward_of
 from narrowgauge.memory.segments import SegmentMember
+from narrowgauge.nn.experts import GroupedExperts
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.plan.trace import Recorder, Trace, recording
 from narrowgauge.structure import other_weights
@@ -149,8 +150,10 @@ def count(build: Callable[[], Step], device: Device) -> Count:
 
 
 def _of_experts(model: nn.Module) -> Iterator[str]:
-    """Yield a note on fused experts, which no recipe converts, and autocast does not cast."""
+    """Yield notes on fused experts: without a recipe, autocast does not cast them."""
     types: dict[str, list[str]] = {}
+    if any(isinstance(module, GroupedExperts) for module in model.modules()):
+        yield "all experts of a layer are counted with equally many tokens, which the router decides in a run"
     for name, module in model.named_modules():
         for weight, shape, _ in other_weights(name, module):
             if " experts of " in shape:
@@ -160,7 +163,7 @@ def _of_experts(model: nn.Module) -> Iterator[str]:
                 )
     for dtype, found in types.items():
         yield (
-            f"the experts in {len(found)} parameters (the first: {found[0]}) share one parameter, which no recipe converts: their products "
+            f"the experts in {len(found)} parameters (the first: {found[0]}) have no recipe: their products "
             f"are counted in {dtype}"
         )
 

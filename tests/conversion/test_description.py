@@ -124,14 +124,23 @@ def test_experts_in_one_parameter_are_told() -> None:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=4,
     )  # fmt: skip
-    model = MixtralForCausalLM(sizes)
-    with warns("convert.small-share", "gate_up_proj"):
-        ng.convert(model, "fp8-current")
-    assert unconverted(model, "experts") == {
-        "model.layers.0.mlp.experts.gate_up_proj": "4 experts of 96 x 32",
-        "model.layers.0.mlp.experts.down_proj": "4 experts of 32 x 48",
+    model, experts = MixtralForCausalLM(sizes), "model.layers.0.mlp.experts"
+    stacks = {
+        f"{experts}.gate_up_proj": "4 experts of 96 x 32",
+        f"{experts}.down_proj": "4 experts of 32 x 48",
     }
+    assert {row.name: row.shape for row in ng.describe(model) if "experts" in row.name} == stacks
+    ng.convert(model, {"*": "fp8-current", "*.experts": None})
+    assert {row.name: row.shape for row in ng.describe(model) if "experts" in row.name} == stacks
     assert recipe_names(model)["model.layers.0.self_attn.q_proj"] == "fp8-current"
+    ng.convert(model, "fp8-current")
+    own = {row.name: row.shape for row in ng.describe(model) if "experts" in row.name}
+    assert own == {
+        f"{experts}.{index}.{name}": shape
+        for index in range(4)
+        for name, shape in (("gate_up_proj", "32 -> 96"), ("down_proj", "48 -> 32"))
+    }
+    assert {row.recipe for row in ng.describe(model) if "experts" in row.name} == {"fp8-current"}
 
 
 def test_other_weights_with_three_axes_have_no_row() -> None:

@@ -7,7 +7,7 @@ best                    RUN/best: weights alone
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,23 +121,14 @@ class SavedRun:
         Raises CheckpointError if the checkpoint is damaged or belongs to another model.
         """
         found = store.load(path)
-        choices = read_run(self.folder.run).get("auto") if self.folder.run.exists() else None
-        model = build(
-            self.config,
-            self.task.model,
-            self.device,
-            self.task.tokens_per_forward(),
-            choices or None,
-        )
-        # Include a guard's switch: without it, a widened run was scored in its old recipe (loss
-        # 5.6745 instead of 5.6721).
-        for switch in guard_state.with_given(
-            recipe_switches(self.config, model), model, self.config, self._facts(found)
-        ):
-            if switch.step <= found.step:
-                switch.apply(model)
+        facts: Mapping[str, Any] = found.facts
+        if found.path.parent == self.folder.best:  # best weights have none about a guard or a base
+            facts = newest_facts(self.folder, self.config) or facts
+        model = converted_model(
+            self.folder, self.config, self.task.model, self.device, self.task.tokens_per_forward(), found.step, facts
+        )  # fmt: skip
         saved = found.tensors.get("weights", {}) | found.tensors.get("scaling", {})
-        refuse_other_base(model, self._facts(found), str(path))
+        refuse_other_base(model, facts, str(path))
         own = saved_state(model)
         learnt = [name for name in own if name not in saved and not is_weight(name)]
         why = ""
@@ -157,21 +148,37 @@ class SavedRun:
         load_state(model, saved)
         return model.eval(), found.step, why
 
-    def _facts(self, found: store.Checkpoint) -> Mapping[str, Any]:
-        """Facts of a checkpoint.
 
-        Best weights have none about a guard or a base, so the newest checkpoint's facts replace them.
-        """
-        newest = (
-            manifest.newest_first(self.folder.checkpoints)[:1]
-            if found.path.parent == self.folder.best
-            else []
-        )
-        return (
-            store.load(newest[0]).facts
-            if newest and (self.config.guard or self.config.lora)
-            else found.facts
-        )
+def converted_model(
+    folder: RunFolder,
+    config: TrainConfig,
+    make: Callable[[], Any],
+    device: torch.device,
+    tokens: int,
+    step: int,
+    facts: Mapping[str, Any],
+) -> Any:
+    """The model of a run with the recipes that it has after `step`.
+
+    make    returns the float32 model
+    tokens  rows of the matmuls of a forward pass, for recipe "auto" without recorded choices
+    facts   of a checkpoint: they hold a guard's switch
+    """
+    choices = read_run(folder.run).get("auto") if folder.run.exists() else None
+    model = build(config, make, device, tokens, choices or None)
+    # Include a guard's switch: without it, a widened run was scored in its old recipe (loss 5.6745
+    # instead of 5.6721).
+    for switch in guard_state.with_given(recipe_switches(config, model), model, config, facts):
+        if switch.step <= step:
+            switch.apply(model)
+    return model
+
+
+def newest_facts(folder: RunFolder, config: TrainConfig) -> Mapping[str, Any]:
+    """Facts of the newest checkpoint of a run with a guard or adapters; {} for others."""
+    has_facts = bool(config.guard or config.lora)
+    newest = manifest.newest_first(folder.checkpoints)[:1] if has_facts else []
+    return store.load(newest[0]).facts if newest else {}
 
 
 def versions(model: Any, why: str) -> Iterator[tuple[str, Any]]:

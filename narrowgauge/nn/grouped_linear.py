@@ -1,0 +1,262 @@
+"""The grouped Linear of a mixture of experts: one parameter [E, N, K], one product for each expert.
+
+    T tokens, k experts for each; S = T k rows, sorted by expert, n_e of them for expert e
+    x [S, K], w [E, N, K], b [E, N]
+
+    output       y_e  = x_e  @ w_e.T + b_e     [n_e, N]
+    grad_input   gx_e = gy_e @ w_e             [n_e, K]
+    grad_weight  gw_e = gy_e.T @ x_e           [N, K]; zero for an expert without rows
+
+Each w_e is an ExpertLinear: a QLinear whose weight is a view of the parameter. It has the recipe,
+the caches and the state of its expert, so a recipe with one scale per tensor has one per expert.
+Everything that holds for a QLinear holds for it: the result is that of a loop over QLinears, bit
+for bit. Gate and up projection are one product where the model fuses them, and x is cast once.
+
+An expert without rows is not called: it casts nothing, and its amax histories stay as they are.
+
+`route` sorts by expert, then by place in the top k, then by token. `gather` and `combine` add the
+contributions of a token's experts in the order of a loop over experts, forward from the first
+expert and backward from the last one. Without a recipe the results thus equal transformers' loop
+bit for bit, and no sum depends on the order of threads.
+
+Left out: one kernel for all experts. The products run one after another. The host must know the
+number of rows of each expert, so on a GPU it waits once per layer for the router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.addresses import holds_numbers
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.suspended_linear import suspended_linear
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The place of one expert's matrix.
+
+    parameters     `_parameters` of the module that holds the stack. A copy of the model copies both
+                   together, and a replaced Parameter is found
+    weight, bias   names in `parameters`; '' if there is no bias
+    index          number of the expert
+    is_transposed  the parameter is [E, K, N]
+    """
+
+    parameters: dict[str, Any]
+    weight: str
+    bias: str
+    index: int
+    is_transposed: bool
+
+    def matrix(self, stack: Tensor) -> Tensor:
+        """w_e [N, K] of the stack, or of one entry of `stack.unbind()`."""
+        own = stack[self.index] if stack.ndim == 3 else stack
+        return own.t() if self.is_transposed else own
+
+
+class ExpertLinear(QLinear):
+    """A QLinear whose weight is one matrix of a parameter [E, N, K] of another module.
+
+    It registers no weight: the parameter belongs to the stack, and state dicts stay as they are.
+    `weight` and `bias` are views, during a call of the stack those that its gradient follows.
+    """
+
+    place: Slice
+
+    def __init__(self, place: Slice) -> None:
+        nn.Module.__init__(self)
+        stack = place.parameters[place.weight]
+        self.place = place
+        self.out_features, self.in_features = (
+            stack.shape[:0:-1] if place.is_transposed else stack.shape[1:]
+        )
+        self._become(None)
+
+    # In the class, so that they precede nn.Module's search for attributes.
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        views = self.__dict__.get("views")
+        return self.place.matrix(self.parameter) if views is None else views[0]
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        views = self.__dict__.get("views")
+        if views is not None or not self.place.bias:
+            return None if views is None else views[1]
+        own: Tensor = self.place.parameters[self.place.bias][self.place.index]
+        return own
+
+    @property
+    def parameter(self) -> Tensor:
+        stack: Tensor = self.place.parameters[self.place.weight]
+        return stack
+
+    def held_parameters(self) -> Iterator[Tensor]:
+        yield self.parameter
+        if self.place.bias:
+            yield self.place.parameters[self.place.bias]
+
+    def weight_in_memory(self) -> Tensor:
+        return self.weight
+
+    def times(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, K] -> [n, N], with the gradient of these views.
+
+        weight  entry of the stack, as stored
+        """
+        own = self.__dict__  # nn.Module.__setattr__ costs microseconds
+        own["views"] = self.place.matrix(weight), bias
+        try:
+            found: Tensor = self(x)
+            return found
+        finally:
+            del own["views"]
+
+    def forward(self, input: Tensor) -> Tensor:
+        state = self.state
+        if self.frozen is not None or not (state.recipe is None or state.is_suspended):
+            return super().forward(input)
+        state.was_called = True
+        product: Callable[..., Tensor] = nn.functional.linear
+        if state.recipe is not None:
+            product = suspended_linear
+        weight, bias = self.weight, self.bias
+        if bias is None or not self.place.is_transposed:
+            return product(input, weight, bias)
+        # As models with this layout write it: the product is rounded before the bias is added.
+        return product(input, weight, None) + bias
+
+    def restore(self) -> None:
+        """Nothing to turn back: the module that holds the stack drops its slices."""
+        self.recipe = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: own for name, own in super().__getstate__().items() if name != "views"}
+
+
+def names_of(name: str, layer: nn.Module) -> tuple[str, ...]:
+    """The names by which patterns find a layer: its own, and for a matrix of experts two more.
+
+    "mlp.experts.3.down_proj" is also found as "mlp.experts" and as "mlp.experts.down_proj".
+    """
+    if not isinstance(layer, ExpertLinear):
+        return (name,)
+    stack = name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
+    return name, stack, f"{stack}.{layer.place.weight}".lstrip(".")
+
+
+def grouped_linear(layers: Sequence[ExpertLinear], x: Tensor, counts: Sequence[int]) -> Tensor:
+    """x [S, K], sorted by expert -> [S, N].
+
+    layers  one for each expert, all of one stack
+    counts  rows of each expert; further rows of x belong to no expert here and become zero
+    """
+    place = layers[0].place
+    weights = layers[0].parameter.unbind(0)  # one gradient for the stack, from E of its matrices
+    biases = place.parameters[place.bias].unbind(0) if place.bias else [None] * len(layers)
+    rest = x.shape[0] - sum(counts)
+    *groups, last = x.split([*counts, rest])
+    made = [
+        layer.times(rows, weight, bias)
+        for layer, rows, weight, bias in zip(layers, groups, weights, biases, strict=True)
+        if rows.shape[0]
+    ]
+    for layer in layers:
+        layer.state.was_called = True  # an expert without rows is idle, not bypassed
+    if rest or not made:
+        dtype = made[0].dtype if made else x.dtype
+        made.append(last.new_zeros(rest, layers[0].out_features, dtype=dtype))
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Rows sorted by expert.
+
+    order   [S] int64, place of each row in the top k, counted through [k, T]
+    tokens  [S] int64, token of each row
+    rows    [k, T] int64, rows of each token, in the order of their experts
+    counts  rows of each expert; the rest have an expert of another rank
+    """
+
+    order: Tensor
+    tokens: Tensor
+    rows: Tensor
+    counts: list[int]
+
+    @classmethod
+    def of(cls, experts: Tensor, count: int) -> Routing:
+        """experts: [T, k] integer, expert of each place; `count` and above stand for none."""
+        tokens, places = experts.shape
+        flat = experts.t().reshape(-1)
+        order = flat.argsort(stable=True)
+        rows = torch.empty_like(order)
+        rows[order] = torch.arange(order.shape[0], device=order.device)
+        rows = rows.view(places, tokens)
+        # The rows of a token ascend with its experts.
+        rows = rows if places == 1 else rows.sort(dim=0).values
+        return cls(order, order % max(tokens, 1), rows, _counts(flat, count))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [S, K]: the token of each row."""
+        found: Tensor = _Gather.apply(x, self.tokens, self.rows)
+        return found
+
+    def weights(self, weights: Tensor) -> Tensor:
+        """weights [T, k] -> [S, 1]: the router's weight of each row."""
+        return weights.t().reshape(-1).index_select(0, self.order).unsqueeze(-1)
+
+    def combine(self, y: Tensor) -> Tensor:
+        """y [S, K] -> [T, K]: the sum of each token's rows."""
+        found: Tensor = _Combine.apply(y, self.tokens, self.rows)
+        return found
+
+
+def _counts(experts: Tensor, count: int) -> list[int]:
+    """Rows of each expert. Without numbers, as in a plan, all experts have equally many."""
+    if not holds_numbers(experts):
+        share, more = divmod(experts.shape[0], count)
+        return [share + (index < more) for index in range(count)]
+    found: list[int] = torch.bincount(experts, minlength=count)[:count].tolist()
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    """x [T, K] -> [S, K]. The gradient adds the rows of a token, from its last expert on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return _sum(gy, reversed(rows.unbind(0))), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """y [S, K] -> [T, K]. Adds the rows of a token, from its first expert on."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return _sum(y, iter(rows.unbind(0)))
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        return gy.index_select(0, tokens), None, None
+
+
+def _sum(y: Tensor, rows: Iterator[Tensor]) -> Tensor:
+    total = y.index_select(0, next(rows))
+    for each in rows:
+        total = total + y.index_select(0, each)
+    return total

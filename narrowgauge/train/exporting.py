@@ -1,0 +1,222 @@
+"""`narrowgauge export`: the model of a run, or of a Hugging Face folder, for `narrowgauge.export.save`.
+
+    RUN          RUN/final, or the newest checkpoint of a run without one
+    RUN@STEP     the checkpoint of a step, with the amax histories that the run has recorded
+    RUN@best     the weights of the best evaluation
+    FOLDER       a folder of transformers, converted to a recipe that the caller names
+
+A run's recipes come from its own config.toml, with all switches up to the weights' step, and are
+compared with the table of layers in run.json. Reading final/ needs neither data nor cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from narrowgauge import export
+from narrowgauge.conversion import convert
+from narrowgauge.conversion.description import describe
+from narrowgauge.diagnose.runs import read_metrics, read_run
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.checkpoint_ref import BEST, CheckpointRef, settings_of
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.evaluation.saved import NEWEST, SavedRun, converted_model, newest_facts
+from narrowgauge.train.pretrained import ModelClass, own_configuration, pretrained
+from narrowgauge.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of an export; see `narrowgauge.export.save`. recipe: of a folder that is no run."""
+
+    format: str
+    output: Path
+    recipe: str = ""
+    requantize: bool = False
+    fused: bool = True
+    overwrite: bool = False
+    load: bool = True
+
+
+def exported(source: str, options: Options) -> export.ExportReport:
+    """Exports what `source` names, and returns the report. Writes nothing into the source."""
+    form = export.format_of(options.format)
+    ref = CheckpointRef.of(source)
+    folder = RunFolder(ref.run)
+    if Path(options.output).resolve() == ref.run.resolve():
+        raise ConfigError(
+            f"output = '{options.output}': is the folder that is exported. Name a new folder.",
+            code="export.output",
+        )
+    if os.path.lexists(folder.config):
+        if options.recipe:
+            raise ConfigError(
+                f"--recipe {options.recipe}: {ref.run} is a run with recipes of its own. Leave --recipe out, or name {folder.final} to "
+                "convert its weights to another recipe.",
+                code="export.recipe-of-run",
+            )
+        with RunFolder.reading(ref.run):
+            model, tokenizer, facts = _of_run(ref, form.inputs)
+            return _save(model, tokenizer, facts, options)
+    model, facts = _of_folder(source, options.recipe, needs_recipe=form.cast is not None)
+    return _save(model, Path(source), facts, options)
+
+
+def _save(
+    model: nn.Module, tokenizer: Any, facts: Mapping[str, Any], options: Options
+) -> export.ExportReport:
+    return export.save(
+        model.eval(),
+        options.output,
+        format=options.format,
+        tokenizer=tokenizer,
+        requantize=options.requantize,
+        fused=options.fused,
+        overwrite=options.overwrite,
+        load=options.load,
+        facts=facts,
+    )
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def _of_run(ref: CheckpointRef, needs_history: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """(model, tokenizer or its folder, facts) of a run. needs_history: final/ has none."""
+    folder = RunFolder(ref.run)
+    if ref.step is None and folder.final.is_dir() and not needs_history:
+        model = _of_final(folder)
+        return model, folder.final, _facts(folder, None)
+    saved = SavedRun.open(ref.run, CPU)
+    (path,) = saved.paths(NEWEST if ref.step is None else str(ref.step))
+    model, step, why = saved.model(path)
+    if why:
+        raise ConfigError(
+            f"{ref}: {why}. Name a checkpoint, as {ref.run}@{step}.", code="export.weights-alone"
+        )
+    return model, saved.task.tokenizer, _facts(folder, step)
+
+
+def _of_final(folder: RunFolder) -> Any:
+    """The converted model with the weights of final/. Raises ConfigError if it is another model."""
+    config = replace(settings_of(folder.path), output=str(folder.path), device="cpu", resume=False)
+    known = read_run(folder.run) if folder.run.exists() else {}
+    facts = newest_facts(folder, config)
+    model = converted_model(
+        folder, config, lambda: _loaded(folder.final), CPU, 0, config.steps, facts
+    )
+    _refuse_other_model(model, known, folder)
+    return model
+
+
+def _refuse_other_model(model: Any, known: Mapping[str, Any], folder: RunFolder) -> None:
+    """Raises ConfigError if layers, shapes or recipes are not those of run.json."""
+    rows = {row["name"]: row for row in known.get("describe", ())}
+    here = {row.name: row for row in describe(model)}
+    if not rows:
+        return
+    for name in sorted(rows.keys() ^ here.keys()):
+        raise ConfigError(
+            f"{folder.final}: {name!r} is {'not ' if name in rows else ''}in it and {'' if name in rows else 'not '}in run.json: it holds "
+            f"another model than the run trained. Restore it, or name a checkpoint, as {folder.path}@{BEST}.",
+            code="export.other-model",
+        )
+    for name, row in here.items():
+        ours, theirs = (
+            (row.shape, _narrow(row.recipe)),
+            (rows[name]["shape"], _narrow(rows[name]["recipe"])),
+        )
+        if ours != theirs:
+            raise ConfigError(
+                f"{folder.final}: {name!r} is {ours[0]} in {ours[1]}, but {theirs[0]} in {theirs[1]} in run.json: it holds another model "
+                f"than the run trained. Restore it, or name a checkpoint, as {folder.path}@{BEST}.",
+                code="export.other-model",
+            )
+
+
+def _narrow(recipe: str) -> str:
+    # A CPU without bfloat16 instructions gives ordinary Linears the recipe bf16.
+    return "16 bits" if recipe in ("none", "bf16") else recipe
+
+
+def _facts(folder: RunFolder, step: int | None) -> dict[str, Any]:
+    """Facts for the model card; absent where the folder does not have them."""
+    config = settings_of(folder.path)
+    events = read_metrics(folder.metrics)
+    last = [each for each in events if step is None or each["step"] <= step]
+    scores = [each for each in last if each["event"] == "eval"]
+    guard = [each for each in last if each["event"] == "guard"]
+    layers = ", ".join(f"{pattern}: {name}" for pattern, name in config.layers_recipe.items())
+    facts = {
+        "recipe": config.recipe + (f" ({layers})" if layers else ""),
+        "precision": config.precision,
+        "task": config.task,
+        "data": config.data,
+        "source": config.model,
+        "steps": step or max((each["step"] for each in last if each["event"] == "step"), default=0),
+        "loss": f"{scores[-1]['loss']:.4f} at step {scores[-1]['step']}, on the validation data"
+        if scores
+        else "",
+        "verdict": guard[-1].get("sentence", "") if guard else "",
+    }
+    return {key: value for key, value in facts.items() if value}
+
+
+# --- a folder of transformers --------------------------------------------------------------------
+
+
+def _of_folder(source: str, recipe: str, needs_recipe: bool) -> tuple[Any, dict[str, Any]]:
+    folder = Path(source)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"'{source}': no such folder. Name the folder of a run, perhaps with a step, as runs/first@100, or of a model.",
+            code="export.source",
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"'{source}': holds neither a run (config.toml) nor a model (config.json). Name another folder.",
+            code="export.source",
+        )
+    if needs_recipe and not recipe:
+        raise ConfigError(
+            f"'{source}': is a model without recipes, and the format holds the codes of one. Pass --recipe, with which it was trained.",
+            code="export.no-recipe",
+        )
+    model = _loaded(folder)
+    if recipe:
+        convert(model, recipe)
+    return model, {"source": source} | ({"recipe": recipe} if recipe else {})
+
+
+def _loaded(folder: Path) -> Any:
+    """The model of a folder in float32, by the class that its config.json names."""
+    import transformers
+
+    found = TrainConfig(model=str(folder))
+    sizes = own_configuration(found, ModelClass(transformers.AutoModel, "model"))
+    if given := getattr(sizes, "quantization_config", None):
+        method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+        raise ConfigError(
+            f"'{folder}': its weights are quantized already ({method}), by another cast than a recipe's. Name the folder of the weights "
+            "in 16 bits.",
+            code="export.quantized",
+        )
+    names = getattr(sizes, "architectures", None) or ["none"]
+    kind = getattr(transformers, names[0], None)
+    if kind is None:
+        raise ConfigError(
+            f"'{folder}': its config.json names no class of transformers (architectures: {names[0]}). Name another folder.",
+            code="export.class",
+        )
+    return pretrained(found, ModelClass(kind, names[0]))
