@@ -43,7 +43,6 @@ from narrowgauge.nn import step_end
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import advance, nonfinite_amax, quantized_linears, suspended
 from narrowgauge.nn.experts import KEPT_BECAUSE, close, opened
-from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.structure import require_module
 
@@ -116,7 +115,7 @@ def convert(
     # k and v then share the casts of their input.
     shared = SharedInputs()
     for _, quantized in quantized_linears(model, "convert"):
-        if not isinstance(quantized, ExpertLinear):  # each expert has rows of its own
+        if not quantized.is_expert:  # each expert has rows of its own
             quantized.state.shared_inputs = shared
     if embeddings is not None:
         quantize_embeddings(model, embeddings)

@@ -17,7 +17,6 @@ from narrowgauge.conversion.kept_layers import output_head, reason_to_keep, wide
 from narrowgauge.conversion.products import Some, composed, parse
 from narrowgauge.errors import ConfigError, Reason, closest
 from narrowgauge.nn.experts import refuse as refuse_experts
-from narrowgauge.nn.grouped_linear import ExpertLinear, names_of
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
 from narrowgauge.structure import holds_experts, matches, other_weights
@@ -96,7 +95,7 @@ def assignments(
             continue
         whole, parts, pattern = _decisive(linears[name], patterns, resolved)
         if isinstance(whole, str):
-            if isinstance(linears[name], ExpertLinear):
+            if isinstance(layer := linears[name], QLinear) and layer.is_expert:
                 given[name] = Assignment(None, _NO_AUTO)
             else:
                 left_to_auto[name] = linears[name]
@@ -196,7 +195,7 @@ def _matching(
         (alias, each, id(module))
         for alias, module in model.named_modules(remove_duplicate=False)
         if id(module) in names_by_id
-        for each in names_of(alias, module)
+        for each in (module.names(alias) if isinstance(module, QLinear) else (alias,))
     ]
     for pattern in patterns:
         named = [

@@ -26,7 +26,6 @@ from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.float32_modules import kept_modules, summary
-from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
@@ -275,7 +274,7 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         )
     if layer.decision is not None:
         yield Note(str(layer.decision), code="auto")
-    if isinstance(layer, ExpertLinear) and layer.weight.is_cuda:
+    if layer.is_expert and layer.weight.is_cuda:
         yield Note(
             "experts are multiplied one after another, without a grouped kernel",
             code="experts-loop",

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from narrowgauge.errors import Reason
-from narrowgauge.nn.experts import KEPT_BECAUSE, refuse
-from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.structure import blocks, expanded
@@ -64,7 +62,7 @@ def reason_to_keep(
     matching  patterns that match it
     head      the model's output head, if it declares one
     """
-    if type(layer) not in (nn.Linear, QLinear, ExpertLinear):
+    if type(layer) not in (nn.Linear, QLinear) and not getattr(layer, "is_expert", False):
         if nn.utils.parametrize.is_parametrized(layer):
             return Reason(
                 "parametrized", "it is parametrized: convert it first, and parametrize it then"
@@ -99,6 +97,8 @@ def reason_of_weight(module: nn.Module, reason: str) -> str:
     """
     if getattr(reason, "code", "") != "experts":
         return reason
+    from narrowgauge.nn.experts import KEPT_BECAUSE, refuse  # only for mixtures of experts
+
     if refused := refuse(module):
         return refused
     left_by: str = module.__dict__.get(KEPT_BECAUSE, "")

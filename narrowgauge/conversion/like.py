@@ -29,7 +29,6 @@ from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.converted_state import ADDED
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
 from narrowgauge.nn.experts import grouped_experts, opened
-from narrowgauge.nn.grouped_linear import ExpertLinear
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import plain_name, require_module
 
@@ -100,7 +99,7 @@ def _follow_policy(
         _follow_embedding(table, other)
     shared = SharedInputs()
     for layer in reference.modules():
-        if isinstance(layer, QLinear) and not isinstance(layer, ExpertLinear):
+        if isinstance(layer, QLinear) and not layer.is_expert:
             layer.state.shared_inputs = shared
     # `fuse` leaves this attribute on the model that it was called with.
     if any("_not_fused" in module.__dict__ for module in policy.modules()):

@@ -26,7 +26,6 @@ from narrowgauge import recipes
 from narrowgauge.conversion.kept_layers import wide_by_policy
 from narrowgauge.conversion.products import mixed
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.nn.grouped_linear import names_of
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import GEMMS, Gemm, Recipe
 from narrowgauge.structure import matches, require_module
@@ -113,11 +112,7 @@ def widened(
             f"switch: products = {chosen!r}: must be some of {GEMMS}. Name those that get the recipe.",
             code="switch.products",
         )
-    named = [
-        name
-        for name in now
-        if any(matches(each, layers) for each in names_of(name, model.get_submodule(name)))
-    ]
+    named = [name for name in now if any(matches(each, layers) for each in _names(model, name))]
     if not named:
         near = closest(layers, now)
         raise ConfigError(
@@ -148,6 +143,11 @@ def widened(
             code="switch.no-change",
         )
     return changes
+
+
+def _names(model: nn.Module, name: str) -> tuple[str, ...]:
+    layer = model.get_submodule(name)
+    return layer.names(name) if isinstance(layer, QLinear) else (name,)
 
 
 def _mixed(recipe: Recipe, wider: Recipe, products: tuple[str, ...]) -> Recipe:

@@ -68,6 +68,7 @@ class ExpertLinear(QLinear):
     """
 
     place: Slice
+    is_expert = True
 
     def __init__(self, place: Slice) -> None:
         nn.Module.__init__(self)
@@ -105,6 +106,11 @@ class ExpertLinear(QLinear):
     def weight_in_memory(self) -> Tensor:
         return self.weight
 
+    def names(self, name: str) -> tuple[str, ...]:
+        """ "mlp.experts.3.down_proj" is also found as "mlp.experts" and "mlp.experts.down_proj"."""
+        stack = name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
+        return name, stack, f"{stack}.{self.place.weight}".lstrip(".")
+
     def times(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, K] -> [n, N], with the gradient of these views.
 
@@ -138,17 +144,6 @@ class ExpertLinear(QLinear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: own for name, own in super().__getstate__().items() if name != "views"}
-
-
-def names_of(name: str, layer: nn.Module) -> tuple[str, ...]:
-    """The names by which patterns find a layer: its own, and for a matrix of experts two more.
-
-    "mlp.experts.3.down_proj" is also found as "mlp.experts" and as "mlp.experts.down_proj".
-    """
-    if not isinstance(layer, ExpertLinear):
-        return (name,)
-    stack = name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
-    return name, stack, f"{stack}.{layer.place.weight}".lstrip(".")
 
 
 def grouped_linear(layers: Sequence[ExpertLinear], x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -101,6 +101,7 @@ class QLinear(nn.Linear):
     """
 
     state: LinearState
+    is_expert = False  # True for a matrix of experts in one parameter (nn.grouped_linear)
     observer = StateField["Observer | None"]()
     is_suspended = StateField[bool]()
     weight_codes = StateField["WeightCodes"]()
@@ -159,6 +160,10 @@ class QLinear(nn.Linear):
     def held_parameters(self) -> Iterator[Tensor]:
         """The parameters by which an optimizer knows the layer."""
         return (each for each in self._parameters.values() if each is not None)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Names by which patterns find the layer. name: its own."""
+        return (name,)
 
     def weight_in_memory(self) -> Tensor | None:
         """The weight if it is stored; None if torch's parametrization computes it."""

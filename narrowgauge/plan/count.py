@@ -31,10 +31,9 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.blocks import find_blocks, forward_of
 from narrowgauge.memory.segments import SegmentMember
-from narrowgauge.nn.experts import GroupedExperts
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.plan.trace import Recorder, Trace, recording
-from narrowgauge.structure import other_weights
+from narrowgauge.structure import GROUPED, other_weights
 
 if TYPE_CHECKING:
     from narrowgauge.ops.registry import Device
@@ -152,7 +151,7 @@ def count(build: Callable[[], Step], device: Device) -> Count:
 def _of_experts(model: nn.Module) -> Iterator[str]:
     """Yield notes on fused experts: without a recipe, autocast does not cast them."""
     types: dict[str, list[str]] = {}
-    if any(isinstance(module, GroupedExperts) for module in model.modules()):
+    if any(hasattr(module, GROUPED) for module in model.modules()):
         yield "all experts of a layer are counted with equally many tokens, which the router decides in a run"
     for name, module in model.named_modules():
         for weight, shape, _ in other_weights(name, module):
