@@ -15,6 +15,7 @@ Trainable parameters have the dtype of the precision's weights, as every paramet
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,49 +24,53 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import holds_numbers
-from narrowgauge.diagnose.runs import encode
+from narrowgauge.diagnose import forms
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
 from narrowgauge.memory.freezing import code_refusal, store_as_codes
-from narrowgauge.train.adapter_state import (
-    BASE,
-    KEY,
-    Adapters,
-    FrozenBase,
-    adapters_of,
-    read_base,
-    trained,
-)
-from narrowgauge.train.coded_base import digest
+from narrowgauge.storage import reading
+from narrowgauge.train.adapter_state import KEY, Adapters, FrozenBase, adapters_of, trained
+from narrowgauge.train.coded_base import digest, fill, hold
 from narrowgauge.train.config import lora_syntax
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
 
 NAME = "default"  # peft's name of a single adapter
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, BASE = "adapter_model.safetensors", "base.json"
+BASE_FILE = reading.Kind(
+    most_bytes=reading.MIB,
+    step="Restore it, or train the adapter anew.",
+    form=forms.record({"model": forms.text, "sha256": forms.text}, {"codes": forms.text}),
+)
 PREFIX = "base_model.model."  # of the names in peft's files
 TASKS = {"seq2seq": "SEQ_2_SEQ_LM"}
 
 
-def adapt(model: Any, config: TrainConfig, dtype: torch.dtype) -> Adapters:
+def adapt(model: Any, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Adapters:
     """Adds the adapters of `config.lora` to a model, in place, and freezes everything else.
 
-    dtype  of the trainable parameters
+    device  of a base that is read here; another base is on its device already
+    dtype   of the trainable parameters
+
+    With config.base the weights below become codes first: those of an empty model
+    (`coded_base.empty`) are read from its folder.
 
     The first factors are drawn from torch's global generator. Raises ConfigError if no Linear has
     one of the names, ModuleNotFoundError without peft.
     """
-    lora = lora_syntax.parse(config.lora)
+    lora, notes = lora_syntax.parse(config.lora), []
+    if config.base:
+        is_empty = any(each.is_meta for each in model.parameters())
+        notes.append(str(fill(model, config.model, device) if is_empty else hold(model)))
     found = inject(model, lora, config.model, TASKS.get(config.task, "CAUSAL_LM"))
     for parameter in trained(model).values():
         parameter.data = parameter.data.to(dtype)
     # A plan has fake tensors, and perhaps no files of weights.
-    is_real = all(holds_numbers(each) for each in trained(model).values())
+    is_real = all(type(each.data) is Tensor for each in trained(model).values())
     base = FrozenBase(config.model, digest(config.model) if is_real else "", config.base)
     number = sum(each.numel() for each in trained(model).values())
     layers = sum(hasattr(each, "base_layer") for each in model.modules())
-    notes = [f"{layers} Linears have adapters ({lora}), with {number:,} parameters that train."]
+    notes.append(f"{layers} Linears have adapters ({lora}), with {number:,} parameters that train.")
     made = model.__dict__[KEY] = Adapters(lora, base, found, notes)
     return made
 
@@ -124,7 +129,13 @@ def write(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
         found.config.save_pretrained(str(folder))
     finally:
         found.config.inference_mode = kept
-    (folder / BASE).write_text(encode(asdict(found.base), indent=1) + "\n", encoding="utf-8")
+    (folder / BASE).write_text(json.dumps(asdict(found.base), indent=1) + "\n", encoding="utf-8")
+
+
+def read_base(folder: Path) -> FrozenBase:
+    """The base that an exported adapter names."""
+    known = reading.json_of(folder / BASE, BASE_FILE)
+    return FrozenBase(known["model"], known["sha256"], known.get("codes", ""))
 
 
 def load(model: Any, folder: Path) -> None:

@@ -18,8 +18,8 @@ from torch import Size, Tensor
 
 from narrowgauge import storage
 from narrowgauge.errors import CheckpointError
-from narrowgauge.structure import is_weight
-from narrowgauge.train.adapter_state import adapters_of, load_state, saved_state
+from narrowgauge.train import adapter
+from narrowgauge.train.checkpoint import state
 from narrowgauge.train.model_files import quiet
 
 if TYPE_CHECKING:
@@ -63,11 +63,9 @@ def export_merged(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, fol
     weights' new codes decode to. Returns a sentence on what survived the rounding. Memory: the
     whole model in its 16-bit or 32-bit dtype, while the files are written.
     """
-    from narrowgauge.train import adapter  # the package peft is optional
-
-    load_state(model, {**saved_state(model), **weights})
+    state.load_state(model, {**state.saved_state(model), **weights})
     report = adapter.merge(model)
-    kept = {name: each for name, each in model.state_dict().items() if is_weight(name)}
+    kept, _ = state.split_scaling(model.state_dict())
     draft = folder.with_name(f".tmp-{folder.name}")
     with storage.refusals("write the merged model to", folder), storage.new_folder(folder, draft):
         _write_model(model, kept, tokenizer, draft)
@@ -76,11 +74,9 @@ def export_merged(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, fol
 
 def _write_model(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, draft: Path) -> None:
     with quiet(), _storage_errors(draft):
-        if adapters_of(model) is None:
+        if state.adapter_weights(model) is None:
             model.save_pretrained(draft, state_dict=dict(weights))
         else:
-            from narrowgauge.train import adapter  # the package peft is optional
-
             storage.make_folder(draft)
             adapter.write(model, weights, draft)
         tokenizer.save_pretrained(draft)

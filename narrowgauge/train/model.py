@@ -28,8 +28,8 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.rng import seed_all
 from narrowgauge.optim import precision as precisions
+from narrowgauge.train.adapter import adapt
 from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
-from narrowgauge.train.coded_base import fill, hold
 from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
 from narrowgauge.train.recipe_schedule import chosen_recipe
 
@@ -58,7 +58,7 @@ def build(
     precision.prepare(model, config.keep_float32)
     if SOFTMAX in precision.keep_list(config.keep_float32):
         use_float32_softmax(model)
-    is_empty = any(each.is_meta for each in model.parameters())  # a base, read below
+    is_empty = any(each.is_meta for each in model.parameters())  # a base that `adapt` reads
     if device.type != "cpu" and not is_empty:
         model.to(device)  # cast before the move: the float32 weights may not fit in GPU memory
     names = {"*": config.recipe, **config.layers_recipe}
@@ -74,9 +74,6 @@ def build(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="convert: products of recipe .* are emulated")
             convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
-    base = ""
-    if config.base:
-        base = str(fill(model, config.model, device) if is_empty else hold(model))
     if config.embedding_codes:
         embeddings.quantize_embeddings(model, config.embedding_codes)  # type: ignore[arg-type]
         step_end.follow_model(model)
@@ -96,9 +93,7 @@ def build(
     if config.fuse:
         fuse(model, config.save if config.save in FUSED_SAVES else None)  # type: ignore[arg-type]
     if config.lora:
-        from narrowgauge.train.adapter import adapt  # the package peft is optional
-
-        adapt(model, config, precision.weights).notes[:0] = [base] if base else []
+        adapt(model, config, device, precision.weights)
     if device.type == "cpu":
         use_counted_dropout(model)
     return model

@@ -19,7 +19,6 @@ from narrowgauge import manifest
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.errors import CheckpointError, Reason
 from narrowgauge.train import same_run
-from narrowgauge.train.adapter_state import base_facts, refuse_other_base
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.console import tell
 from narrowgauge.train.parallel import checkpoints
@@ -86,7 +85,7 @@ class RunCheckpoints:
             # Before the tensors are loaded: a layer's buffers depend on its recipe.
             plugins.before_load(found.facts)
             past = self.switches.names_until(found.step)
-            refuse_other_base(self._model, found.facts, str(found.path))
+            state.refuse_other_base(self._model, found.facts, str(found.path))
             same_run.refuse(found, self.config, self._numeric_settings(), self.task.identity, past)
             self.switches.apply_until(found.step, self._model)
 
@@ -229,7 +228,7 @@ class RunCheckpoints:
             **self._numeric_settings(),
             "switched": self.switches.names_until(counters.step),
             **self.task.identity,
-            **base_facts(self._model),
+            **state.base_facts(self._model),
             "position": self.feed.state(),
             "best": self.best.facts(),
             **self.carried,

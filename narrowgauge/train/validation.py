@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from narrowgauge.nn.converted_model import quantized_embeddings, suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Gemm
-from narrowgauge.train.adapter_state import saved_state
 from narrowgauge.train.checkpoint import state
 from narrowgauge.train.parallel.evaluation import readings
 
@@ -59,7 +58,7 @@ class Validation:
             elapsed_s=counters.trained_s,
         )
         # The best weights are for export: recipe states stay out.
-        weights, _ = state.split_scaling(saved_state(passes.model))
+        weights, _ = state.split_scaling(state.saved_state(passes.model))
         is_best = best.take(number, found, weights)
         show.say(
             f"step {number}: validation {in_words(found, wide)}{', the best so far' if is_best else ''}"

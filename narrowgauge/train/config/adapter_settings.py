@@ -1,12 +1,11 @@
 """Table `[lora]`, `base` and `merge`: adapters over a frozen base. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from narrowgauge.train.config import lora_syntax
-from narrowgauge.train.config.data_settings import GENERATING
 from narrowgauge.train.config.rules import Check, OneOf, setting, shown
 
 BASES = ("fp8-block", "nvfp4", "mxfp4", "int8")  # recipes whose weights can be held as codes
@@ -29,8 +28,12 @@ class AdapterSettings:
     # fmt: on
 
 
-def adapter_checks(c: Any) -> Iterator[Check]:
-    """Rules between these settings and others: (broken, keys, message) each. c: a TrainConfig."""
+def adapter_checks(c: Any, writing: Sequence[str]) -> Iterator[Check]:
+    """Rules between these settings and others: (broken, keys, message) each.
+
+    c        a TrainConfig
+    writing  tasks whose model writes
+    """
     for message in lora_syntax.problems(c.lora):
         yield True, "lora", f"lora = {shown(c.lora)}: {message}"
     for name in ("base", "merge"):
@@ -45,8 +48,8 @@ def adapter_checks(c: Any) -> Iterator[Check]:
     own = f"lora = {shown(c.lora)}"
     for broken, keys, message in (
         (not c.model or c.from_scratch, "model", "adapts a trained model. Name one by model, without from_scratch."),
-        (c.task not in GENERATING, "task",
-         f"adapts models that write ({', '.join(GENERATING)}), and task = {c.task!r} begins with a new head."),
+        (c.task not in writing, "task",
+         f"adapts models that write ({', '.join(writing)}), and task = {c.task!r} begins with a new head."),
         (c.freeze, "freeze", "freezes all but the adapters. Remove model.freeze, or name the layers by lora.targets."),
         (c.parallel, "parallel", "trains on one process. Remove parallel."),
         (c.embedding_codes, "embedding_codes", "freezes embeddings, whose steps recipe.embedding_codes learns. Remove it."),

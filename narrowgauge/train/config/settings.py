@@ -223,7 +223,7 @@ def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
     for broken, keys, message in (
         *task_checks(config),
         *_training_checks(config),
-        *adapter_checks(config),
+        *adapter_checks(config, GENERATING),
     ):
         if broken:
             yield (tuple(keys.split()), message)

@@ -28,15 +28,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from narrowgauge import data
 from narrowgauge.conversion import convert
 from narrowgauge.data import chat
-from narrowgauge.data.tokenizer import end_of_text
+from narrowgauge.data.tokenizer import end_of_text, load
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.nn.converted_model import suspended
 from narrowgauge.ops import rng
 from narrowgauge.optim import precision as precisions
-from narrowgauge.train.adapter_state import BASE, read_base
+from narrowgauge.train import adapter
 from narrowgauge.train.config.settings import GENERATING, TrainConfig
 from narrowgauge.train.device import chosen_device, threads
 from narrowgauge.train.evaluation.saved import NEWEST, SavedRun
@@ -132,7 +131,7 @@ def _writer(place: Path, asked: GenerationOptions, device: torch.device) -> Iter
     if (place / "config.toml").exists():
         with _of_run(place, asked, device) as writer:
             yield writer
-    elif (place / "config.json").exists() or (place / BASE).exists():
+    elif (place / "config.json").exists() or (place / adapter.BASE).exists():
         yield _of_folder(place, asked, device)
     else:
         raise ConfigError(
@@ -172,8 +171,8 @@ def _of_run(place: Path, asked: GenerationOptions, device: torch.device) -> Iter
 
 
 def _of_folder(place: Path, asked: GenerationOptions, device: torch.device) -> Writer:
-    is_adapter = (place / BASE).exists()
-    settings = TrainConfig(model=read_base(place).model if is_adapter else str(place))
+    is_adapter = (place / adapter.BASE).exists()
+    settings = TrainConfig(model=adapter.read_base(place).model if is_adapter else str(place))
     is_pair = getattr(own_configuration(settings, CAUSAL_LM), "is_encoder_decoder", False)
     model = pretrained(settings, SEQ2SEQ if is_pair else CAUSAL_LM, dtype="auto")
     model.eval().to(device)
@@ -181,11 +180,9 @@ def _of_folder(place: Path, asked: GenerationOptions, device: torch.device) -> W
     if is_narrow:
         convert(model, asked.recipe)
     if is_adapter:
-        from narrowgauge.train import adapter  # the package peft is optional
-
         adapter.load(model, place)
     recipe = asked.recipe if is_narrow else "none"
-    return Writer(model, data.load(place), str(place), recipe, None, special=True)
+    return Writer(model, load(place), str(place), recipe, None, special=True)
 
 
 def _written(writer: Writer, asked: GenerationOptions) -> dict[str, Any]:

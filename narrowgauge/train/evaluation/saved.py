@@ -21,7 +21,6 @@ from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.structure import is_weight
 from narrowgauge.train import guard_state
-from narrowgauge.train.adapter_state import load_state, refuse_other_base, saved_state
 from narrowgauge.train.checkpoint import state, store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -128,8 +127,8 @@ class SavedRun:
             self.folder, self.config, self.task.model, self.device, self.task.tokens_per_forward(), found.step, facts
         )  # fmt: skip
         saved = found.tensors.get("weights", {}) | found.tensors.get("scaling", {})
-        refuse_other_base(model, facts, str(path))
-        own = saved_state(model)
+        state.refuse_other_base(model, facts, str(path))
+        own = state.saved_state(model)
         learnt = [name for name in own if name not in saved and not is_weight(name)]
         why = ""
         if learnt:  # best weights lack recipe states; the forward pass misses only learned steps
@@ -145,7 +144,7 @@ class SavedRun:
             )
             saved |= {name: own[name] for name in learnt}
         state.refuse_other_model(own, saved, str(path))
-        load_state(model, saved)
+        state.load_state(model, saved)
         return model.eval(), found.step, why
 
 

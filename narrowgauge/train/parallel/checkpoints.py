@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from narrowgauge import manifest
 from narrowgauge.distributed.gathering import gather_state_dict
-from narrowgauge.structure import is_weight
-from narrowgauge.train.adapter_state import adapters_of, saved_state
 from narrowgauge.train.checkpoint import sharded, state, store
 from narrowgauge.train.checkpoint.store import Best, Checkpoint, Tensors
 
@@ -102,10 +100,8 @@ def trained_weights(model: nn.Module, best: Best) -> dict[str, Tensor]:
     one full copy beside its shard, and one tensor twice during the gather.
     """
     chosen = best.weights()
-    if adapters_of(model) is not None:  # on one process
-        return chosen or {
-            name: each for name, each in saved_state(model).items() if is_weight(name)
-        }
+    if (adapters := state.adapter_weights(model)) is not None:  # on one process
+        return chosen or adapters
     return gather_state_dict(model) if chosen is None else _as_tied(model, chosen)
 
 
