@@ -156,7 +156,7 @@ def test_an_adapter_of_another_base_is_refused_and_nothing_overwritten(other_bas
     with raises(CheckpointError, "adapter.other-base"):
         generate(run / "final", GenerationOptions(prompt="the", device="cpu"))
     for which in ("newest", "best"):
-        with raises(ConfigError, "evaluate.no-checkpoint") as caught:
+        with raises(CheckpointError, "evaluate.no-checkpoint") as caught:
             evaluate(run, Asked(checkpoints=which))
         assert "SHA-256" in str(caught.value)
     assert before == {path: path.read_bytes() for path in (run / "final").iterdir()}
