@@ -4,7 +4,8 @@
     convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})  later patterns win
     convert(model, {"*": "fp8-row", "layers.1.down_proj": "bf16:grad_weight"})    one GEMM
 
-A layer keeps its identity: only its class becomes QLinear. The module object, its parameters,
+A Linear is an nn.Linear, or a module of another class that computes the same (`disguises`).
+A layer keeps its identity: only its class becomes QLinear, or one made of QLinear and its own. The module object, its parameters,
 hooks, tied weights and users stay the same. Patterns are shell wildcards and ranges over dotted
 names (see `structure`). A pattern without a leading `*` also matches the end of a name, from a dot
 on: "mlp.up_proj" matches "model.layers.0.mlp.up_proj".
@@ -42,6 +43,7 @@ from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import advance, nonfinite_amax, quantized_linears, suspended
+from narrowgauge.nn.disguised import adopt
 from narrowgauge.nn.experts import KEPT_BECAUSE, close, opened
 from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.structure import require_module
@@ -68,7 +70,7 @@ def convert(
 
     recipe        a name or Recipe for all Linears that kept_layers.KEPT does not exclude; or pattern -> name,
                   Recipe or None (ordinary Linear), later patterns win; "NAME:PRODUCTS" for some
-                  GEMMs of a layer. None turns every QLinear back into an nn.Linear. "auto": the
+                  GEMMs of a layer. None turns every QLinear back into what it was. "auto": the
                   fastest recipe for each layer's sizes (conversion/auto.py); the model must have
                   its device and dtype by then
     tokens        (auto) rows of a forward pass: sequences of a micro-batch times their length
@@ -158,9 +160,8 @@ def _apply(model: nn.Module, given: Mapping[str, Assignment], weight_codes: Weig
             layer.refuse(assignment.recipe)
     for name, assignment in given.items():
         layer = linears[name]
-        assert isinstance(layer, nn.Linear)
         if isinstance(layer, QLinear) or not assignment.is_plain:
-            quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
+            quantized = layer if isinstance(layer, QLinear) else adopt(layer)
             quantized.recipe = assignment.recipe  # resets reason and decision, so it comes first
             quantized.reason = assignment.reason
             quantized.decision = assignment.decision

@@ -177,7 +177,7 @@ def _logits(model: Any, loaded: Any) -> dict[str, Any] | None:
 
     loaded     of the loaded model from the training forward: the weights are equal, and the reader
                leaves activations in 16 bits
-    wide       of the master weights in 16 bits from the training forward, for comparison
+    wide       of the given model without its recipe from the training forward, for comparison
     """
     if getattr(model, "main_input_name", "") != "input_ids":
         return None

@@ -1,7 +1,7 @@
 """The files of an export: shards of weights, their index, config.json and a tokenizer's files.
 
 Weights are written block by block (`model.layers.0`, ...), each layer by one cast, so memory holds
-the codes of one shard twice and never the model's. Names and layouts are those of the class's
+the codes of one shard and never the model's. Names and layouts are those of the class's
 checkpoints: `revert_weight_conversion` of transformers splits experts that share one parameter. A
 tensor with several names is written once, under its first name.
 
@@ -12,6 +12,7 @@ stay so.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 import shutil
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import addresses, manifest, storage
-from narrowgauge.errors import ConfigError, NumericsError
+from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
 from narrowgauge.export.layers import WeightChoice, input_amax, made, plain_weight
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.storage import reading
@@ -40,6 +41,10 @@ TOKENIZER = re.compile(
 )
 OF_TOKENIZERS = reading.Kind(
     most_bytes=reading.GIB, step="Name a folder of tokenizer files.", follow_links=True
+)
+# export.json says how large they are.
+OF_FILES = reading.Kind(
+    most_bytes=2**62, error=CheckpointError, step="Export the model again, to another folder."
 )
 
 
@@ -79,9 +84,14 @@ class WeightFiles:
     def _write(self) -> None:
         # The number of files is known at the end alone, so they get their last names there.
         name = f"model-{len(self.entries) + 1:05}.safetensors"
-        data = safetensors.torch.save(self._pending, metadata={"format": "pt"})
-        storage.write_synced(self.folder / name, data)
-        self.entries[name] = manifest.listed(data)
+        path = self.folder / name
+        # save_file writes from the tensors' own memory, `save` copies the shard twice.
+        with storage.library_errors(path):
+            safetensors.torch.save_file(self._pending, path, metadata={"format": "pt"})
+        # safetensors creates files with mode 0600, whatever the umask, and syncs nothing.
+        path.chmod(self.folder.stat().st_mode & 0o666)
+        storage.flush(path)
+        self.entries[name] = hashed(path)
         self.places |= dict.fromkeys(self._pending, name)
         self._pending, self._taken, self._size = {}, set(), 0
 
@@ -109,6 +119,16 @@ class WeightFiles:
         with safetensors.safe_open(self.folder / self.places[name], "pt") as file:
             found: Tensor = file.get_tensor(name)
         return found
+
+
+def hashed(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, read in pieces."""
+    digest, size = hashlib.sha256(), 0
+    with reading.opened(path, OF_FILES) as file:
+        while data := file.read(2**22):
+            digest.update(data)
+            size += len(data)
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def add_file(files: WeightFiles, name: str, text: str) -> None:
@@ -270,4 +290,4 @@ def write_tokenizer(tokenizer: Any, files: WeightFiles) -> None:
         tokenizer.save_pretrained(files.folder)
     for path in sorted(files.folder.iterdir()):
         if path.name not in before and path.is_file():
-            files.entries[path.name] = manifest.listed(path.read_bytes())
+            files.entries[path.name] = hashed(path)

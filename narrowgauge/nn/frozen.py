@@ -295,6 +295,8 @@ def refuse(layer: QLinear) -> str:
         return "ranks share it"
     if recipe.backward == "straight-through":
         return f"{recipe.name} multiplies straight-through, which needs the weight in backward"
+    if layer.is_transposed:
+        return "it is stored transposed, and codes lie as the product reads them"
     cast = recipe.output.rhs
     if cast is None:
         return f"{recipe.name} takes it in 16 bits"

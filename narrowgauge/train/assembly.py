@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from narrowgauge.conversion import coverage
 from narrowgauge.conversion.auto import chosen
-from narrowgauge.conversion.coverage import coverage
 from narrowgauge.diagnose.runs import read_run
-from narrowgauge.errors import ConfigError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.structure import is_weight
 from narrowgauge.train import step
@@ -31,7 +30,6 @@ from narrowgauge.train.validation import Validation
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
-    from narrowgauge.train.loss import Batch
     from narrowgauge.train.parallel.ranks import Ranks
     from narrowgauge.train.run_folder import RunFolder
     from narrowgauge.train.tasks import TrainTask
@@ -107,7 +105,7 @@ def assembled(
     on_gpu = device.type == "cuda"
     # Before memory options and ranks: the whole model, as the task hands it over.
     with precision.context(device.type):
-        share = counted(model, inputs_of(feed.probe(), device, task.options))
+        share = coverage.recorded(model, inputs_of(feed.probe(), device, task.options))
     notes, objective = step.ready(config, task, model, precision, device, feed.probe, on_gpu=on_gpu)
     parameters = sum(each.numel() for name, each in model.named_parameters() if is_weight(name))
     shapes = {
@@ -138,17 +136,6 @@ def assembled(
         RunCheckpoints(config, folder, task, passes, feed, switches, auto, numbers),
         Validation(config, task, passes, feed.share),
     )  # fmt: skip
-
-
-def counted(model: Any, batch: Batch) -> dict[str, Any]:
-    """Coverage of the model on this batch, for run.json; only a `sentence` if it cannot be counted.
-
-    What cannot be counted may still train, so it ends no run.
-    """
-    try:
-        return coverage(model, batch).as_dict()
-    except ConfigError as error:
-        return {"sentence": f"The share of low precision is unknown: {error}"}
 
 
 def built(

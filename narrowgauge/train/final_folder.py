@@ -7,10 +7,7 @@ merged/   the model with its adapters added, in the format of transformers
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +70,7 @@ def export_merged(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, fol
 
 
 def _write_model(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, draft: Path) -> None:
-    with quiet(), _storage_errors(draft):
+    with quiet(), storage.library_errors(draft):
         if state.adapter_weights(model) is None:
             model.save_pretrained(draft, state_dict=dict(weights))
         else:
@@ -87,20 +84,3 @@ def _write_model(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, draf
     # transformers, safetensors and tokenizers never sync: after a power cut, final/ held empty
     # files.
     storage.flush_tree(draft)
-
-
-@contextmanager
-def _storage_errors(folder: Path) -> Iterator[None]:
-    """Converts disk errors of safetensors and tokenizers to OSError.
-
-    Both raise their own exceptions, with the error code in the text alone.
-    """
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        code = re.search(r"os error (\d+)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error

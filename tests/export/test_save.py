@@ -375,6 +375,13 @@ def test_weights_that_changed_while_they_were_written_are_refused(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_compiled_model_goes_out_as_the_module_inside(tmp_path):
+    made = llama()
+    ng.convert(made, "fp8-row")
+    report = ng.export.save(torch.compile(made), tmp_path / "out", format="bf16")
+    assert report.facts["model"] == "LlamaForCausalLM" and report.facts["loading"]["checked"]
+
+
 def test_an_adapter_must_be_merged_first(tmp_path):
     made = llama()
     made.model.layers[0].mlp.up_proj.register_module("lora_A", torch.nn.Linear(8, 8))
