@@ -27,7 +27,14 @@ from torch import Tensor, nn
 
 from narrowgauge import addresses, manifest, storage
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
-from narrowgauge.export.layers import WeightChoice, input_amax, made, plain_weight
+from narrowgauge.export.layers import (
+    WeightChoice,
+    expert_names,
+    input_amax,
+    made,
+    plain_weight,
+    reverted,
+)
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.storage import reading
 
@@ -56,16 +63,17 @@ class WeightFiles:
     shard_bytes  a file is closed before it would have more
     entries      file name -> {"bytes", "sha256"}
     places       name of a tensor -> file name
-    layers       name of a narrow layer -> {part of a tensor's name: the tensor's whole name}
+    layers       name of a narrow layer -> for each part of its rows that has a name of its own
+                 {last part of a tensor's name: the tensor's whole name}
     linears      name of a Linear in the model -> its name in the files
-    experts      names of Linears that are in the files alone: experts that share one parameter
+    experts      names of wide Linears that are in the files alone: experts that share one parameter
     """
 
     folder: Path
     shard_bytes: int = manifest.SHARD_BYTES
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
-    layers: dict[str, dict[str, str]] = field(default_factory=dict)
+    layers: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     linears: dict[str, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
     total_bytes: int = 0
@@ -152,6 +160,12 @@ def write_weights(
         for name, module, parameters in block:
             choice = choices.get(name)
             for own, tensor in parameters:
+                if choices.get(f"{name}.0.{own}") is not None:
+                    for whole, each in _expert_tensors(
+                        model, f"{name}.{own}", form, choices, files
+                    ):
+                        files.add(whole, each)
+                    continue
                 if own == "weight" and choice is not None and choice.is_narrow:
                     parts = _codes(name, module, form, choice)
                 else:
@@ -159,7 +173,7 @@ def write_weights(
                 for part, each in parts.items():
                     found[f"{name}.{part}" if name else part] = each
                     sources[id(each)] = name, part
-        for new, tensor in _reverted(model, found).items():
+        for new, tensor in reverted(model, found).items():
             files.add(new, tensor)
             name, part = sources.get(id(tensor), ("", ""))
             if not part and new.endswith(".weight"):  # a tensor that the conversion has made
@@ -168,7 +182,7 @@ def write_weights(
                 if part == "weight" or part == "weight_packed":
                     files.linears[name] = new.removesuffix(f".{part}")
                 if choice.is_narrow:
-                    files.layers.setdefault(name, {})[part] = new
+                    files.layers.setdefault(name, [{}])[0][part] = new
     files.close()
 
 
@@ -238,13 +252,28 @@ def _wide(
     return found.clone() if found is tensor else found
 
 
-def _reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names, and in the layouts, of the class's checkpoints."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 loads every weight as it is stored
-        return tensors
-    return dict(revert_weight_conversion(model, tensors))
+def _expert_tensors(
+    model: Any,
+    stack: str,
+    form: ExportFormat,
+    choices: Mapping[str, WeightChoice],
+    files: WeightFiles,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of experts that share the parameter `stack`, one expert at a time."""
+    owner, _, own = stack.rpartition(".")
+    names = {place: name for name, place in expert_names(model, stack).items()}
+    parts = 1 + max(part for _, part in names)
+    for expert in range(len(names) // parts):
+        layer = f"{owner}.{expert}.{own}"
+        made = _codes(layer, model.get_submodule(layer), form, choices[layer])
+        for part in range(parts):
+            found = {}
+            for kind, tensor in made.items():
+                # Rows of gate and up; a number of the whole matrix belongs to both.
+                each = tensor.chunk(parts)[part] if tensor.ndim == 2 else tensor
+                found[kind] = f"{names[expert, part].removesuffix('weight')}{kind}"
+                yield found[kind], each
+            files.layers.setdefault(layer, []).append(found)
 
 
 def write_config(
