@@ -62,7 +62,9 @@ def export_merged(model: Any, weights: Mapping[str, Tensor], tokenizer: Any, fol
     """
     state.load_state(model, {**state.saved_state(model), **weights})
     report = adapter.merge(model)
-    kept, _ = state.split_scaling(model.state_dict())
+    # Codes of a merged weight stand beside the weight that they decode to, which is written.
+    whole, _ = state.split_scaling(model.state_dict())
+    kept = {name: each for name, each in whole.items() if ".frozen." not in name}
     draft = folder.with_name(f".tmp-{folder.name}")
     with storage.refusals("write the merged model to", folder), storage.new_folder(folder, draft):
         _write_model(model, kept, tokenizer, draft)

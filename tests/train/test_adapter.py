@@ -229,7 +229,8 @@ def test_merge_writes_a_folder_that_transformers_reads(trained):
     weights = {name: each.detach().clone() for name, each in adapter_state.trained(model).items()}
     words = export_merged(model, weights, saved.task.tokenizer, folder / "merged")
     assert "% of the adapters' change survives" in words
-    read = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    read, report = AutoModelForCausalLM.from_pretrained(folder / "merged", output_loading_info=True)
+    assert not any(report.values()), report
     AutoTokenizer.from_pretrained(folder / "merged")
     own = dict(model.named_parameters())
     for name, each in read.named_parameters():
