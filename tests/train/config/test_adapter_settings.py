@@ -35,25 +35,25 @@ def test_a_text_describes_adapters_and_they_describe_themselves(text, found):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "value"),
     [
-        ("rank=4", "'rank' is none of r, alpha"),
-        ("r=0", "'r=0': must be a whole number"),
-        ("r=1.5", "must be a whole number"),
-        ("r", "'r': must be a whole number"),
-        ("alpha=0", "above 0"),
-        ("dropout=1", "below 1"),
-        ("dora=1", "Write 'dora' alone"),
-        ("r=1,r=2", "given twice"),
-        ("init=zeros", "one of kaiming, gaussian, pissa"),
-        ("targets=", "all-linear, or names"),
-        ("targets=all-linear+q_proj", "all-linear, or names"),
-        ("targets=q proj", "all-linear, or names"),
+        ("rank=4", "'rank'"),
+        ("r=0", "'r=0'"),
+        ("r=1.5", "'r=1.5'"),
+        ("r", "'r'"),
+        ("alpha=0", "'alpha=0'"),
+        ("dropout=1", "'dropout=1'"),
+        ("dora=1", "'dora=1'"),
+        ("r=1,r=2", "'r'"),
+        ("init=zeros", "pissa"),
+        ("targets=", "'targets='"),
+        ("targets=all-linear+q_proj", "'targets=all-linear+q_proj'"),
+        ("targets=q proj", "'targets=q proj'"),
     ],
 )
-def test_a_text_that_describes_none_is_refused(text, words):
-    assert words in lora_syntax.problems(text)[0]
-    with raises(ConfigError, "config.lora"):
+def test_a_text_that_describes_none_is_refused(text, value):
+    assert len(lora_syntax.problems(text)) == 1
+    with raises(ConfigError, "config.lora", value):
         lora_syntax.parse(text)
 
 
