@@ -18,7 +18,7 @@ class AdapterSettings:
 
     # fmt: off
     lora: str = LORA("",
-        "Train adapters of low rank over a frozen model, as r=16,alpha=32,targets=all-linear; empty: train the model.",
+        "Train adapters of low rank over frozen weights, as r=16,alpha=32,targets=all-linear; empty: train the model.",
         key="adapter", short=True, parts=lora_syntax.KEYS)
     base: str = ROOT("",
         "With lora: hold the frozen weights as codes of this recipe, read shard by shard; empty: as the precision has them.",
