@@ -183,7 +183,7 @@ def _is_of_experts(module: nn.Module) -> bool:
 
 _ATTENTION = Reason(
     "attention",
-    "nn.MultiheadAttention multiplies it in a function of its own: replace it by an attention with nn.Linear",
+    "nn.MultiheadAttention multiplies it in a function of its own: convert gives torch's class a recipe, and no subclass",
 )
 _EXPERTS = Reason("experts", "the experts share one parameter: convert gives each a recipe")
 GROUPED = "grouped_from"  # attribute of converted experts: their matrices are layers of their own
@@ -198,6 +198,8 @@ def other_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str, str]
     """
     prefix = f"{name}." if name else ""
     if isinstance(module, nn.MultiheadAttention):
+        if "q_proj" in module._modules:  # converted: its projections are layers
+            return
         for own in _PROJECTIONS:
             weight = getattr(module, own)
             if weight is not None:

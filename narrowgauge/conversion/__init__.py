@@ -41,10 +41,11 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import Save, check_save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
+from narrowgauge.nn.attention import close, opened
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import advance, nonfinite_amax, quantized_linears, suspended
 from narrowgauge.nn.disguised import adopt
-from narrowgauge.nn.experts import KEPT_BECAUSE, close, opened
+from narrowgauge.nn.experts import KEPT_BECAUSE
 from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.structure import require_module
 
@@ -65,6 +66,7 @@ def convert(
     save: Save | None = None,
     weight_codes: WeightCodes = "auto",
     embeddings: Codes | None = None,
+    share_scales: bool = False,
 ) -> nn.Module:
     """Assign recipes to the Linears of `model`, in place, and return the model.
 
@@ -87,6 +89,9 @@ def convert(
                   byte per weight, and each micro-batch casts
     embeddings    "int4" or "int8": rows of every nn.Embedding are quantized with a learned step
                   (nn/embedding.py); active until recipe is None
+    share_scales  scales of whole weights beside those of their tiles (NVFP4) are powers of two, so
+                  that an export gives q, k and v, or gate and up, one scale without a rounding
+                  (narrowgauge/export)
 
     A second call replaces the recipes of the layers that its patterns match,
     and leaves the others. Raises ConfigError if a pattern matches nothing,
@@ -112,6 +117,8 @@ def convert(
     # Everything that can be refused is refused before `_apply` changes the first layer.
     with opened(model):
         given = assignments(model, recipe, tokens=tokens, compiled=compiled, choices=choices)
+        if share_scales:
+            given = {name: each.with_shared_scales() for name, each in given.items()}
         _apply(model, given, weight_codes)
     # One cache for the whole model, layers of an earlier call included: q,
     # k and v then share the casts of their input.

@@ -7,7 +7,7 @@ that keep their precision. `auto.decisions` measures the layers under "auto".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -43,6 +43,11 @@ class Assignment:
     recipe: Recipe | None
     reason: str = ""
     decision: Decision | None = None
+
+    def with_shared_scales(self) -> Assignment:
+        """The same with `Recipe.with_shared_scales`."""
+        own = None if self.recipe is None else self.recipe.with_shared_scales()
+        return replace(self, recipe=own)
 
     @property
     def is_plain(self) -> bool:

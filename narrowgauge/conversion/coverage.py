@@ -235,6 +235,11 @@ def _counting(model: nn.Module) -> Iterator[_Products]:
         running.pop()
 
     with ExitStack() as stack:
+        # Suspended, torch's attention would multiply its projections itself.
+        for module in model.modules():
+            if hasattr(module, "always_projects"):
+                vars(module)["always_projects"] = True
+                stack.callback(vars(module).pop, "always_projects")
         stack.callback(register_module_forward_pre_hook(enter).remove)
         # always_call keeps the stack of modules balanced if a forward raises.
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)

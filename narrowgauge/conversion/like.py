@@ -24,12 +24,12 @@ from narrowgauge.conversion.bypassed import refuse_fast_path
 from narrowgauge.errors import ConfigError, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn.amax_history import LayerState
+from narrowgauge.nn.attention import is_opened, opened
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.converted_state import ADDED
 from narrowgauge.nn.disguised import adopt
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
-from narrowgauge.nn.experts import grouped_experts, opened
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import is_linear, plain_name, require_module
 
@@ -72,7 +72,7 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
             "pass the converted model first.",
             code="convert-like.not-converted",
         )
-    with opened(reference) if any(grouped_experts(policy)) else nullcontext():
+    with opened(reference) if is_opened(policy) else nullcontext():
         _follow_policy(policy, reference, sources)
     return reference
 

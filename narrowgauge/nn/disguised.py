@@ -31,6 +31,7 @@ class DisguisedLinear(QLinear):
         """The forward of the module's own class. weight: as `matrix`."""
         if self.is_suspended and multiplies_slowly(x, weight):
             return suspended_linear(x, weight, self.bias)
+        # Not F.linear: it adds the bias within the product, which rounds otherwise than Falcon's sum.
         found: Tensor = self.original.forward(self, x)
         return found
 
@@ -74,6 +75,7 @@ def class_of(original: type[nn.Module], is_transposed: bool) -> type[QLinear]:
     """
     if original is nn.Linear:
         return QLinear
+    # QLinear comes first, so that its forward, copies and state dicts win over the original's.
     base = TransposedLinear if is_transposed else DisguisedLinear
     return type(f"Q{original.__name__}", (base, original), {"original": original})
 

@@ -233,6 +233,25 @@ def test_power_of_two_global_scales_are_rescaled_exactly(tmp_path):
         assert_same(decoded(found, name), expected[name], at=name)
 
 
+def test_shared_scales_let_all_of_nvfp4_out(tmp_path):
+    """Trained a step; all seven Linears go out, each group under one scale, with the forward's numbers."""
+    ids = torch.arange(24).reshape(2, 12)
+    made = llama().train()
+    ng.convert(made, "nvfp4", share_scales=True)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    made(ids, labels=ids).loss.backward()
+    optimizer.step()
+    ng.advance(made)
+    report = ng.export.save(made, tmp_path / "out", format="nvfp4", load=False)
+    found, expected = tensors_of(tmp_path / "out"), operands(made)
+    assert len(report.narrow) == 7 == report.facts["bits"]["equal"]
+    for group in (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"]):  # fmt: skip
+        names = [f"model.layers.0.{name}" for name in group]
+        assert len({float(found[f"{name}.weight_global_scale"]) for name in names}) == 1
+    for name in report.narrow:
+        assert_same(decoded(found, name), expected[name], at=name)
+
+
 def test_a_global_scale_is_rescaled_exactly_or_not_at_all():
     cast = recipes.NVFP4.output.rhs
     x = torch.zeros(16, 32)
@@ -339,6 +358,8 @@ def test_bad_input_is_a_sentence_and_leaves_everything_as_it_was(tmp_path):
         ng.export.save(made, tmp_path / "out", format="fp8-chanel")
     with raises(ConfigError, "export.no-config"):
         ng.export.save(torch.nn.Linear(16, 16), tmp_path / "out", format="bf16")
+    with raises(ConfigError, "export.no-numbers", "embed_tokens"):
+        ng.export.save(llama().to("meta"), tmp_path / "out", format="bf16")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -362,6 +383,10 @@ def test_an_older_export_is_replaced_on_request_alone(tmp_path):
     assert ng.export.verify(tmp_path / "out")["format"] == "fp8-channel"
     ng.export.save(made, tmp_path / "out", format="bf16", load=False, overwrite=True)
     assert ng.export.verify(tmp_path / "out")["format"] == "bf16"
+    (tmp_path / "out/notes.txt").write_text("mine")  # would go with the older export
+    with raises(ConfigError, "export.output", "notes.txt"):
+        ng.export.save(made, tmp_path / "out", format="bf16", load=False, overwrite=True)
+    assert (tmp_path / "out/notes.txt").read_text() == "mine"
     assert isinstance(first, ExportReport) and "14" not in str(first).splitlines()[0]
 
 
