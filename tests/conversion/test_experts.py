@@ -348,3 +348,13 @@ def test_a_graph_is_refused_since_the_host_reads_the_router() -> None:
     assert "experts" in {reason.code for reason in refuse_run(model, optimizer)}
     ng.convert(model, {"*.experts": None})
     assert "experts" not in {reason.code for reason in refuse_run(model, optimizer)}
+
+
+def test_blame_names_the_expert_and_the_product() -> None:
+    from narrowgauge.lab.blame import observed
+
+    model = mixtral(num_hidden_layers=1)
+    ng.convert(model, {"*": "fp8-current", "*.experts.2.down_proj": "int4-minmax-sr"})
+    found = observed(model, lambda: model(IDS, labels=IDS).loss.backward())
+    assert {each.layer for each in found.suspects} == {f"{FIRST}.2.down_proj"}
+    assert {each.product for each in found.suspects} == {"output", "grad_input", "grad_weight"}

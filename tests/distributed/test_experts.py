@@ -21,20 +21,26 @@ transformers = pytest.importorskip("transformers", minversion="5")
 IDS = torch.arange(40).reshape(2, 20) % 64
 
 
-def trained(recipe: str, is_sharded: bool) -> dict[str, Tensor]:
+def trained(recipe: str, weights: str) -> dict[str, Tensor]:
+    """State after two steps. weights: as in `distribute`, or "" for one process."""
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=4,
     )  # fmt: skip
     model = ng.convert(transformers.MixtralForCausalLM(config), recipe)
-    if is_sharded:
+    if weights:
         for block in model.model.layers:
             fully_shard(block)
         fully_shard(model)
-        distribute(model)
+        distribute(model, weights=weights)
         if dist.get_rank() == 0:  # reads no weight, so it waits for no other rank
-            assert "experts" in str(ng.describe(model))
+            (row,) = [
+                each
+                for each in ng.describe(model)
+                if each.name.endswith(".1.mlp.experts.3.down_proj")
+            ]
+            assert ("all experts share" in row.sends) == (weights == "codes"), row.sends
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(IDS, labels=IDS).loss.backward()
@@ -47,8 +53,16 @@ def trained(recipe: str, is_sharded: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
-def test_sharded_experts_train_as_in_one_process(ranks, recipe: str) -> None:
-    alone = trained(recipe, False)
-    for found in ranks(2)(trained, recipe, True):
+@pytest.mark.parametrize(
+    ("recipe", "weights"),
+    [
+        ("fp8-current", "16bit"),
+        ("fp8-delayed", "16bit"),
+        ("mxfp8", "16bit"),
+        ("fp8-current", "codes"),
+    ],
+)
+def test_sharded_experts_train_as_in_one_process(ranks, recipe: str, weights: str) -> None:
+    alone = trained(recipe, "")
+    for found in ranks(2)(trained, recipe, weights):
         assert_same(found, alone)

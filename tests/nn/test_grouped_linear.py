@@ -231,7 +231,9 @@ def test_writes_to_the_parameter_are_seen_by_its_slices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo, at the break of its graph
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # Dynamo, at the break of its graph
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
 def test_compiled_code_leaves_the_experts_to_eager_code(recipe: str) -> None:
     class Model(nn.Module):
