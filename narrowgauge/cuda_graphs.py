@@ -526,7 +526,7 @@ def cast_weight(layer: QLinear) -> Casts:
     """Cast the weight before the step's first forward pass. Empty if `keeps_casts` is False."""
     # A cache of its own: the casts that the layer holds now stay as they are.
     cache = WeightCache()
-    weight: Tensor = layer.weight
+    weight: Tensor = layer.matrix
     if type(weight).__name__ == "DTensor":
         from narrowgauge.nn.sharded import plain
 

@@ -22,7 +22,13 @@ from typing import Any, Literal, NoReturn
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import Format, IntFormat
-from narrowgauge.scaling import FP32, WHOLE, ScaleRule
+from narrowgauge.scaling import (
+    E4M3_TWO_LEVEL,
+    E4M3_TWO_LEVEL_POW2,
+    FP32,
+    WHOLE,
+    ScaleRule,
+)
 
 __all__ = [
     "CURRENT",
@@ -669,6 +675,21 @@ class Recipe:
 
     def gemms(self) -> dict[str, Gemm]:
         return {name: getattr(self, name) for name in GEMMS}
+
+    def with_shared_scales(self) -> Recipe:
+        """Copy whose two-level casts of the weight have a power of two for the whole tensor.
+
+        Weights of such recipes can share the largest of these scales without a rounding, as servers
+        need of q, k and v. Other recipes are returned as they are.
+        """
+
+        def shared(gemm: Gemm) -> Gemm:
+            if gemm.rhs is None or gemm.rhs.scale != E4M3_TWO_LEVEL:
+                return gemm
+            return replace(gemm, rhs=replace(gemm.rhs, scale=E4M3_TWO_LEVEL_POW2))
+
+        found = replace(self, output=shared(self.output), grad_input=shared(self.grad_input))
+        return self if found == self else replace(found, name=f"{self.name}+shared-scales")
 
     def with_gemm(self, **changes: Gemm) -> Recipe:
         """Copy of this recipe with some GEMMs replaced: `recipe.with_gemm(grad_weight=Gemm())`.

@@ -13,6 +13,7 @@ the last place of float32, which moves a code only next to a tie.
     E4M3_TWO_LEVEL   an e4m3 number per tile times one float32 per tensor, as in NVFP4: the top of a
                      tile may saturate
     E4M3_TWO_LEVEL_CEIL   the same, the e4m3 number rounded up: nothing saturates
+    E4M3_TWO_LEVEL_POW2   as E4M3_TWO_LEVEL, the float32 rounded up to a power of two
 
     amax              FP32            POW2, E8M0_CEIL  E8M0_FLOOR      E4M3_TWO_LEVEL (_CEIL)
     0 or subnormal    1               1                1               0 (codes are zero)
@@ -81,12 +82,15 @@ class ScaleRule:
     power_of_two  True if every scale is a power of two: multiplying by it is exact
     two_level     True if a per-tensor scale multiplies the scales of the tiles. `function` then
                   takes the desired scales relative to the per-tensor scale (see `two_level_scales`)
+    power_of_two_whole  True if that per-tensor scale is a power of two. Tensors can then share the
+                  largest of their scales, exactly: the numbers of their tiles shift by a power of two
     """
 
     name: str
     function: Callable[[Tensor, Format], Tensor]
     power_of_two: bool = False
     two_level: bool = False
+    power_of_two_whole: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -151,6 +155,10 @@ def two_level_scales(amax: Tensor, format: Format, rule: ScaleRule) -> tuple[Ten
     whole = _quotient(largest, E4M3.max * format.max).clamp(
         min=smallest_scale(format) / E4M3.smallest
     )
+    if rule.power_of_two_whole:
+        # On the bits, as `_power_of_two_floor`: any mantissa carries into the exponent.
+        bits = whole.view(torch.int32) + _MANTISSA_BITS
+        whole = (bits & _EXPONENT_BITS).view(torch.float32)
     whole, wanted = _guard(whole, largest), _quotient(amax, format.max)
     # Subnormals are set to zero, whether or not the division flushes them: rounding up would
     # otherwise turn a surviving subnormal into 2**-9.
@@ -194,6 +202,9 @@ E8M0_CEIL = ScaleRule("e8m0-ceil", _power_of_two_ceil, power_of_two=True)
 E8M0_FLOOR = ScaleRule("e8m0-floor", _power_of_two_floor, power_of_two=True)
 E4M3_TWO_LEVEL = ScaleRule("e4m3-two-level", _e4m3_relative, two_level=True)
 E4M3_TWO_LEVEL_CEIL = ScaleRule("e4m3-two-level-ceil", _e4m3_relative_ceil, two_level=True)
+E4M3_TWO_LEVEL_POW2 = ScaleRule(
+    "e4m3-two-level-pow2", _e4m3_relative, two_level=True, power_of_two_whole=True
+)
 RULES: tuple[ScaleRule, ...] = (
     FP32,
     POW2,
@@ -201,6 +212,7 @@ RULES: tuple[ScaleRule, ...] = (
     E8M0_FLOOR,
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
+    E4M3_TWO_LEVEL_POW2,
 )
 
 

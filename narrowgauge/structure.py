@@ -7,9 +7,11 @@ Patterns of dotted names are shell wildcards and ranges of numbers:
                        "model.layers.0.mlp.up_proj"
     "layers.0-3"       a part of the form A-B stands for the numbers from A to B, both included
 
-Weights outside nn.Linear that are used in a matmul. Without a recipe, `describe` lists them:
+A Linear (`is_linear`) is an nn.Linear, a subclass of it, or transformers' Conv1D, whose weight is
+stored [in, out]: y = x @ weight + bias, in GPT-2 and related models.
 
-    Conv1D of transformers       y = x @ weight + bias, weight [in, out]: GPT-2 and related models
+Weights outside of Linears that are used in a matmul. Without a recipe, `describe` lists them:
+
     nn.MultiheadAttention        q, k and v in one weight [3 E, E], or in three if kdim or vdim
                                  differ
     experts in one parameter     [experts, ...]: the mixtures of experts of transformers 5. `convert`
@@ -47,6 +49,31 @@ def require_module(model: object, verb: str) -> None:
             f"{verb}: type {type(model).__name__} is no nn.Module. Pass the model first.",
             code="convert.not-a-module",
         )
+
+
+# --- Linears, also of other classes ---
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a module that computes x @ weight.T + bias, or says so by its class."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for transformers' Conv1D, by its name: transformers need not be installed."""
+    if not any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):
+        return False
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a Linear."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    weight: Any = layer.weight
+    rows, columns = weight.shape
+    return rows, columns
 
 
 # --- Patterns ---
@@ -110,7 +137,7 @@ def blocks(model: nn.Module) -> dict[str, Block]:
     for stack, members in outermost(model, _is_stack):
         for index, (child, member) in enumerate(members.items()):
             for name, module in member.named_modules():
-                if isinstance(module, nn.Linear):
+                if is_linear(module):
                     found[".".join(filter(None, (stack, child, name)))] = Block(
                         stack, index, len(members)
                     )
@@ -141,9 +168,9 @@ def _is_stack(module: nn.Module) -> bool:
     holding = [
         member
         for member in members
-        if any(isinstance(inner, nn.Linear) or _is_of_experts(inner) for inner in member.modules())
+        if any(is_linear(inner) or _is_of_experts(inner) for inner in member.modules())
     ]
-    return holding == members and not any(isinstance(member, nn.Linear) for member in members)
+    return holding == members and not any(map(is_linear, members))
 
 
 def _is_of_experts(module: nn.Module) -> bool:
@@ -154,12 +181,9 @@ def _is_of_experts(module: nn.Module) -> bool:
 
 # --- Weights outside Linears, or used without calling the Linear ---
 
-_CONV1D = Reason(
-    "conv1d", "transformers' Conv1D is no nn.Linear: replace it by one with the transposed weight"
-)
 _ATTENTION = Reason(
     "attention",
-    "nn.MultiheadAttention multiplies it in a function of its own: replace it by an attention with nn.Linear",
+    "nn.MultiheadAttention multiplies it in a function of its own: convert gives torch's class a recipe, and no subclass",
 )
 _EXPERTS = Reason("experts", "the experts share one parameter: convert gives each a recipe")
 GROUPED = "grouped_from"  # attribute of converted experts: their matrices are layers of their own
@@ -170,14 +194,12 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts")
 def other_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str, str]]:
     """Yield (dotted name, shape, reason) of each weight that `module` itself uses in a matmul.
 
-    name  dotted name of the module in its model; the weight of a Conv1D is listed under it
+    name  dotted name of the module in its model
     """
     prefix = f"{name}." if name else ""
-    if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2:
-            yield (name, f"{weight.shape[0]} -> {weight.shape[1]}", _CONV1D)
-    elif isinstance(module, nn.MultiheadAttention):
+    if isinstance(module, nn.MultiheadAttention):
+        if "q_proj" in module._modules:  # converted: its projections are layers
+            return
         for own in _PROJECTIONS:
             weight = getattr(module, own)
             if weight is not None:

@@ -239,6 +239,8 @@ def exact_two_level(
     whole = 1.0
     if largest >= 2.0**-126:
         whole = to_float32(max(Fraction(largest) / Fraction(448 * format.max), smallest))
+        if rule == "e4m3-two-level-pow2":
+            whole = 2.0 ** math.ceil(math.log2(whole))
     wanted = [to_float32(Fraction(float(a)) / Fraction(format.max)) for a in amax.ravel()]
     relative = [
         to_float32(Fraction(r) / Fraction(whole)) if r >= 2.0**-126 else 0.0 for r in wanted

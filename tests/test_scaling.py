@@ -189,6 +189,7 @@ def test_scale_rules_are_values():
     assert {rule.name for rule in scaling.RULES if rule.two_level} == {
         "e4m3-two-level",
         "e4m3-two-level-ceil",
+        "e4m3-two-level-pow2",
     }
 
 
@@ -341,3 +342,19 @@ def test_a_quotient_by_a_rounded_reciprocal_would_be_noticed():
     with pytest.raises(AssertionError):
         assert_same(amax * torch.tensor(1 / 448, dtype=torch.float32), expected)
     assert_same((amax.double() * (1 / 448)).float(), expected)
+
+
+@pytest.mark.parametrize("format", [E2M1, E4M3], ids=str)
+def test_the_whole_scale_of_a_pow2_rule_is_the_next_power_of_two(format):
+    torch.manual_seed(0)
+    for largest in (1.0, 2688.0, 3.7, 2.0**-40, 448.0 * 6 * 2.0**-3, 1e30):
+        amax = torch.rand(4, 4) * largest
+        amax[0, 0] = largest
+        scales, whole = two_levels(amax, format, scaling.E4M3_TWO_LEVEL_POW2)
+        plain = float(two_levels(amax, format)[1])
+        assert math.frexp(float(whole))[0] == 0.5 and plain <= float(whole) < 2 * plain
+        assert_same(scales, E4M3.round((amax / format.max) / whole))
+    for poison in (float("nan"), float("inf")):
+        amax[1, 1] = poison
+        assert two_levels(amax, format, scaling.E4M3_TWO_LEVEL_POW2)[1].isnan()
+    assert float(two_levels(torch.zeros(2, 2), format, scaling.E4M3_TWO_LEVEL_POW2)[1]) == 1

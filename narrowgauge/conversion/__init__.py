@@ -4,7 +4,8 @@
     convert(model, {"*": "fp8-row", "layers.0.*": "bf16", "lm_head": "fp8-row"})  later patterns win
     convert(model, {"*": "fp8-row", "layers.1.down_proj": "bf16:grad_weight"})    one GEMM
 
-A layer keeps its identity: only its class becomes QLinear. The module object, its parameters,
+A Linear is an nn.Linear, or a module of another class that computes the same (`disguises`).
+A layer keeps its identity: only its class becomes QLinear, or one made of QLinear and its own. The module object, its parameters,
 hooks, tied weights and users stay the same. Patterns are shell wildcards and ranges over dotted
 names (see `structure`). A pattern without a leading `*` also matches the end of a name, from a dot
 on: "mlp.up_proj" matches "model.layers.0.mlp.up_proj".
@@ -40,9 +41,11 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import Save, check_save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn import step_end
+from narrowgauge.nn.attention import close, opened
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import advance, nonfinite_amax, quantized_linears, suspended
-from narrowgauge.nn.experts import KEPT_BECAUSE, close, opened
+from narrowgauge.nn.disguised import adopt
+from narrowgauge.nn.experts import KEPT_BECAUSE
 from narrowgauge.nn.linear import QLinear, WeightCodes
 from narrowgauge.structure import require_module
 
@@ -63,12 +66,13 @@ def convert(
     save: Save | None = None,
     weight_codes: WeightCodes = "auto",
     embeddings: Codes | None = None,
+    share_scales: bool = False,
 ) -> nn.Module:
     """Assign recipes to the Linears of `model`, in place, and return the model.
 
     recipe        a name or Recipe for all Linears that kept_layers.KEPT does not exclude; or pattern -> name,
                   Recipe or None (ordinary Linear), later patterns win; "NAME:PRODUCTS" for some
-                  GEMMs of a layer. None turns every QLinear back into an nn.Linear. "auto": the
+                  GEMMs of a layer. None turns every QLinear back into what it was. "auto": the
                   fastest recipe for each layer's sizes (conversion/auto.py); the model must have
                   its device and dtype by then
     tokens        (auto) rows of a forward pass: sequences of a micro-batch times their length
@@ -85,6 +89,9 @@ def convert(
                   byte per weight, and each micro-batch casts
     embeddings    "int4" or "int8": rows of every nn.Embedding are quantized with a learned step
                   (nn/embedding.py); active until recipe is None
+    share_scales  scales of whole weights beside those of their tiles (NVFP4) are powers of two, so
+                  that an export gives q, k and v, or gate and up, one scale without a rounding
+                  (narrowgauge/export)
 
     A second call replaces the recipes of the layers that its patterns match,
     and leaves the others. Raises ConfigError if a pattern matches nothing,
@@ -110,6 +117,8 @@ def convert(
     # Everything that can be refused is refused before `_apply` changes the first layer.
     with opened(model):
         given = assignments(model, recipe, tokens=tokens, compiled=compiled, choices=choices)
+        if share_scales:
+            given = {name: each.with_shared_scales() for name, each in given.items()}
         _apply(model, given, weight_codes)
     # One cache for the whole model, layers of an earlier call included: q,
     # k and v then share the casts of their input.
@@ -158,9 +167,8 @@ def _apply(model: nn.Module, given: Mapping[str, Assignment], weight_codes: Weig
             layer.refuse(assignment.recipe)
     for name, assignment in given.items():
         layer = linears[name]
-        assert isinstance(layer, nn.Linear)
         if isinstance(layer, QLinear) or not assignment.is_plain:
-            quantized = layer if isinstance(layer, QLinear) else QLinear.adopt(layer, None)
+            quantized = layer if isinstance(layer, QLinear) else adopt(layer)
             quantized.recipe = assignment.recipe  # resets reason and decision, so it comes first
             quantized.reason = assignment.reason
             quantized.decision = assignment.decision

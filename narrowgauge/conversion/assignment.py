@@ -7,7 +7,8 @@ that keep their precision. `auto.decisions` measures the layers under "auto".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +20,7 @@ from narrowgauge.errors import ConfigError, Reason, closest
 from narrowgauge.nn.experts import refuse as refuse_experts
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.recipe import Recipe
-from narrowgauge.structure import holds_experts, matches, other_weights
+from narrowgauge.structure import holds_experts, is_linear, matches, other_weights
 
 _NO_AUTO = Reason(
     "experts-auto",
@@ -43,6 +44,11 @@ class Assignment:
     reason: str = ""
     decision: Decision | None = None
 
+    def with_shared_scales(self) -> Assignment:
+        """The same with `Recipe.with_shared_scales`."""
+        own = None if self.recipe is None else self.recipe.with_shared_scales()
+        return replace(self, recipe=own)
+
     @property
     def is_plain(self) -> bool:
         """True if the layer stays an nn.Linear: only the reason is recorded."""
@@ -63,13 +69,11 @@ def assignments(
     pattern matches none, and if every matched one is kept in high precision.
     """
     resolved = _resolved(recipe)
-    linears = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     if not linears:
         raise ConfigError(
             f"convert: {type(model).__name__} holds no nn.Linear, so there is nothing to convert. "
-            f"Layers of other classes (such as transformers' Conv1D) must be replaced by nn.Linear first. {_WITHOUT}",
+            f"Layers of other classes must be replaced by nn.Linear first. {_WITHOUT}",
             code="convert.no-linear",
         )
     matching = {
@@ -83,12 +87,12 @@ def assignments(
     }
     if all(kept.values()):
         raise ConfigError(
-            f"convert: nothing to convert, every Linear that was named is kept: {_reasons(model, kept)}",
+            f"convert: nothing to convert, every Linear that was named is kept: {_reasons(kept)}. {_WITHOUT}",
             code="convert.all-kept",
         )
     # The order of `matching` is the order of the modules, so reports list layers as the model does.
     given: dict[str, Assignment] = {}
-    left_to_auto: dict[str, nn.Linear] = {}
+    left_to_auto: dict[str, nn.Module] = {}
     wide: dict[str, dict[str, str]] = {}  # pattern -> layer -> reason for bf16
     for name, patterns in matching.items():
         if kept[name] is not None:
@@ -120,7 +124,7 @@ def assignments(
 
 
 def _refuse_lazy(
-    linears: Mapping[str, nn.Linear],
+    linears: Mapping[str, Any],
     matching: Mapping[str, list[str]],
     resolved: Mapping[str, str | Recipe | Some | None],
 ) -> None:
@@ -157,7 +161,7 @@ def _resolved(recipe: Patterns) -> dict[str, str | Recipe | Some | None]:
 
 
 def _decisive(
-    layer: nn.Linear, patterns: list[str], resolved: Mapping[str, str | Recipe | Some | None]
+    layer: nn.Module, patterns: list[str], resolved: Mapping[str, str | Recipe | Some | None]
 ) -> tuple[str | Recipe | None, list[Some], str]:
     """Combine the patterns that match a layer.
 
@@ -180,7 +184,7 @@ def _decisive(
 
 
 def _matching(
-    model: nn.Module, linears: Mapping[str, nn.Linear], patterns: Mapping[str, object]
+    model: nn.Module, linears: Mapping[str, nn.Module], patterns: Mapping[str, object]
 ) -> dict[str, list[str]]:
     """First name of each Linear -> the patterns that match any of its names.
 
@@ -245,9 +249,6 @@ def _refuse_experts(model: nn.Module, pattern: str) -> None:
             )
 
 
-def _reasons(model: nn.Module, kept: Mapping[str, str | None]) -> str:
-    """The first three reasons, and a hint for models built from Conv1D (GPT-2 of transformers)."""
-    words = [f"{name!r} ({reason})" for name, reason in list(kept.items())[:3]]
-    others = sum(type(module).__name__ == "Conv1D" for module in model.modules())
-    hint = f" Its {others} Conv1D layers are no nn.Linear: replace them first. {_WITHOUT}"
-    return "; ".join(words) + "." + hint * (others > 0)
+def _reasons(kept: Mapping[str, str | None]) -> str:
+    """The first three reasons."""
+    return "; ".join(f"{name!r} ({reason})" for name, reason in list(kept.items())[:3])

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
 from narrowgauge.ops.timing.cards import of_device
+from narrowgauge.structure import features
 
 CANDIDATES = ("bf16", "fp8-block", "fp8-row", "fp8-current")  # the most accurate first
 TIE = 0.02
@@ -133,7 +135,7 @@ def decide(
 
 
 def decisions(
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, nn.Module],
     tokens: int | None,
     compiled: bool,
     choices: Mapping[str, str] | None,
@@ -169,9 +171,10 @@ def decisions(
                 )
             found[name] = Decision(recipe=choices[name], tokens=tokens, how="given")
             continue
-        weight = layer.weight
+        weight: Any = layer.weight
+        inputs, outputs = features(layer)
         workload = LinearWorkload(
-            tokens=tokens, inputs=layer.in_features, outputs=layer.out_features, dtype=weight.dtype,
+            tokens=tokens, inputs=inputs, outputs=outputs, dtype=weight.dtype,
             biased=layer.bias is not None, trains=weight.requires_grad, compiled=compiled,
         )  # fmt: skip
         if (weight.device, workload) not in made:

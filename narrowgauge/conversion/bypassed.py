@@ -82,9 +82,7 @@ def refuse_fast_path(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             own, number = layer.activation, layer.activation_relu_or_gelu
-            has_recipe = any(
-                isinstance(each, QLinear) and each.recipe for each in (layer.linear1, layer.linear2)
-            )
+            has_recipe = any(isinstance(each, QLinear) and each.recipe for each in layer.modules())
             # torch has no switch for one layer. The kernel runs only if this
             # number names an activation that it implements: 1 relu, 2 gelu.
             # False disables it and marks that there was a number.

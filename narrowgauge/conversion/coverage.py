@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,10 @@ from narrowgauge.nn.converted_model import quantized_linears, suspended
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 from narrowgauge.ops.timing.work import OPERANDS, of_operator
-from narrowgauge.recipe import GEMMS, Gemm
-from narrowgauge.structure import other_weights, require_module
+from narrowgauge.structure import is_linear, other_weights, require_module
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Gemm
 
 HIGH_PRECISION_BITS = 16
 SHOWN = 4  # parts of the rest that the sentence names
@@ -135,6 +137,17 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
     return counter.coverage()
 
 
+def recorded(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """As `coverage`, for run.json; only a `sentence` if it cannot be counted.
+
+    A model without a count may still train, so a failed count ends no run.
+    """
+    try:
+        return coverage(model, batch).as_dict()
+    except ConfigError as error:
+        return {"sentence": f"The share of low precision is unknown: {error}"}
+
+
 def _call(model: nn.Module, batch: Any) -> None:
     with torch.enable_grad():
         if isinstance(batch, Mapping):
@@ -222,6 +235,11 @@ def _counting(model: nn.Module) -> Iterator[_Products]:
         running.pop()
 
     with ExitStack() as stack:
+        # Suspended, torch's attention would multiply its projections itself.
+        for module in model.modules():
+            if hasattr(module, "always_projects"):
+                vars(module)["always_projects"] = True
+                stack.callback(vars(module).pop, "always_projects")
         stack.callback(register_module_forward_pre_hook(enter).remove)
         # always_call keeps the stack of modules balanced if a forward raises.
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
@@ -260,8 +278,9 @@ class _Products(TorchDispatchMode):
         if recipe is None:
             self.wide[operands, self._part(module, operation)] += flops * (1 + lhs + rhs)
             return
-        for name, is_computed in zip(GEMMS, (True, lhs, rhs), strict=True):
-            if is_computed and (bits := bits_of(getattr(recipe, name))) < HIGH_PRECISION_BITS:
+        gemms = recipe.gemms().values()  # output, grad_input, grad_weight
+        for gemm, is_computed in zip(gemms, (True, lhs, rhs), strict=True):
+            if is_computed and (bits := bits_of(gemm)) < HIGH_PRECISION_BITS:
                 self.narrow[bits] += flops
             elif is_computed:
                 # Its recipe multiplies in 16 bits, whatever the type of the model is.
@@ -272,7 +291,7 @@ class _Products(TorchDispatchMode):
         """Part of the model under which a product in high precision is listed."""
         name, kind = self.names.get(module, ""), type(module).__name__
         leaf = next((part for part in reversed(name.split(".")) if not part.isdigit()), "") or kind
-        if isinstance(module, nn.Linear):
+        if is_linear(module):
             return leaf
         if any(" experts of " in shape for _, shape, _ in other_weights(name, module)):
             return "experts"
@@ -292,7 +311,7 @@ class _Products(TorchDispatchMode):
 class _Attention(TorchFunctionMode):
     """Counts torch's attention by its shapes.
 
-    Below this call torch takes one of several kernels, and its FLOP counter knows none of a CPU.
+    Torch chooses among several kernels below this call, and its FLOP counter knows none of a CPU.
     """
 
     def __init__(self, products: _Products) -> None:
@@ -353,7 +372,7 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, QLinear):
             reached += module.weight.numel() if is_narrow(module) else 0
-        elif isinstance(module, nn.Linear):
+        elif is_linear(module):
             reason = reason_to_keep(name, module, [], head)
             if name not in decided and reason and getattr(reason, "code", "") != "kept":
                 leave(name, module.weight, reason)

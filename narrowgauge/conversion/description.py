@@ -31,7 +31,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.structure import other_weights, require_module
+from narrowgauge.structure import features, is_linear, other_weights, require_module
 
 if TYPE_CHECKING:
     from narrowgauge.conversion.coverage import Coverage
@@ -178,7 +178,7 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     for name, module in model.named_modules():
         if isinstance(module, QLinear) and module.recipe is not None:
             description.append(_row(model, name, module, module.recipe))
-        elif isinstance(module, nn.Linear):
+        elif is_linear(module):
             decision = module.decision if isinstance(module, QLinear) else None
             left_by = (
                 module.reason if isinstance(module, QLinear) else module.__dict__.get(LEFT_BY, "")
@@ -203,8 +203,8 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     return description
 
 
-def _shape(layer: nn.Linear) -> str:
-    return f"{layer.in_features} -> {layer.out_features}"
+def _shape(layer: nn.Module) -> str:
+    return " -> ".join(map(str, features(layer)))
 
 
 def _wide_row(name: str, shape: str, words: str, note: str) -> Row:

@@ -1,7 +1,7 @@
 """Linears that keep their precision although a pattern matches them, and the reasons.
 
-Output heads and routers, layers below one hardware tile, and classes other than nn.Linear keep it
-(`reason_to_keep`). A recipe's `wide_blocks` keeps whole blocks in bf16 (`wide_by_policy`).
+Output heads and routers, layers below one hardware tile, and classes that compute something else
+than nn.Linear keep it (`reason_to_keep`). A recipe's `wide_blocks` keeps whole blocks in bf16 (`wide_by_policy`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from narrowgauge.conversion.disguises import reason_to_leave
 from narrowgauge.errors import Reason
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.structure import blocks, expanded
+from narrowgauge.structure import blocks, expanded, features
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
@@ -54,7 +55,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def reason_to_keep(
-    name: str, layer: nn.Linear, matching: list[str], head: nn.Module | None
+    name: str, layer: nn.Module, matching: list[str], head: nn.Module | None
 ) -> str | None:
     """Return the reason why a Linear keeps its precision although a pattern matches it, or None.
 
@@ -62,21 +63,10 @@ def reason_to_keep(
     matching  patterns that match it
     head      the model's output head, if it declares one
     """
-    if type(layer) not in (nn.Linear, QLinear) and not getattr(layer, "is_expert", False):
-        if nn.utils.parametrize.is_parametrized(layer):
-            return Reason(
-                "parametrized", "it is parametrized: convert it first, and parametrize it then"
-            )
-        kind = type(layer).__name__
-        # A subclass is excluded even with nn.Linear's forward: its owner may
-        # read the weight directly.
-        if type(layer).forward is not nn.Linear.forward:
-            return Reason("own-forward", f"{kind} has a forward of its own")
-        return Reason(
-            "own-class",
-            f"{kind} is a class of its own: its weight may be read without calling it, as torch's attention does",
-        )
-    if min(layer.in_features, layer.out_features) < SMALLEST:
+    is_disguised = type(layer) is not nn.Linear and not isinstance(layer, QLinear)
+    if is_disguised and (reason := reason_to_leave(layer)) is not None:
+        return reason
+    if min(features(layer)) < SMALLEST:
         return Reason("too-small", f"fewer than {SMALLEST} features on one side")
     last = name.rpartition(".")[2]
     # "lm_head" and "*.gate" name the layer in letters; "*" and "layers.*" do not.

@@ -14,9 +14,9 @@ of the policy to every log-ratio. Layers are matched by name. Adapters around a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -24,15 +24,15 @@ from narrowgauge.conversion.bypassed import refuse_fast_path
 from narrowgauge.errors import ConfigError, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
 from narrowgauge.nn.amax_history import LayerState
+from narrowgauge.nn.attention import is_opened, opened
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.converted_state import ADDED
+from narrowgauge.nn.disguised import adopt
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
-from narrowgauge.nn.experts import grouped_experts, opened
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.structure import plain_name, require_module
+from narrowgauge.structure import is_linear, plain_name, require_module
 
-Kind = TypeVar("Kind", nn.Linear, nn.Embedding)
 BASE = (
     "base_layer",
     "original_module",
@@ -65,23 +65,23 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
             "convert_like: both models are one object. Pass the converted model first and its copy second.",
             code="convert-like.same-model",
         )
-    sources = _without_adapters(policy, nn.Linear)
+    sources = _without_adapters(policy, is_linear)
     if not any(isinstance(each, QLinear) for each in sources.values()):
         raise ConfigError(
             f"convert_like: no layer of the first model, {type(policy).__name__}, is converted. Call narrowgauge.convert on it before, and "
             "pass the converted model first.",
             code="convert-like.not-converted",
         )
-    with opened(reference) if any(grouped_experts(policy)) else nullcontext():
+    with opened(reference) if is_opened(policy) else nullcontext():
         _follow_policy(policy, reference, sources)
     return reference
 
 
 def _follow_policy(
-    policy: nn.Module, reference: nn.Module, sources: Mapping[str, nn.Linear]
+    policy: nn.Module, reference: nn.Module, sources: Mapping[str, nn.Module]
 ) -> None:
     """Convert the layers of the reference. sources: name -> Linear of the policy."""
-    pairs = _pairs(sources, _without_adapters(reference, nn.Linear), "Linear")
+    pairs = _pairs(sources, _without_adapters(reference, is_linear), "Linear")
     # Check every layer before the first one changes, so that an error leaves the model as it was.
     for _, source, target in pairs:
         if isinstance(target, QLinear):
@@ -89,8 +89,8 @@ def _follow_policy(
     tables: list[tuple[str, nn.Embedding, nn.Embedding]] = []
     if any(quantized_embeddings(policy)) or any(quantized_embeddings(reference)):
         tables = _pairs(
-            _without_adapters(policy, nn.Embedding),
-            _without_adapters(reference, nn.Embedding),
+            _without_adapters(policy, _is_table),
+            _without_adapters(reference, _is_table),
             "Embedding",
         )
     for _, source, target in pairs:
@@ -108,7 +108,11 @@ def _follow_policy(
     _warn_of_noise(pairs)
 
 
-def _without_adapters(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def _without_adapters(model: nn.Module, is_kind: Callable[[nn.Module], bool]) -> dict[str, Any]:
     """Name -> layer of a kind, named as in the model without adapters and wrappers."""
     adapters = [
         name
@@ -120,7 +124,7 @@ def _without_adapters(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
         own = [each for each in adapters if name.startswith(f"{each}." if each else "")]
         # Below an adapter only the original layer counts, not LoRA's own Linears.
         inside = all(name[len(each) :].lstrip(".").split(".")[0] in BASE for each in own)
-        if isinstance(module, kind) and inside:
+        if is_kind(module) and inside:
             found[".".join(part for part in plain_name(name).split(".") if part not in BASE)] = (
                 module
             )
@@ -128,8 +132,8 @@ def _without_adapters(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
 
 
 def _pairs(
-    sources: Mapping[str, Kind], targets: Mapping[str, Kind], kind: str
-) -> list[tuple[str, Kind, Kind]]:
+    sources: Mapping[str, Any], targets: Mapping[str, Any], kind: str
+) -> list[tuple[str, Any, Any]]:
     """(name in the reference, layer of the policy, layer of the reference) for each pair.
 
     Raises ConfigError if the layers do not match one to one.
@@ -185,12 +189,12 @@ def _prefixes(names: Mapping[str, object], others: Mapping[str, object]) -> tupl
     return max(itertools.product(leading(names), leading(others)), key=agreeing)
 
 
-def _follow(source: nn.Linear, target: nn.Linear) -> None:
+def _follow(source: nn.Module, target: nn.Module) -> None:
     if not isinstance(source, QLinear):
         if isinstance(target, QLinear):
             target.restore()
         return
-    layer = target if isinstance(target, QLinear) else QLinear.adopt(target, None)
+    layer = target if isinstance(target, QLinear) else adopt(target)
     layer.recipe = source.recipe  # first: the setter resets reason, decision and state
     layer.reason, layer.decision, layer.weight_codes = (
         source.reason,
@@ -218,7 +222,7 @@ def _follow_embedding(source: nn.Embedding, target: nn.Embedding) -> None:
         table.is_suspended = source.is_suspended
 
 
-def _warn_of_noise(pairs: list[tuple[str, nn.Linear, nn.Linear]]) -> None:
+def _warn_of_noise(pairs: list[tuple[str, nn.Module, nn.Module]]) -> None:
     drawing = []
     for name, _, layer in pairs:
         recipe = layer.recipe if isinstance(layer, QLinear) else None

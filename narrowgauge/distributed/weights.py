@@ -530,6 +530,8 @@ def _gathered_weight(layer: QLinear, name: str, topology: Topology) -> GatheredW
         return "fully_shard does not shard it"
     if layer.recipe is None:
         return "it has no recipe"
+    if layer.is_transposed:
+        return "its weight is stored transposed"
 
     own = weight.device_mesh
     dim = own.ndim - 1

@@ -22,13 +22,12 @@ absent or whole, and an older export that `overwrite` replaces is there until th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +54,6 @@ OF_REPORTS = reading.Kind(
     error=CheckpointError,
     step="Export the model again, to another folder.",
 )
-
-OF_FILES = replace(OF_REPORTS, most_bytes=2**62)  # export.json says how large they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +104,7 @@ class ExportReport:
             )
         if logits := loaded.get("logits"):
             lines.append(
-                f"Outputs: {logits['loaded']:.2g} from the training forward's; the master weights in 16 bits: {logits['wide']:.2g}."
+                f"Outputs: {logits['loaded']:.2g} from the training forward's; the same weights without the recipe: {logits['wide']:.2g}."
             )
         reasons: dict[str, list[str]] = {}
         for name, why in facts["wide"].items():
@@ -147,13 +144,14 @@ def save(
     shard_bytes a file is closed before it would have more; one tensor may have more by itself
     facts       on the training, for the card and export.json (`card`)
 
-    Memory besides the model: one shard (512 MiB) twice, and with `load` the model. Time: two casts
+    Memory besides the model: one shard (512 MiB), and with `load` the model. Time: two casts
     of every weight, and one forward pass of a row for each layer.
 
     Raises ConfigError before anything is written if the format is unknown, if no layer's numbers
     are the format's, or if `output` holds something else; StorageError if the disk refuses.
     """
     form, path = format_of(format), Path(output)
+    model = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
     _refuse_model(model)
     dtype = dtype or (torch.float16 if _dtype(model) == torch.float16 else torch.bfloat16)
     _refuse_place(path, overwrite)
@@ -219,12 +217,7 @@ def verify(folder: str | os.PathLike[str]) -> Mapping[str, Any]:
             code="export.not-one",
         )
     for name, entry in facts["files"].items():
-        digest, size = hashlib.sha256(), 0
-        with reading.opened(path / name, OF_FILES) as file:
-            while data := file.read(2**22):
-                digest.update(data)
-                size += len(data)
-        if {"bytes": size, "sha256": digest.hexdigest()} != entry:
+        if writing.hashed(path / name) != entry:
             raise CheckpointError(
                 f"{path / name}: was changed since it was exported. Export the model again, to another folder.",
                 code="export.damaged",

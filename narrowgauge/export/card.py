@@ -91,8 +91,8 @@ def _numbers(form: ExportFormat, report: Mapping[str, Any]) -> str:
         said.append(f"transformers read {loaded['weights']} of these weights, {share} to the bit.")
     if logits := loaded.get("logits"):
         said.append(
-            f"Outputs of the loaded model are {logits['loaded']:.2g} from the training forward's (relative), those of the master weights "
-            f"in 16 bits {logits['wide']:.2g}: readers that decode weights leave activations in 16 bits."
+            f"Outputs of the loaded model are {logits['loaded']:.2g} from the training forward's (relative), those of the same "
+            f"weights without the recipe {logits['wide']:.2g}: a reader that decodes weights leaves activations in 16 bits."
         )
     return " ".join(said)
 

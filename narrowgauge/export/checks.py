@@ -53,7 +53,7 @@ def bits(
     equal, largest, anew = 0, 0.0, dict[str, float]()
     for name, parts in files.layers.items():
         layer: Any = model.get_submodule(name)
-        found = form.decode({part: files.read(whole) for part, whole in parts.items()})
+        found = decoded(form, files, parts)
         expected = forward_operand(layer).cpu()
         difference = relative(found, expected)
         # These are not the forward's numbers, on request: their distance is reported instead.
@@ -74,6 +74,24 @@ def bits(
         "largest_difference": largest,
         "requantized": anew,
     }
+
+
+def decoded(form: ExportFormat, files: WeightFiles, parts: list[dict[str, str]]) -> Tensor:
+    """[N, K] float32 of a layer, from the files. parts: see `WeightFiles.layers`."""
+    rows = [
+        form.decode({kind: files.read(whole) for kind, whole in each.items()}) for each in parts
+    ]
+    return torch.cat(rows)
+
+
+def _weight(model: nn.Module, loaded: nn.Module, name: str) -> Tensor:
+    """[N, K] of the loaded model, for a layer of the given one."""
+    layer: Any = model.get_submodule(name)
+    if not hasattr(layer, "place"):
+        return loaded.get_submodule(name).weight.detach().cpu()  # type: ignore[operator]
+    # The loaded model has no slices of the experts' parameter, but the same parameter.
+    stack = loaded.get_parameter(f"{name.rsplit('.', 2)[0]}.{layer.place.weight}")
+    return stack[layer.place.index].detach().cpu()
 
 
 def missing_package(form: ExportFormat) -> str:
@@ -107,15 +125,25 @@ def loading(
             "checked": False,
             "why": f"transformers was not asked to load it: that takes {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free.",
         }
-    with _quiet():
-        loaded, info = type(model).from_pretrained(
-            files.folder,
-            dtype=dtype,
-            output_loading_info=True,
-            local_files_only=True,
-            use_safetensors=True,
-            **_dequantizing(form, files),
-        )
+    try:
+        with _quiet():
+            loaded, info = type(model).from_pretrained(
+                files.folder,
+                dtype=dtype,
+                output_loading_info=True,
+                local_files_only=True,
+                use_safetensors=True,
+                **_dequantizing(form, files),
+            )
+    # transformers raises many exception types. Its 5.23 fails where experts stay wide beside formats
+    # of compressed-tensors that are not FP8.
+    except Exception as error:
+        words = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"format = {form.name!r}: transformers cannot load what was written, so nothing was kept: {type(error).__name__}: {words}. "
+            "Choose another format, or pass --no-load if the folder is for another reader.",
+            code="export.unreadable",
+        ) from error
     # A name that transformers does not find gets random numbers, with a warning alone.
     if wrong := sorted({*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]}):
         raise ConfigError(
@@ -125,8 +153,8 @@ def loading(
         )
     equal, elements, same, worst = 0, 0, 0, ("", 0.0)
     for name, parts in files.layers.items():
-        expected = form.decode({part: files.read(whole) for part, whole in parts.items()}).to(dtype)
-        found = loaded.get_submodule(name).weight.detach().cpu()
+        expected = decoded(form, files, parts).to(dtype)
+        found = _weight(model, loaded, name)
         here = int((found == expected).sum())
         equal, elements, same = (
             equal + (here == expected.numel()),
@@ -177,7 +205,7 @@ def _logits(model: Any, loaded: Any) -> dict[str, Any] | None:
 
     loaded     of the loaded model from the training forward: the weights are equal, and the reader
                leaves activations in 16 bits
-    wide       of the master weights in 16 bits from the training forward, for comparison
+    wide       of the given model without its recipe from the training forward, for comparison
     """
     if getattr(model, "main_input_name", "") != "input_ids":
         return None

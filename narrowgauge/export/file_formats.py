@@ -68,6 +68,7 @@ class ExportFormat:
              with `tensors`, so it checks them
     config   config(names of all Linears that stay wide) -> `quantization_config` of config.json
     inputs   True: x has a static scale, from an amax history
+    experts  True: transformers reads experts of a mixture in it too
     readers  programs that read the format
     """
 
@@ -80,6 +81,7 @@ class ExportFormat:
     config: Callable[[Sequence[str]], dict[str, Any]]
     readers: str
     inputs: bool = False
+    experts: bool = False
 
     def holds(self, cast: Cast, rows: int, columns: int) -> str:
         """Return why the codes of such a cast on [rows, columns] do not fit, a clause, or ''."""
@@ -233,6 +235,7 @@ def _channel(
         config=_compressed("float-quantized", _CHANNEL, inputs),
         readers=_SERVERS,
         inputs=is_static,
+        experts=not is_static,
     )
 
 
@@ -255,6 +258,7 @@ FP8_BLOCK = ExportFormat(
     decode=times("weight_scale_inv"),
     config=_hf_block,
     readers="transformers with accelerate, vLLM, SGLang",
+    experts=True,
 )
 FP8_BLOCK_CT = ExportFormat(
     name="fp8-block-ct",

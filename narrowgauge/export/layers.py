@@ -82,12 +82,8 @@ def chosen(
     tied = _tied(model)
     for name, layer in model.named_modules():
         if isinstance(layer, QLinear) and hasattr(layer, "place"):
-            # A matrix of experts that share one parameter: nothing goes out under its own name.
-            stack, _, own = name.rsplit(".", 2)
-            choices[f"{stack}.{own}"] = _wide(
-                "experts", "experts that share one parameter go out in 16 bits"
-            )
-        elif isinstance(layer, QLinear) and layer.recipe is not None:
+            continue  # a matrix of experts, see `_experts`
+        if isinstance(layer, QLinear) and layer.recipe is not None:
             others = [
                 each for each in tied.get(id(layer._parameters.get("weight")), ()) if each != name
             ]
@@ -103,11 +99,76 @@ def chosen(
                 choices[name] = _choice(layer, form, requantize)
         elif isinstance(layer, nn.Linear):
             choices.setdefault(name, _wide("no-recipe", "no recipe casts it"))
+    choices |= _experts(model, form, requantize)
     # Last: a group follows what was chosen for each of its layers.
     if fused and form.cast is not None:
         for group in groups(choices):
             choices |= _together(model, {name: choices[name] for name in group}, form)
     return choices
+
+
+def _experts(model: nn.Module, form: ExportFormat, requantize: bool) -> dict[str, WeightChoice]:
+    """Choose for experts that share one parameter, all of a mixture alike.
+
+    ->  name of each expert's matrix, as `experts.3.down_proj`, if all become codes; else the names
+        of the parameters, as `experts.down_proj`
+    """
+    mixtures: dict[str, dict[str, Any]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, QLinear) and hasattr(layer, "place"):
+            mixtures.setdefault(name.rsplit(".", 2)[0], {})[name] = layer
+    found: dict[str, WeightChoice] = {}
+    for owner, members in mixtures.items():
+        stacks = {f"{owner}.{layer.place.weight}": layer for layer in members.values()}
+        are_split = all(expert_names(model, stack) for stack in stacks)
+        own = {name: _expert(layer, form, requantize) for name, layer in members.items()}
+        wide = next((each for each in own.values() if not each.is_narrow), None)
+        if form.cast is None or (form.experts and wide is not None):
+            found |= dict.fromkeys(stacks, wide or _wide("16-bit-format", "the format has 16 bits"))
+        elif not form.experts or not are_split:
+            why = "experts that share one parameter: transformers does not read them in this format"
+            found |= dict.fromkeys(stacks, _wide("experts", why))
+        else:
+            found |= own
+    return found
+
+
+def _expert(layer: Any, form: ExportFormat, requantize: bool) -> WeightChoice:
+    if layer.recipe is None or layer.place.is_transposed:
+        return _wide(
+            "no-recipe", "experts that share one parameter, without a recipe or transposed"
+        )
+    choice = _choice(layer, form, requantize)
+    # Files have gate and up as two weights, each with the tiles of its own rows.
+    why = ""
+    if choice.is_narrow and "gate_up" in layer.place.weight and form.cast is not None:
+        why = form.refuse(form.cast, layer.out_features // 2, layer.in_features)
+    return WeightChoice(reason=why) if why else choice
+
+
+def expert_names(model: nn.Module, stack: str) -> dict[str, tuple[int, int]]:
+    """Names of a stack's matrices in checkpoints of the class -> (expert, part of its rows).
+
+    stack  name of a parameter [E, N, K]; empty if checkpoints hold it as one tensor
+
+    Found by what transformers does to a small tensor of that name, so no layout is written down here.
+    """
+    count = model.get_parameter(stack).shape[0]
+    parts = 2 if "gate_up" in stack else 1
+    marked = torch.arange(count * parts, dtype=torch.float32).reshape(count, parts, 1)
+    found = reverted(model, {stack: marked})
+    if stack in found or any(each.numel() != 1 for each in found.values()):
+        return {}
+    return {name: divmod(int(each), parts) for name, each in found.items()}
+
+
+def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names, and in the layouts, of the class's checkpoints."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 loads every weight as it is stored
+        return tensors
+    return dict(revert_weight_conversion(model, tensors))
 
 
 def groups(names: Iterable[str]) -> Iterator[list[str]]:
@@ -263,14 +324,14 @@ def refuse(model: nn.Module, form: ExportFormat, choices: Mapping[str, WeightCho
     found = [
         change(layer, form)
         for name, layer in list(narrow.items())[:MEASURED]
-        if anew[name].is_narrow
+        if name in anew and anew[name].is_narrow
     ]
     if found:
         instead += (
             f" --requantize casts weights anew, by {min(found):.2g} to {max(found):.2g} of their norm from the forward's (of {len(found)} "
             "layers)."
         )
-    name = next(iter(narrow))
+    name = next(name for name in narrow if name in choices)
     raise ConfigError(
         f"format = {form.name!r}: holds no layer's numbers as they are. Of {name!r}: {choices[name].reason}. {instead}",
         code="export.no-layer",

@@ -1,7 +1,7 @@
 """The files of an export: shards of weights, their index, config.json and a tokenizer's files.
 
 Weights are written block by block (`model.layers.0`, ...), each layer by one cast, so memory holds
-the codes of one shard twice and never the model's. Names and layouts are those of the class's
+the codes of one shard and never the model's. Names and layouts are those of the class's
 checkpoints: `revert_weight_conversion` of transformers splits experts that share one parameter. A
 tensor with several names is written once, under its first name.
 
@@ -12,6 +12,7 @@ stay so.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 import shutil
@@ -25,8 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import addresses, manifest, storage
-from narrowgauge.errors import ConfigError, NumericsError
-from narrowgauge.export.layers import WeightChoice, input_amax, made, plain_weight
+from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
+from narrowgauge.export.layers import (
+    WeightChoice,
+    expert_names,
+    input_amax,
+    made,
+    plain_weight,
+    reverted,
+)
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.storage import reading
 
@@ -41,6 +49,10 @@ TOKENIZER = re.compile(
 OF_TOKENIZERS = reading.Kind(
     most_bytes=reading.GIB, step="Name a folder of tokenizer files.", follow_links=True
 )
+# export.json says how large they are.
+OF_FILES = reading.Kind(
+    most_bytes=2**62, error=CheckpointError, step="Export the model again, to another folder."
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,16 +63,17 @@ class WeightFiles:
     shard_bytes  a file is closed before it would have more
     entries      file name -> {"bytes", "sha256"}
     places       name of a tensor -> file name
-    layers       name of a narrow layer -> {part of a tensor's name: the tensor's whole name}
+    layers       name of a narrow layer -> for each part of its rows that has a name of its own
+                 {last part of a tensor's name: the tensor's whole name}
     linears      name of a Linear in the model -> its name in the files
-    experts      names of Linears that are in the files alone: experts that share one parameter
+    experts      names of wide Linears that are in the files alone: experts that share one parameter
     """
 
     folder: Path
     shard_bytes: int = manifest.SHARD_BYTES
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
-    layers: dict[str, dict[str, str]] = field(default_factory=dict)
+    layers: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     linears: dict[str, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
     total_bytes: int = 0
@@ -79,9 +92,14 @@ class WeightFiles:
     def _write(self) -> None:
         # The number of files is known at the end alone, so they get their last names there.
         name = f"model-{len(self.entries) + 1:05}.safetensors"
-        data = safetensors.torch.save(self._pending, metadata={"format": "pt"})
-        storage.write_synced(self.folder / name, data)
-        self.entries[name] = manifest.listed(data)
+        path = self.folder / name
+        # save_file writes from the tensors' own memory, `save` copies the shard twice.
+        with storage.library_errors(path):
+            safetensors.torch.save_file(self._pending, path, metadata={"format": "pt"})
+        # safetensors creates files with mode 0600, whatever the umask, and syncs nothing.
+        path.chmod(self.folder.stat().st_mode & 0o666)
+        storage.flush(path)
+        self.entries[name] = hashed(path)
         self.places |= dict.fromkeys(self._pending, name)
         self._pending, self._taken, self._size = {}, set(), 0
 
@@ -111,6 +129,16 @@ class WeightFiles:
         return found
 
 
+def hashed(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, read in pieces."""
+    digest, size = hashlib.sha256(), 0
+    with reading.opened(path, OF_FILES) as file:
+        while data := file.read(2**22):
+            digest.update(data)
+            size += len(data)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
 def add_file(files: WeightFiles, name: str, text: str) -> None:
     """Write a further file, and list its size and hash."""
     data = text.encode()
@@ -132,6 +160,12 @@ def write_weights(
         for name, module, parameters in block:
             choice = choices.get(name)
             for own, tensor in parameters:
+                if choices.get(f"{name}.0.{own}") is not None:
+                    for whole, each in _expert_tensors(
+                        model, f"{name}.{own}", form, choices, files
+                    ):
+                        files.add(whole, each)
+                    continue
                 if own == "weight" and choice is not None and choice.is_narrow:
                     parts = _codes(name, module, form, choice)
                 else:
@@ -139,7 +173,7 @@ def write_weights(
                 for part, each in parts.items():
                     found[f"{name}.{part}" if name else part] = each
                     sources[id(each)] = name, part
-        for new, tensor in _reverted(model, found).items():
+        for new, tensor in reverted(model, found).items():
             files.add(new, tensor)
             name, part = sources.get(id(tensor), ("", ""))
             if not part and new.endswith(".weight"):  # a tensor that the conversion has made
@@ -148,7 +182,7 @@ def write_weights(
                 if part == "weight" or part == "weight_packed":
                     files.linears[name] = new.removesuffix(f".{part}")
                 if choice.is_narrow:
-                    files.layers.setdefault(name, {})[part] = new
+                    files.layers.setdefault(name, [{}])[0][part] = new
     files.close()
 
 
@@ -218,13 +252,28 @@ def _wide(
     return found.clone() if found is tensor else found
 
 
-def _reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names, and in the layouts, of the class's checkpoints."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 loads every weight as it is stored
-        return tensors
-    return dict(revert_weight_conversion(model, tensors))
+def _expert_tensors(
+    model: Any,
+    stack: str,
+    form: ExportFormat,
+    choices: Mapping[str, WeightChoice],
+    files: WeightFiles,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of experts that share the parameter `stack`, one expert at a time."""
+    owner, _, own = stack.rpartition(".")
+    names = {place: name for name, place in expert_names(model, stack).items()}
+    parts = 1 + max(part for _, part in names)
+    for expert in range(len(names) // parts):
+        layer = f"{owner}.{expert}.{own}"
+        made = _codes(layer, model.get_submodule(layer), form, choices[layer])
+        for part in range(parts):
+            found = {}
+            for kind, tensor in made.items():
+                # Rows of gate and up; a number of the whole matrix belongs to both.
+                each = tensor.chunk(parts)[part] if tensor.ndim == 2 else tensor
+                found[kind] = f"{names[expert, part].removesuffix('weight')}{kind}"
+                yield found[kind], each
+            files.layers.setdefault(layer, []).append(found)
 
 
 def write_config(
@@ -270,4 +319,4 @@ def write_tokenizer(tokenizer: Any, files: WeightFiles) -> None:
         tokenizer.save_pretrained(files.folder)
     for path in sorted(files.folder.iterdir()):
         if path.name not in before and path.is_file():
-            files.entries[path.name] = manifest.listed(path.read_bytes())
+            files.entries[path.name] = hashed(path)

@@ -11,6 +11,8 @@ One forward and backward pass
     random numbers and their repetition, checkpointing            noise; ops.random
     rotation of a GEMM's operands                                 rotation; on a GPU rotated_pieces
     rows that a product samples or drops                          leverage_score
+    projections of nn.MultiheadAttention                          attention
+    Conv1D, and Linears with a forward of their own               disguised
     DTensors; torch's own forward, with the recipe suspended      sharded; suspended_linear
     what a suspended pass leaves alone: histories and caches      converted_model
     torch.fx, functorch, forward-mode AD                          transforms

@@ -67,11 +67,14 @@ class FrozenWeight(LayerState):
     words: Tensor
     global_scale: Tensor | None
 
-    def __init__(self, layer: QLinear) -> None:
-        """Cast the layer's weight. `refuse(layer)` must be ''. `hold` frees the weight later."""
+    def __init__(self, layer: QLinear, found: QTensor | None = None) -> None:
+        """Cast the layer's weight. `refuse(layer)` must be ''. `hold` frees the weight later.
+
+        found  codes of the layer's own cast, if they exist already
+        """
         super().__init__()
         self.recipe: Recipe = layer.recipe
-        found = cast_weight(layer, layer.weight)
+        found = cast_weight(layer, layer.weight) if found is None else found
         self.cast, self.inner, self.columns = found.cast, found.inner, layer.in_features
         self.rotate = self.recipe.output.rotate
         scale = to_exponents(found.scale) if self.cast.scale.power_of_two else found.scale
@@ -292,6 +295,8 @@ def refuse(layer: QLinear) -> str:
         return "ranks share it"
     if recipe.backward == "straight-through":
         return f"{recipe.name} multiplies straight-through, which needs the weight in backward"
+    if layer.is_transposed:
+        return "it is stored transposed, and codes lie as the product reads them"
     cast = recipe.output.rhs
     if cast is None:
         return f"{recipe.name} takes it in 16 bits"

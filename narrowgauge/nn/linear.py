@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -98,8 +98,12 @@ class QLinear(nn.Linear):
     steps          LearnedSteps, or None
     sampling       RowSampling, or None
     frozen         (nn.frozen.FrozenWeight) codes that replace the weight, or None
+    original       (of the class) the class that `restore` gives back; see `disguised`
+    is_transposed  (of the class) the weight is stored [in_features, out_features]
     """
 
+    original: ClassVar[type[nn.Module]] = nn.Linear
+    is_transposed: ClassVar[bool] = False
     state: LinearState
     is_expert = False  # True for a matrix of experts in one parameter (nn.grouped_linear)
     observer = StateField["Observer | None"]()
@@ -151,6 +155,29 @@ class QLinear(nn.Linear):
     @property
     def frozen(self) -> Any:
         return self._modules.get("frozen")
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight [out_features, in_features], as the products read it: itself or a view."""
+        return self._turned(self.weight) if self.is_transposed else self.weight
+
+    def _turned(self, weight: Tensor) -> Tensor:
+        """The view [out_features, in_features] of a weight that is stored transposed."""
+        if type(weight) is nn.Parameter or is_compiling():
+            return weight.t()
+        if type(weight).__name__ == "DTensor":
+            raise imported(_REFUSALS, "transposed_shards")(weight)
+        # A watched weight (`bypassed_weights`) would take its view for another matrix.
+        with torch._C.DisableTorchFunctionSubclass():
+            return weight.t()
+
+    def as_before(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The layer without a recipe. weight: as `matrix`, decoded if it is stored as codes."""
+        if self.state.recipe is None or is_compiling():
+            return nn.functional.linear(x, weight, self.bias)
+        from narrowgauge.nn.suspended_linear import suspended_linear
+
+        return suspended_linear(x, weight, self.bias)
 
     @property
     def parameter(self) -> Tensor | None:
@@ -348,18 +375,17 @@ class QLinear(nn.Linear):
             elif state.is_suspended or not (source.serves(recipe) and source.joins_graphs):
                 return self._forward_eagerly(x)
         if recipe is None or state.is_suspended:
-            original = self.weight if source is None else source.original(self.weight)
-            if recipe is None or compiling:
-                return nn.functional.linear(x, original, self.bias)
-            from narrowgauge.nn.suspended_linear import suspended_linear
-
-            return suspended_linear(x, original, self.bias)
+            return self.as_before(
+                x, self.matrix if source is None else source.original(self.weight)
+            )
         if not isinstance(x, Tensor):
             return imported(_TRANSFORMS, "leaf")(self, x)
         parameters = self._parameters  # lacks a weight under torch's parametrization
         weight: Tensor = self.weight if (own := parameters.get("weight")) is None else own
         if frozen is not None:
             weight = frozen.placeholder(weight)
+        if self.is_transposed:
+            weight = self._turned(weight)
         bias: Tensor | None = parameters.get("bias") if "bias" in parameters else self.bias
         _check(x, weight, bias, recipe)
         apply: Any = LinearFunction.apply
@@ -658,18 +684,18 @@ class QLinear(nn.Linear):
         return self.__dict__ | {"state": self.state.copied()} | frozen
 
     def restore(self) -> None:
-        """Turn it into an nn.Linear again, in place.
+        """Turn it into a module of its original class again, in place.
 
         A class of other code, as torch's parametrization makes one, stays, without a recipe.
         """
         self.recipe = None
-        if type(self) is not QLinear:
+        if "original" not in vars(type(self)):
             return
         step_end.forget(self)
         for name in SUBMODULES:
             self.put_submodule(name, None)
         del self.__dict__["state"]
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = self.original  # type: ignore[assignment]
 
 
 def _hidden_by(x: Tensor, weight: Tensor | None) -> str:

@@ -68,6 +68,15 @@ def refuse(
         )
 
 
+def transposed_shards(weight: Tensor) -> ConfigError:
+    """The error for a transposed weight whose shards are multiplied, as under tensor parallelism."""
+    return ConfigError(
+        f"linear: the weight {list(weight.shape)} is a DTensor, and it is stored [in_features, out_features], as transformers' Conv1D "
+        "does. Styles of tensor parallelism cut an nn.Linear along the other axis. Shard such a model with fully_shard.",
+        code="linear.transposed-shards",
+    )
+
+
 def refuse_recipe(recipe: object, name: str = "") -> NoReturn:
     """Raise ConfigError for a recipe that a layer or the function `linear` does not accept.
 

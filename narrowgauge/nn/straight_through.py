@@ -488,7 +488,8 @@ def steps_from_data(
     A tensor of zeros, or with a value that is not finite, leaves the step as it was.
     """
     found, output = {}, plan.recipe.output
-    for role, tensor, cast in (("x", x, output.lhs), ("w", weight, output.rhs)):
+    # The order of a sum follows the strides, and a weight that is stored transposed has others.
+    for role, tensor, cast in (("x", x, output.lhs), ("w", weight.contiguous(), output.rhs)):
         if role not in steps.settings or cast is None or tensor.numel() == 0:
             continue
         rotation = Rotation.draw(output.rotate, tensor, kernel=plan.hadamard)

@@ -14,7 +14,7 @@ def suspended_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     The operands are rounded to bfloat16 first, so results differ only by the order of summation.
     That is ten times faster there, and differentiable any number of times.
     """
-    if not _multiplies_slowly(x, weight):
+    if not multiplies_slowly(x, weight):
         return nn.functional.linear(x, weight, bias)
     addend = None if bias is None else bias.bfloat16().float()
     # Autocast would convert the float32 operands back to bfloat16 and call the slow GEMM.
@@ -24,7 +24,7 @@ def suspended_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ).bfloat16()
 
 
-def _multiplies_slowly(x: Tensor, weight: Tensor) -> bool:
+def multiplies_slowly(x: Tensor, weight: Tensor) -> bool:
     """True for a bfloat16 GEMM on a CPU without bfloat16 instructions."""
     if not isinstance(x, Tensor):  # a Proxy of torch.fx
         return False

@@ -69,8 +69,8 @@ def _end_step_of(model: nn.Module, layers: Collection[Any]) -> None:
 def _is_wide_copy(other: nn.Module, own: dict[str, Any]) -> bool:
     modules = dict(other.named_modules())
     for name, layer in own.items():
-        found = modules.get(name)
-        if type(found) is not nn.Linear or found.weight.shape != layer.weight.shape:
+        found: Any = modules.get(name)
+        if type(found) is not layer.original or found.weight.shape != layer.weight.shape:
             return False
     name, first = next(iter(own.items()))
     one, two = first.weight.detach(), modules[name].weight.detach()

@@ -146,6 +146,10 @@ class WeightCasts(Mapping[str, str]):
                 link.reason = link.fixed = Reason(
                     "computed", "its weight is computed from another parameter"
                 )
+            elif layer.is_transposed:
+                link.reason = link.fixed = Reason(
+                    "transposed", "its weight is stored transposed, and the step's codes lie as it"
+                )
             elif others := [each for each in users[weight] if each != name]:
                 link.reason = link.fixed = Reason(
                     "shared", f"its weight is also that of {', '.join(others)}, which casts it too"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.diagnose import compare, format_text, lineage
+from narrowgauge.diagnose import compare, format_text
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.diagnose.metrics_table import SCORES, loss_unit_of, metric_of
 
@@ -120,7 +120,7 @@ def loss_card(label: str, step: int, loss: float, unit: str) -> dict[str, str]:
 
 def coverage_cards(recorded: Recorded) -> Iterator[dict[str, str]]:
     """Yield a card for the share of matrix-product operations in low precision."""
-    share = lineage.narrow_share(recorded.run)
+    share = recorded.narrow_share
     if share is not None:
         _, _, rest = recorded.run["coverage"]["sentence"].partition("; ")
         yield card(

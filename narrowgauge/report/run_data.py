@@ -64,6 +64,11 @@ class Recorded:
         return left_out.of_run(self.run, self.events)
 
     @property
+    def narrow_share(self) -> float | None:
+        """Share of its matrix-product operations in low precision; None if not counted."""
+        return lineage.narrow_share(self.run)
+
+    @property
     def last_step(self) -> int:
         return max((event["step"] for event in self.events if event["event"] == "step"), default=0)
 

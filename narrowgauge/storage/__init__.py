@@ -53,6 +53,23 @@ def refusals(doing: str, path: Path, instead: str = "choose another --output") -
         ) from error
 
 
+@contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Converts disk errors of safetensors and tokenizers in the body to OSError.
+
+    Both raise their own exceptions, with the error code in the text alone.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+
+
 def storage(folder: Path) -> AbstractContextManager[None]:
     """`refusals` for work in the cache folder `folder`."""
     return refusals("use the cache", folder, "pass another cache folder")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from narrowgauge.conversion import coverage
 from narrowgauge.conversion.auto import chosen
-from narrowgauge.conversion.coverage import coverage
 from narrowgauge.diagnose.runs import read_run
-from narrowgauge.errors import ConfigError
 from narrowgauge.optim import precision as precisions
 from narrowgauge.structure import is_weight
 from narrowgauge.train import step
+from narrowgauge.train.checkpoint import state
 from narrowgauge.train.loss import inputs_of
 from narrowgauge.train.model import build
 from narrowgauge.train.optimizer import build_optimizer
@@ -30,7 +30,6 @@ from narrowgauge.train.validation import Validation
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
-    from narrowgauge.train.loss import Batch
     from narrowgauge.train.parallel.ranks import Ranks
     from narrowgauge.train.run_folder import RunFolder
     from narrowgauge.train.tasks import TrainTask
@@ -106,10 +105,12 @@ def assembled(
     on_gpu = device.type == "cuda"
     # Before memory options and ranks: the whole model, as the task hands it over.
     with precision.context(device.type):
-        share = counted(model, inputs_of(feed.probe(), device, task.options))
+        share = coverage.recorded(model, inputs_of(feed.probe(), device, task.options))
     notes, objective = step.ready(config, task, model, precision, device, feed.probe, on_gpu=on_gpu)
     parameters = sum(each.numel() for name, each in model.named_parameters() if is_weight(name))
-    shapes = {name: each.shape for name, each in model.state_dict().items() if is_weight(name)}
+    shapes = {
+        name: each.shape for name, each in state.saved_state(model).items() if is_weight(name)
+    }
     auto = chosen(model)
     switches = RecipeSchedule(recipe_switches(config, model))
     # Index parameters as an optimizer of the unsplit model would, so that checkpoints do not depend
@@ -127,24 +128,14 @@ def assembled(
         objective = parallel.pipeline.objective
     optimizer = build_optimizer(config, model, precision)
     passes = Passes(config, ranks, device, precision, model, objective, parallel, optimizer)
-    memory_notes = [*filter(None, [given.policy_note]), *notes, *passes.notes]
+    adapted = state.adapter_notes(model)
+    memory_notes = [*filter(None, [given.policy_note]), *adapted, *notes, *passes.notes]
     return Assembly(
         SetUp(memory_notes, parameters, shapes, auto, share, given.has_own_peak),
         Counters(), model, feed, switches, parallel, optimizer, passes,
         RunCheckpoints(config, folder, task, passes, feed, switches, auto, numbers),
         Validation(config, task, passes, feed.share),
     )  # fmt: skip
-
-
-def counted(model: Any, batch: Batch) -> dict[str, Any]:
-    """Coverage of the model on this batch, for run.json; only a `sentence` if it cannot be counted.
-
-    What cannot be counted may still train, so it ends no run.
-    """
-    try:
-        return coverage(model, batch).as_dict()
-    except ConfigError as error:
-        return {"sentence": f"The share of low precision is unknown: {error}"}
 
 
 def built(

@@ -97,7 +97,7 @@ def _note(
     if role == "x" and gemm == "output" and layer.recipe is not None:
         found: Any = {"channels": dict(channel_spread(original, layer.recipe.output.rotate))}
     # grad_weight reads the transpose, which has another shape here
-    elif role == "gy" and original.shape[1] == layer.weight.shape[0]:
+    elif role == "gy" and original.shape[1] == layer.out_features:
         found = {"rows": dict(row_spread(original))}
     else:
         return

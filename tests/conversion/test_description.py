@@ -28,7 +28,7 @@ def test_describe_says_why_a_layer_was_kept() -> None:
 def test_frozen_and_subclassed_layers_are_told() -> None:
     class Own(nn.Linear):
         def forward(self, x):
-            return super().forward(x)
+            return 2 * super().forward(x)
 
     attention = nn.MultiheadAttention(32, 2)
     model = nn.Sequential(
@@ -78,11 +78,10 @@ def unconverted(model: nn.Module, code: str) -> dict[str, str]:
     return {row.name: row.shape for row in rows}
 
 
-def test_attention_of_torch_keeps_its_own_projection() -> None:
+def test_attention_of_torch_without_a_recipe_keeps_its_own_projection() -> None:
     attention, split = nn.MultiheadAttention(32, 2), nn.MultiheadAttention(32, 2, kdim=16, vdim=48)
     model = nn.Sequential(attention, nn.Linear(32, 32), split)
-    with warns("convert.small-share", "in_proj_weight"):
-        ng.convert(model, "fp8-current")
+    ng.convert(model, {"1": "fp8-current"})
     names = recipe_names(model)
     assert names.pop("1") == "fp8-current"
     assert set(names.values()) == {"none"} and {"0.out_proj", "2.out_proj"} < set(names)
@@ -95,7 +94,7 @@ def test_attention_of_torch_keeps_its_own_projection() -> None:
     )
 
 
-def test_transposed_layers_of_transformers_are_told() -> None:
+def test_transposed_layers_of_transformers_are_linears() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64))
@@ -111,9 +110,12 @@ def test_transposed_layers_of_transformers_are_told() -> None:
         for index in range(2)
         for name, shape in block.items()
     }
-    assert unconverted(model, "conv1d") == expected
-    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96  none  (transformers'" in str(
-        ng.describe(model)
+    rows = ng.describe(model)
+    assert {row.name: row.shape for row in rows if row.name != "lm_head"} == expected
+    assert {row.output for row in rows} == {"ordinary Linear"}
+    assert len(with_code([note for row in rows for note in row.notes], "no-pattern")) == 8
+    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96  fp8-current" in str(
+        ng.describe(ng.convert(model, "fp8-current"))
     )
 
 

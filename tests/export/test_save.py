@@ -233,6 +233,25 @@ def test_power_of_two_global_scales_are_rescaled_exactly(tmp_path):
         assert_same(decoded(found, name), expected[name], at=name)
 
 
+def test_shared_scales_let_all_of_nvfp4_out(tmp_path):
+    """Trained a step; all seven Linears go out, each group under one scale, with the forward's numbers."""
+    ids = torch.arange(24).reshape(2, 12)
+    made = llama().train()
+    ng.convert(made, "nvfp4", share_scales=True)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    made(ids, labels=ids).loss.backward()
+    optimizer.step()
+    ng.advance(made)
+    report = ng.export.save(made, tmp_path / "out", format="nvfp4", load=False)
+    found, expected = tensors_of(tmp_path / "out"), operands(made)
+    assert len(report.narrow) == 7 == report.facts["bits"]["equal"]
+    for group in (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"]):  # fmt: skip
+        names = [f"model.layers.0.{name}" for name in group]
+        assert len({float(found[f"{name}.weight_global_scale"]) for name in names}) == 1
+    for name in report.narrow:
+        assert_same(decoded(found, name), expected[name], at=name)
+
+
 def test_a_global_scale_is_rescaled_exactly_or_not_at_all():
     cast = recipes.NVFP4.output.rhs
     x = torch.zeros(16, 32)
@@ -245,20 +264,44 @@ def test_a_global_scale_is_rescaled_exactly_or_not_at_all():
     assert layers.rescaled(q, 2.0**-2) is None  # the small tile's scale would be zero
 
 
-def test_experts_in_one_parameter_stay_wide_under_their_own_names(tmp_path):
+EXPERTS = "model.layers.0.block_sparse_moe.experts"
+
+
+@pytest.mark.parametrize(
+    ("form", "recipe"), [("fp8-channel", "fp8-row"), ("fp8-channel", "fp8-current"), ("fp8-block", "fp8-block")]
+)  # fmt: skip
+def test_experts_go_out_one_by_one_under_the_names_of_checkpoints(form, recipe, tmp_path):
     made = mixtral()
-    ng.convert(made, "fp8-row")
-    report = ng.export.save(made, tmp_path / "out", format="fp8-channel", load=False)
+    ng.convert(made, recipe)
+    ng.export.save(made, tmp_path / "out", format=form, load=False)
+    found, expected = tensors_of(tmp_path / "out"), operands(made)
+    for expert in range(4):
+        inner = f"model.layers.0.mlp.experts.{expert}"
+        gate_up = [decoded(found, f"{EXPERTS}.{expert}.{name}") for name in ("w1", "w3")]
+        assert_same(torch.cat(gate_up), expected[f"{inner}.gate_up_proj"], at=inner)
+        assert_same(decoded(found, f"{EXPERTS}.{expert}.w2"), expected[f"{inner}.down_proj"])
+    needs(form)
+    loading = ng.export.save(made, tmp_path / "b", format=form).facts["loading"]
+    assert loading["equal"] == loading["weights"] == 12
+
+
+def test_experts_that_readers_do_not_take_stay_wide_and_are_ignored(tmp_path):
+    made = mixtral(intermediate_size=192)  # gate and up of 192 rows: no whole blocks
+    ng.convert(made, "fp8-block")
+    report = ng.export.save(made, tmp_path / "ragged", format="fp8-block", load=False)
+    assert report.wide["model.layers.0.mlp.experts.down_proj"].code == "ragged"
+    config = json.loads((tmp_path / "ragged/config.json").read_text())
+    assert f"{EXPERTS}.3.w2" in config["quantization_config"]["modules_to_not_convert"]
+    assert tensors_of(tmp_path / "ragged")[f"{EXPERTS}.3.w2.weight"].dtype == torch.bfloat16
+    made = mixtral()
+    ng.convert(made, "int8")
+    report = ng.export.save(made, tmp_path / "out", format="int8", load=False)
     assert report.wide["model.layers.0.mlp.experts.gate_up_proj"].code == "experts"
-    assert not any(".experts.0." in name for name in report.wide)
     assert {name.rpartition(".")[2] for name in report.narrow} == {"q_proj", "k_proj", "v_proj", "o_proj"}  # fmt: skip
-    found = tensors_of(tmp_path / "out")
-    expert = "model.layers.0.block_sparse_moe.experts.3.w2"
-    assert f"{expert}.weight" in found
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert expert in config["quantization_config"]["ignore"]
-    needs("fp8-channel")
-    assert ng.export.save(made, tmp_path / "b", format="fp8-channel").facts["loading"]["checked"]
+    needs("int8")
+    with raises(ConfigError, "export.unreadable", "--no-load"):
+        ng.export.save(made, tmp_path / "b", format="int8")
+    assert not (tmp_path / "b").exists()
 
 
 # --- formats that would change the numbers -------------------------------------------------------
@@ -373,6 +416,13 @@ def test_weights_that_changed_while_they_were_written_are_refused(tmp_path, monk
     with raises(ConfigError, "export.changed", "up_proj"):
         ng.export.save(made, tmp_path / "out", format="fp8-channel", load=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiled_model_goes_out_as_the_module_inside(tmp_path):
+    made = llama()
+    ng.convert(made, "fp8-row")
+    report = ng.export.save(torch.compile(made), tmp_path / "out", format="bf16")
+    assert report.facts["model"] == "LlamaForCausalLM" and report.facts["loading"]["checked"]
 
 
 def test_an_adapter_must_be_merged_first(tmp_path):

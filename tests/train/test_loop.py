@@ -795,7 +795,9 @@ def test_memory_that_does_not_suffice(make, before_step, error):
 
     config = make(steps=3, checkpoint_every=1)
     before_step(3, fail)
-    with raises(OutOfMemoryError, "memory.device", "cpu", "micro_batches", "batch_size") as caught:
+    with raises(
+        OutOfMemoryError, "memory.device", "cpu", "batch.micro_batches", "batch.size"
+    ) as caught:
         loop.run(config)
     assert caught.value.exit_code == 9
     assert store.newest_valid(Path(config.output, "checkpoints"))[0].step == 2

@@ -155,8 +155,10 @@ def _matching(model: Any, patterns: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refuse_sizes(name: str, layer: nn.Module, style: str, ways: int) -> None:
-    if not isinstance(layer, nn.Linear | nn.Embedding) or (
-        isinstance(layer, nn.Embedding) and style != COLUMNS
+    if (
+        not isinstance(layer, nn.Linear | nn.Embedding)
+        or (isinstance(layer, nn.Embedding) and style != COLUMNS)
+        or getattr(layer, "is_transposed", False)
     ):
         raise ConfigError(
             f"parallel with tp={ways}: the plan cuts {name!r}, a {type(layer).__name__}, which is no nn.Linear. Take fsdp instead.",

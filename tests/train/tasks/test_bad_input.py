@@ -371,8 +371,8 @@ def test_classes_are_told_with_their_counts_and_held_out_examples_of_one(make, t
     )
 
 
-def test_a_model_without_linears_trains_without_a_recipe(make, tmp_path):
-    """GPT-2's are Conv1D: refused with a recipe, and left as they are with none."""
+def test_a_model_of_transposed_layers_trains_with_a_recipe_and_without(make, tmp_path):
+    """GPT-2's Linears are Conv1D: their weights stay as they are stored, and the export has them so."""
     torch.manual_seed(0)
     tokenizer = folders.byte_tokenizer("<pad>")
     tokenizer.save_pretrained(tmp_path / "gpt2")
@@ -390,8 +390,10 @@ def test_a_model_without_linears_trains_without_a_recipe(make, tmp_path):
         "data": folders.prompts(tmp_path / "own.jsonl"),
         "steps": 1,
     }
-    with raises(ConfigError, "convert.all-kept", "--recipe"):
-        loop.run(make("completion", **given))
+    narrow = make("completion", **given)
+    assert loop.run(narrow) == 0 and Path(narrow.output, "final").exists()
+    reread = transformers.AutoModelForCausalLM.from_pretrained(Path(narrow.output, "final"))
+    assert reread.transformer.h[0].attn.c_attn.weight.shape == (32, 96)
     config = make("completion", "without", **given, recipe="none")
     assert loop.run(config) == 0 and Path(config.output, "final").exists()
 

@@ -1,0 +1,148 @@
+"""Linears in disguise: which modules of other classes `convert` adopts, and why the others stay.
+
+    transformers' Conv1D     weight [in_features, out_features]
+    subclasses of nn.Linear  with or without a forward of their own
+
+Adopted modules compute y = x @ matrix.T + bias and nothing else. Such a module holds a weight,
+perhaps a bias, and no other parameter, buffer or submodule. And its forward is tried out: a
+stand-in with the module's class and attributes, and a small weight of random integers, must give
+the results of F.linear and its three gradients to the last bit in float32, in both modes, for
+inputs of two and of three axes. Sums of such integers are exact in every order, so a difference in
+a bit means another function.
+
+The trial costs some milliseconds for each class, draws from a generator of its own, and runs no
+hook. The module is not called, so it may be on the meta device or under fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from narrowgauge.errors import Reason
+from narrowgauge.ops import rng
+from narrowgauge.structure import is_conv1d
+
+IN, OUT = 24, 40  # features of a stand-in
+LARGEST = 4  # integers from -4 to 4: a sum of 24 products is far below 2**24
+SIZES = {"in_features": IN, "out_features": OUT, "nx": IN, "nf": OUT}
+# Attributes that every nn.Module has, and the sizes: all else belongs to the class.
+COMMON = {*vars(nn.Module()), *SIZES}
+_tried: dict[tuple[Any, ...], Reason | None] = {}
+
+
+def reason_to_leave(layer: nn.Module) -> Reason | None:
+    """The reason why `convert` does not adopt a Linear of another class than nn.Linear, or None.
+
+    layer  not adopted yet
+    """
+    kind = type(layer).__name__
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return Reason(
+            "own-class", f"{kind} is read without a call, by torch's attention that holds it"
+        )
+    if nn.utils.parametrize.is_parametrized(layer):
+        return Reason(
+            "parametrized", "it is parametrized: convert it first, and parametrize it then"
+        )
+    held = {name for name, each in layer._parameters.items() if each is not None}
+    others = sorted({*held, *layer._buffers, *layer._modules} - {"weight", "bias"})
+    if others or "weight" not in held:
+        what = f"holds {', '.join(others)}" if others else "has no weight of its own"
+        return Reason("own-parameters", f"{kind} {what} beside what an nn.Linear holds")
+    weight: Any = layer._parameters["weight"]
+    # Packages for quantized weights subclass Parameter; a fake or sharded one is no subclass of it.
+    if type(weight) is not nn.Parameter and issubclass(type(weight), nn.Parameter):
+        return Reason("own-class", f"the weight of {kind} is a {type(weight).__name__}")
+    return _tried_out(layer)
+
+
+def _tried_out(layer: nn.Module) -> Reason | None:
+    own = {name: value for name, value in vars(layer).items() if name not in COMMON}
+    plain = all(isinstance(value, bool | int | float | str | None) for value in own.values())
+    has_bias = layer._parameters.get("bias") is not None
+    key = (type(layer), type(layer).forward, has_bias, *sorted(own.items())) if plain else ()
+    if key not in _tried or not plain:
+        _tried[key] = _differs(layer, has_bias)
+    return _tried[key]
+
+
+def _differs(layer: nn.Module, has_bias: bool) -> Reason | None:
+    """Compare the forward of the layer's class with a Linear's, in float32 on the CPU."""
+    kind = type(layer).__name__
+    with _plain_torch():
+        generator = torch.Generator().manual_seed(0)
+
+        def integers(*shape: int) -> Tensor:
+            drawn = torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator, device="cpu")
+            return drawn.to(torch.float32)
+
+        matrix, bias = integers(OUT, IN), integers(OUT) if has_bias else None
+        for training in (True, False):
+            for outer in ((3,), (2, 3)):
+                x, gy = integers(*outer, IN), integers(*outer, OUT)
+                expected = _results(F.linear, x, matrix, bias, gy)
+                try:
+                    found = _results(_stand_in(layer, training), x, matrix, bias, gy)
+                except Exception as error:
+                    return Reason(
+                        "own-arguments",
+                        f"{kind} has a forward of its own, which a trial ended with {type(error).__name__}",
+                    )
+                if not all(map(_same, found, expected)):
+                    return Reason(
+                        "own-forward", f"{kind} has a forward of its own, which is not a Linear's"
+                    )
+    return None
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Compute real numbers with gradients, whatever modes are active, and restore the generators."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(rng.preserved())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        yield
+
+
+def _stand_in(layer: nn.Module, training: bool) -> Any:
+    """forward(x, matrix, bias) of an object with the layer's class and attributes."""
+
+    def forward(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Any:
+        made = object.__new__(type(layer))
+        sizes = {name: size for name, size in SIZES.items() if name in vars(layer)}
+        weight = matrix.t() if is_conv1d(layer) else matrix
+        made.__dict__ = (
+            vars(layer)
+            | sizes
+            | {"training": training, "_parameters": {"weight": weight, "bias": bias}}
+        )
+        return type(layer).forward(made, x)
+
+    return forward
+
+
+def _results(forward: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, gy: Tensor) -> list[Any]:
+    """[y, and the gradients of x, the matrix and the bias]."""
+    leaves = [each.clone().requires_grad_() for each in (x, matrix, bias) if each is not None]
+    y = forward(*leaves, *[None] * (3 - len(leaves)))
+    return [y, *torch.autograd.grad(y, leaves, gy)]
+
+
+def _same(found: Any, expected: Tensor) -> bool:
+    return (
+        isinstance(found, Tensor)
+        and found.dtype == expected.dtype
+        and found.shape == expected.shape
+        and torch.equal(found, expected)
+    )
