@@ -35,12 +35,8 @@ def trained(recipe: str, weights: str) -> dict[str, Tensor]:
         fully_shard(model)
         distribute(model, weights=weights)
         if dist.get_rank() == 0:  # reads no weight, so it waits for no other rank
-            (row,) = [
-                each
-                for each in ng.describe(model)
-                if each.name.endswith(".1.mlp.experts.3.down_proj")
-            ]
-            assert ("all experts share" in row.sends) == (weights == "codes"), row.sends
+            rows = {row.name: row.shape for row in ng.describe(model)}
+            assert rows["model.layers.1.mlp.experts.3.down_proj"] == "48 -> 32"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(IDS, labels=IDS).loss.backward()
