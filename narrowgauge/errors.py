@@ -190,7 +190,7 @@ def missing_package(error: ModuleNotFoundError) -> str:
         if re.match(rf"{re.escape(package)}(?![A-Za-z0-9._-])", line, re.IGNORECASE)
         and (extra := re.search(r"extra == ['\"]([a-z]+)['\"]", line))
     ]
-    users = [extra for extra in ("train", "evaluate", "tensorboard") if extra in extras]
+    users = [extra for extra in ("train", "evaluate", "tensorboard", "adapt") if extra in extras]
     wanted = f"'narrowgauge[{users[0]}]'" if users else package
     return f"needs the package {package!r}. Run: pip install {wanted}."
 

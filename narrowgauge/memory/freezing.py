@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -27,6 +28,9 @@ from narrowgauge.nn.coded_weight import plain
 from narrowgauge.nn.frozen import FrozenWeight, give_back, refuse
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import expanded, matches, require_module
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 # Bytes per element: two float32 moments.
 ADAMW_STATE_BYTES = 8
@@ -128,7 +132,7 @@ def freeze(
             code="freeze.no-codes",
         )
     report = _apply(model, named, trains, optimizer_bytes)
-    saved = sum(_replace_by_codes(layer) for layer in coded)
+    saved = sum(layer.weight.nbytes - store_as_codes(layer) for layer in coded)
     return replace(
         report, coded=len(coded), weight_bytes_saved=saved, kept_16bit=tuple(kept_16bit.items())
     )
@@ -180,13 +184,8 @@ def _candidates_for_codes(
         ):
             continue
         others = [each for each in holders[weight] if each != name]
-        reason = refuse(layer) if isinstance(layer, QLinear) else "no recipe casts it"
         # Another module reads the same parameter in 16 bits.
-        if others:
-            reason = f"tied to {others[0]}"
-        # Such an owner reads `weight` without calling the layer, so the codes would never be used.
-        elif not reason and is_read_by_owner(model, name):
-            reason = "the module that holds it multiplies by its weight without calling it"
+        reason = f"tied to {others[0]}" if others else code_refusal(model, layer, name)
         if reason:
             kept_16bit[name] = reason
         else:
@@ -195,15 +194,34 @@ def _candidates_for_codes(
     return found, kept_16bit
 
 
-def _replace_by_codes(layer: QLinear) -> int:
-    """Replace the layer's weight by codes; return the bytes saved."""
+def code_refusal(model: nn.Module, layer: nn.Module, name: str) -> str:
+    """Return the reason why a Linear's weight cannot be held as codes, a clause, or ''.
+
+    name  name of the layer in the model
+    """
+    if not isinstance(layer, QLinear):
+        return "no recipe casts it"
+    if reason := refuse(layer):
+        return reason
+    # Such an owner reads `weight` without calling the layer, so the codes would never be used.
+    if is_read_by_owner(model, name):
+        return "the module that holds it multiplies by its weight without calling it"
+    return ""
+
+
+def store_as_codes(layer: QLinear, found: QTensor | None = None) -> int:
+    """Replace the layer's frozen weight by codes, in place; return the bytes of the codes.
+
+    found  codes of the layer's own cast, if they exist already; None: cast the weight
+
+    `code_refusal` must be ''.
+    """
     # Casts of the 16-bit weight are obsolete from here on.
     layer.empty_cache()
-    before = layer.weight.nbytes
-    frozen = FrozenWeight(layer)
+    frozen = FrozenWeight(layer, found)
     layer.put_submodule("frozen", frozen)
     frozen.hold(layer)
-    return before - frozen.nbytes
+    return frozen.nbytes
 
 
 def train_only(

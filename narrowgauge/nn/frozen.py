@@ -67,11 +67,14 @@ class FrozenWeight(LayerState):
     words: Tensor
     global_scale: Tensor | None
 
-    def __init__(self, layer: QLinear) -> None:
-        """Cast the layer's weight. `refuse(layer)` must be ''. `hold` frees the weight later."""
+    def __init__(self, layer: QLinear, found: QTensor | None = None) -> None:
+        """Cast the layer's weight. `refuse(layer)` must be ''. `hold` frees the weight later.
+
+        found  codes of the layer's own cast, if they exist already
+        """
         super().__init__()
         self.recipe: Recipe = layer.recipe
-        found = cast_weight(layer, layer.weight)
+        found = cast_weight(layer, layer.weight) if found is None else found
         self.cast, self.inner, self.columns = found.cast, found.inner, layer.in_features
         self.rotate = self.recipe.output.rotate
         scale = to_exponents(found.scale) if self.cast.scale.power_of_two else found.scale

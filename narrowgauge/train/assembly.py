@@ -16,6 +16,7 @@ from narrowgauge.diagnose.runs import read_run
 from narrowgauge.optim import precision as precisions
 from narrowgauge.structure import is_weight
 from narrowgauge.train import step
+from narrowgauge.train.checkpoint import state
 from narrowgauge.train.loss import inputs_of
 from narrowgauge.train.model import build
 from narrowgauge.train.optimizer import build_optimizer
@@ -107,7 +108,9 @@ def assembled(
         share = coverage.recorded(model, inputs_of(feed.probe(), device, task.options))
     notes, objective = step.ready(config, task, model, precision, device, feed.probe, on_gpu=on_gpu)
     parameters = sum(each.numel() for name, each in model.named_parameters() if is_weight(name))
-    shapes = {name: each.shape for name, each in model.state_dict().items() if is_weight(name)}
+    shapes = {
+        name: each.shape for name, each in state.saved_state(model).items() if is_weight(name)
+    }
     auto = chosen(model)
     switches = RecipeSchedule(recipe_switches(config, model))
     # Index parameters as an optimizer of the unsplit model would, so that checkpoints do not depend
@@ -125,7 +128,8 @@ def assembled(
         objective = parallel.pipeline.objective
     optimizer = build_optimizer(config, model, precision)
     passes = Passes(config, ranks, device, precision, model, objective, parallel, optimizer)
-    memory_notes = [*filter(None, [given.policy_note]), *notes, *passes.notes]
+    adapted = state.adapter_notes(model)
+    memory_notes = [*filter(None, [given.policy_note]), *adapted, *notes, *passes.notes]
     return Assembly(
         SetUp(memory_notes, parameters, shapes, auto, share, given.has_own_peak),
         Counters(), model, feed, switches, parallel, optimizer, passes,

@@ -20,6 +20,7 @@ from narrowgauge.errors import (
 )
 from narrowgauge.report import page
 from narrowgauge.train import stepping
+from narrowgauge.train.adapter_state import refuse_run
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -82,6 +83,7 @@ def run_of_rank(
     ranks.refuse_differences(asdict(config), "settings")
     ranks.layout = layout(config.parallel, ranks.world)
     stepping.refuse(config, ranks.layout)
+    refuse_run(config, ranks.world)
     if config.compile:
         refuse_without_compiler(device)
     if config.compile or device.type == "cuda":
@@ -174,6 +176,8 @@ def _train_reference(
         switch="",
         compare="",
         save="",
+        base="",
+        merge=False,
     )
     # resume=True: the reference may be half trained, and its data were shown with the main run
     with followers.claimed(path, True, ranks) as own:

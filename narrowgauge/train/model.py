@@ -28,6 +28,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.rng import seed_all
 from narrowgauge.optim import precision as precisions
+from narrowgauge.train.adapter import adapt
 from narrowgauge.train.attention import use_float32_attention, use_float32_softmax
 from narrowgauge.train.config.settings import FUSED_SAVES, NO_RECIPE, TrainConfig
 from narrowgauge.train.recipe_schedule import chosen_recipe
@@ -57,7 +58,8 @@ def build(
     precision.prepare(model, config.keep_float32)
     if SOFTMAX in precision.keep_list(config.keep_float32):
         use_float32_softmax(model)
-    if device.type != "cpu":
+    is_empty = any(each.is_meta for each in model.parameters())  # a base that `adapt` reads
+    if device.type != "cpu" and not is_empty:
         model.to(device)  # cast before the move: the float32 weights may not fit in GPU memory
     names = {"*": config.recipe, **config.layers_recipe}
     patterns = {pattern: _pattern_recipe(config, name) for pattern, name in names.items()}
@@ -90,6 +92,8 @@ def build(
             convert(model, kept)
     if config.fuse:
         fuse(model, config.save if config.save in FUSED_SAVES else None)  # type: ignore[arg-type]
+    if config.lora:
+        adapt(model, config, device, precision.weights)
     if device.type == "cpu":
         use_counted_dropout(model)
     return model

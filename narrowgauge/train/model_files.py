@@ -1,4 +1,4 @@
-"""Model folders: refusal of folders that would run code, and atomic export of the model.
+"""Model folders: refusal of folders that would run code.
 
 transformers loads safetensors when told to, but takes file names from the folder itself. An index
 may name a pickle, config.json may name another weights file, and an adapter may hold a pickle. An
@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Size, Tensor
 from transformers.utils import cached_file, logging
 
-from narrowgauge import storage
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import ConfigError
 from narrowgauge.storage import reading
-
-if TYPE_CHECKING:
-    from narrowgauge.train.checkpoint.store import Best
 
 INDEX = "model.safetensors.index.json"
 PLAIN = re.compile(r"[^/\\]+\.safetensors")
@@ -109,40 +104,3 @@ def file_of(where: str, name: str) -> Path | None:
 
 def _refusal(where: str, name: str, words: str) -> ConfigError:
     return ConfigError(f"model = {where!r}: {name} {words}. {NEXT}", code="model.file")
-
-
-def export(
-    model: Any,
-    shapes: Mapping[str, Size],
-    weights: dict[str, Tensor],
-    tokenizer: Any,
-    best: Best,
-    folder: Path,
-) -> None:
-    """Writes model and tokenizer to `folder`, atomically even on a power cut.
-
-    Replaces an older export.
-
-    model    class and configuration; this rank may hold only one pipeline stage of its weights
-    shapes   name -> shape of every weight of the whole model
-    weights  plain tensors, the best by the run's metric or the last ones
-    """
-    # The lock of the run folder excludes other writers
-    draft = folder.with_name(f".tmp-{folder.name}")
-    if {name: weight.shape for name, weight in weights.items()} != shapes:
-        raise CheckpointError(
-            f"{best.path(best.step)}: its {len(weights)} weights are not the {len(shapes)} of this model. "
-            "Restore it; or remove it and resume, to export the last weights.",
-            code="model.best-weights",
-        )
-    with storage.refusals("write the trained model to", folder), storage.new_folder(folder, draft):
-        with quiet(), storage.library_errors(draft):
-            model.save_pretrained(draft, state_dict=weights)
-            tokenizer.save_pretrained(draft)
-        readable = (draft / "config.json").stat().st_mode
-        # safetensors creates files with mode 0600, whatever the umask
-        for path in draft.glob("*.safetensors"):
-            path.chmod(readable)
-        # transformers, safetensors and tokenizers never sync: after a power cut, final/ held empty
-        # files.
-        storage.flush_tree(draft)

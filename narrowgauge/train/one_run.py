@@ -9,7 +9,7 @@ from narrowgauge.errors import NumericsError
 from narrowgauge.train import run_metadata
 from narrowgauge.train.assembly import Given
 from narrowgauge.train.device import keep_freed_memory, peak_bytes, reset_peak
-from narrowgauge.train.model_files import export
+from narrowgauge.train.final_folder import export, export_merged
 from narrowgauge.train.parallel import followers
 from narrowgauge.train.parallel.checkpoints import trained_weights
 from narrowgauge.train.planning import of_run, policy
@@ -90,6 +90,8 @@ def train_and_log(
                         folder.final,
                     )
                 )
+                if config.merge:
+                    show.say(export_merged(trainer.model, weights, task.tokenizer, folder.merged))
             if line := trainer.plugins.summary():
                 show.say(line)
             # Log `done` after the export: it may still fail, and a log that said `done` before

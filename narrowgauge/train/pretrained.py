@@ -15,6 +15,7 @@ import transformers
 
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.storage import reading
+from narrowgauge.train import coded_base
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.console import tell
 from narrowgauge.train.model_files import OF_MODELS, quiet, refuse_foreign_code
@@ -91,10 +92,13 @@ def pretrained(
 ) -> Any:
     """The model that the configuration names, in `dtype`; "auto": in that of its weights.
 
-    Raises ConfigError for another kind of model, or missing weights.
+    With config.base the matrices have no memory yet: `coded_base.fill` reads them. Raises ConfigError
+    for another kind of model, or missing weights.
     """
     where, sizes = config.model, own_configuration(config, model_class)
     refuse_foreign_code(where, sizes)
+    if config.base and not config.from_scratch:
+        return coded_base.empty(model_class.auto, sizes)  # `model.build` reads the weights
     try:
         if config.from_scratch:
             return model_class.auto.from_config(sizes, trust_remote_code=False, dtype=torch.float32)

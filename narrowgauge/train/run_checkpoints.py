@@ -85,6 +85,7 @@ class RunCheckpoints:
             # Before the tensors are loaded: a layer's buffers depend on its recipe.
             plugins.before_load(found.facts)
             past = self.switches.names_until(found.step)
+            state.refuse_other_base(self._model, found.facts, str(found.path))
             same_run.refuse(found, self.config, self._numeric_settings(), self.task.identity, past)
             self.switches.apply_until(found.step, self._model)
 
@@ -227,6 +228,7 @@ class RunCheckpoints:
             **self._numeric_settings(),
             "switched": self.switches.names_until(counters.step),
             **self.task.identity,
+            **state.base_facts(self._model),
             "position": self.feed.state(),
             "best": self.best.facts(),
             **self.carried,

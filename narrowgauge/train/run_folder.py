@@ -68,6 +68,7 @@ class RunFolder:
         self.best = path / "best"
         self.guard = path / "guard"
         self.final = path / "final"
+        self.merged = path / "merged"
         self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
         self.at: int | None = None
@@ -119,7 +120,8 @@ class RunFolder:
             for checkpoints in (folder.checkpoints, folder.best, folder.guard):
                 storage.recover(checkpoints, STEP.pattern)
             # A power cut during the export may have left the older final/ under another name.
-            storage.recover(path, folder.final.name)
+            for exported in (folder.final, folder.merged):
+                storage.recover(path, exported.name)
             yield folder
 
     def has_run(self) -> bool:

@@ -58,7 +58,7 @@ class Validation:
             elapsed_s=counters.trained_s,
         )
         # The best weights are for export: recipe states stay out.
-        weights, _ = state.split_scaling(passes.model.state_dict())
+        weights, _ = state.split_scaling(state.saved_state(passes.model))
         is_best = best.take(number, found, weights)
         show.say(
             f"step {number}: validation {in_words(found, wide)}{', the best so far' if is_best else ''}"

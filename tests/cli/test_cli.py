@@ -266,6 +266,7 @@ def other_value(each) -> tuple[str, object]:
         "optimizer": "lion", "states": "8bit", "embedding_states": "same", "master": "bf16-remainder", "checkpointing": "full",
         "hidden_size": 512, "heads": 4, "recipe": "bf16", "compare": "bf16", "betas": (0.5, 0.75), "augment": "crop=4,flip",
         "validation_fraction": 0.25, "rate_schedule": "warmup-stable-decay", "warmup_steps": 30, "decay_steps": 40,
+        "lora": "", "base": "",
     }  # fmt: skip
     value = special.get(each.name, {int: 300, float: 0.0003, str: "x y=z é"}.get(each.type))
     if isinstance(each.metadata["rule"], OneOf) and each.name not in special:

@@ -375,6 +375,8 @@ def test_bad_input_is_a_sentence_and_leaves_everything_as_it_was(tmp_path):
         ng.export.save(made, tmp_path / "out", format="fp8-chanel")
     with raises(ConfigError, "export.no-config"):
         ng.export.save(torch.nn.Linear(16, 16), tmp_path / "out", format="bf16")
+    with raises(ConfigError, "export.no-numbers", "embed_tokens"):
+        ng.export.save(llama().to("meta"), tmp_path / "out", format="bf16")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -398,6 +400,10 @@ def test_an_older_export_is_replaced_on_request_alone(tmp_path):
     assert ng.export.verify(tmp_path / "out")["format"] == "fp8-channel"
     ng.export.save(made, tmp_path / "out", format="bf16", load=False, overwrite=True)
     assert ng.export.verify(tmp_path / "out")["format"] == "bf16"
+    (tmp_path / "out/notes.txt").write_text("mine")  # would go with the older export
+    with raises(ConfigError, "export.output", "notes.txt"):
+        ng.export.save(made, tmp_path / "out", format="bf16", load=False, overwrite=True)
+    assert (tmp_path / "out/notes.txt").read_text() == "mine"
     assert isinstance(first, ExportReport) and "14" not in str(first).splitlines()[0]
 
 

@@ -69,7 +69,7 @@ def test_every_import_is_declared():
         "torch",
         *(
             Requirement(line).name
-            for extra in ("train", "tensorboard", "evaluate")
+            for extra in ("train", "tensorboard", "evaluate", "adapt")
             for line in EXTRAS[extra]
         ),
     }

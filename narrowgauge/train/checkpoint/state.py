@@ -1,7 +1,7 @@
 """State of a run as named tensors and JSON. A run that resumes from it is bit-identical.
 
     group       contents
-    weights     parameters and buffers of the unconverted model
+    weights     parameters and buffers of the unconverted model; of adapters, without their base
     scaling     state of recipes: amax histories of delayed scaling, learned steps, sampler
                 statistics
     optimizer   moments, step counters, master weights, generator of stochastic rounding
@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,12 +31,13 @@ from narrowgauge.ops.rng import cpu_state_bytes, generators, set_generators
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.structure import is_weight
+from narrowgauge.train.adapter_state import adapters_of, trained
 from narrowgauge.train.checkpoint.store import Tensors, nonfinite
 
 
 def collect(model: nn.Module, optimizer: Any, scaler: Any) -> tuple[Tensors, dict[str, Any]]:
     """Returns (groups of named tensors, the rest of the state as JSON)."""
-    weights, scaling = split_scaling(model.state_dict())
+    weights, scaling = split_scaling(saved_state(model))
     optimizer_tensors, optimizer_rest = flatten(optimizer.state_dict())
     rng_tensors, rng_rest = flatten(generators())
     tensors = {
@@ -66,7 +68,7 @@ def restore(
     run can have written it.
     """
     saved = tensors.get("weights", {}) | tensors.get("scaling", {})
-    refuse_other_model(model.state_dict(), saved, where)
+    refuse_other_model(saved_state(model), saved, where)
     with unusable(where):
         moments, rng = (unflatten(rest[name], tensors[name]) for name in ("optimizer", "rng"))
         problems = [
@@ -78,7 +80,7 @@ def restore(
         ]
         if problems:
             raise ValueError(_few(problems))
-        model.load_state_dict(saved)
+        load_state(model, saved)
         optimizer.load_state_dict(moments)
         if scaler:
             scaler.load_state_dict(rest["scaler"])
@@ -111,6 +113,56 @@ def room(model: nn.Module, optimizer: Any, saved: Tensors, where: str) -> Tensor
             name: of_optimizer(name, form) for name, form in saved.get("optimizer", {}).items()
         }
     return {"weights": weights, "scaling": scaling, "optimizer": moments}
+
+
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model without the base of its adapters.
+
+    All of the model if it has no adapters. State of recipes (amax histories) is a part.
+    """
+    if adapters_of(model) is None:
+        return model.state_dict()
+    own = trained(model)
+    return {
+        name: each
+        for name, each in model.state_dict().items()
+        if name in own or not (is_weight(name) or ".frozen." in name)
+    }
+
+
+def load_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Loads what `saved_state` returned; names were compared before."""
+    model.load_state_dict(dict(saved), strict=adapters_of(model) is None)
+
+
+def base_facts(model: nn.Module) -> dict[str, Any]:
+    """Facts of a checkpoint about the base of a model; {} without adapters."""
+    found = adapters_of(model)
+    return {} if found is None else {"base": asdict(found.base)}
+
+
+def refuse_other_base(model: nn.Module, facts: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError if a checkpoint's adapters were trained over another base."""
+    found, there = adapters_of(model), facts.get("base")
+    # Best weights have no facts: those of the checkpoints beside them were compared.
+    if found is None or there is None or there.get("sha256") == found.base.sha256:
+        return
+    raise CheckpointError(
+        f"{where}: its adapters were trained over weights with the SHA-256 {str(there.get('sha256'))[:12]} ({there.get('model')!r}), and "
+        f"those of {found.base.model!r} have {found.base.sha256[:12]}. Restore the base, or name the folder that holds it.",
+        code="adapter.other-base",
+    )
+
+
+def adapter_weights(model: nn.Module) -> dict[str, Tensor] | None:
+    """The weights of a model's adapters; None for a model without any."""
+    return None if adapters_of(model) is None else split_scaling(saved_state(model))[0]
+
+
+def adapter_notes(model: nn.Module) -> list[str]:
+    """Sentences about a model's adapters and their base; [] without any."""
+    found = adapters_of(model)
+    return [] if found is None else found.notes
 
 
 @contextmanager

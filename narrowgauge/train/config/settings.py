@@ -19,6 +19,7 @@ from narrowgauge.diagnose import guard_settings
 from narrowgauge.errors import ConfigError
 from narrowgauge.optim.rules import RULES
 from narrowgauge.train.config import augment_syntax, parallel_syntax, switch_syntax
+from narrowgauge.train.config.adapter_settings import AdapterSettings, adapter_checks
 from narrowgauge.train.config.data_checks import task_checks
 from narrowgauge.train.config.data_settings import GENERATING, DataSettings
 from narrowgauge.train.config.machine_settings import (
@@ -70,7 +71,7 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     GuardTable, LogSettings, CheckpointSettings, EvaluationSettings, ParallelSettings, DeviceSettings, MemorySettings,
-    OptimizerSettings, TrainingSettings, RecipeSettings, DataSettings, RunSettings,
+    OptimizerSettings, TrainingSettings, AdapterSettings, RecipeSettings, DataSettings, RunSettings,
 ):  # fmt: skip
     """Validated, immutable configuration of a run; derive variants with `dataclasses.replace`.
 
@@ -174,6 +175,8 @@ def resolved(config: TrainConfig) -> TrainConfig:
     cache = config.cache or str(Path(config.output).parent / "cache")
     augment = str(augment_syntax.parse(config.augment))
     columns = {name: config.column_of(name) for name in TASKS[config.task].columns}
+    # Codes of the base are those of one recipe, which computes with them as well.
+    sizes |= {"recipe": config.base} if config.base else {}
     return replace(
         config, cache=cache, columns=columns, augment=augment, **sizes, **numbers_of_rule(config)
     )
@@ -217,7 +220,11 @@ def _cross_checks(config: TrainConfig) -> Iterator[Problem]:
             (key,),
             f"{own} = {value}: has no effect with {name} = {reason}. Remove one of them, or give the one that a file sets its default.",
         )
-    for broken, keys, message in (*task_checks(config), *_training_checks(config)):
+    for broken, keys, message in (
+        *task_checks(config),
+        *_training_checks(config),
+        *adapter_checks(config, GENERATING),
+    ):
         if broken:
             yield (tuple(keys.split()), message)
 

@@ -1,7 +1,8 @@
 """`narrowgauge generate`: texts that a trained model writes, by narrow or by wide products.
 
     RUN      the weights of one of its checkpoints, in the recipe and the precision of the run
-    FOLDER   a model folder such as RUN/final: wide, or converted to the recipe that is named
+    FOLDER   a model folder such as RUN/final: wide, or converted to the recipe that is named. An
+             adapter's is put around its base, which is read from where the training run had it
 
 Decoding is transformers' generate with its KV cache: greedy, or sampled from the `top_k` likeliest
 tokens. Forced, suppressed and ending tokens of the model's generation settings apply, and rows of
@@ -27,14 +28,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from narrowgauge import data
 from narrowgauge.conversion import convert
 from narrowgauge.data import chat
-from narrowgauge.data.tokenizer import end_of_text
+from narrowgauge.data.tokenizer import end_of_text, load
 from narrowgauge.errors import ConfigError, NumericsError
 from narrowgauge.nn.converted_model import suspended
 from narrowgauge.ops import rng
 from narrowgauge.optim import precision as precisions
+from narrowgauge.train import adapter
 from narrowgauge.train.config.settings import GENERATING, TrainConfig
 from narrowgauge.train.device import chosen_device, threads
 from narrowgauge.train.evaluation.saved import NEWEST, SavedRun
@@ -130,7 +131,7 @@ def _writer(place: Path, asked: GenerationOptions, device: torch.device) -> Iter
     if (place / "config.toml").exists():
         with _of_run(place, asked, device) as writer:
             yield writer
-    elif (place / "config.json").exists():
+    elif (place / "config.json").exists() or (place / adapter.BASE).exists():
         yield _of_folder(place, asked, device)
     else:
         raise ConfigError(
@@ -170,15 +171,18 @@ def _of_run(place: Path, asked: GenerationOptions, device: torch.device) -> Iter
 
 
 def _of_folder(place: Path, asked: GenerationOptions, device: torch.device) -> Writer:
-    settings = TrainConfig(model=str(place))
+    is_adapter = (place / adapter.BASE).exists()
+    settings = TrainConfig(model=adapter.read_base(place).model if is_adapter else str(place))
     is_pair = getattr(own_configuration(settings, CAUSAL_LM), "is_encoder_decoder", False)
     model = pretrained(settings, SEQ2SEQ if is_pair else CAUSAL_LM, dtype="auto")
     model.eval().to(device)
     is_narrow = bool(asked.recipe) and asked.products == "narrow"
     if is_narrow:
         convert(model, asked.recipe)
+    if is_adapter:
+        adapter.load(model, place)
     recipe = asked.recipe if is_narrow else "none"
-    return Writer(model, data.load(place), str(place), recipe, None, special=True)
+    return Writer(model, load(place), str(place), recipe, None, special=True)
 
 
 def _written(writer: Writer, asked: GenerationOptions) -> dict[str, Any]:

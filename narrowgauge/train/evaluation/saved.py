@@ -121,13 +121,14 @@ class SavedRun:
         """
         found = store.load(path)
         facts: Mapping[str, Any] = found.facts
-        if found.path.parent == self.folder.best:  # best weights have none about a guard
+        if found.path.parent == self.folder.best:  # best weights have none about a guard or a base
             facts = newest_facts(self.folder, self.config) or facts
         model = converted_model(
             self.folder, self.config, self.task.model, self.device, self.task.tokens_per_forward(), found.step, facts
         )  # fmt: skip
         saved = found.tensors.get("weights", {}) | found.tensors.get("scaling", {})
-        own = model.state_dict()
+        state.refuse_other_base(model, facts, str(path))
+        own = state.saved_state(model)
         learnt = [name for name in own if name not in saved and not is_weight(name)]
         why = ""
         if learnt:  # best weights lack recipe states; the forward pass misses only learned steps
@@ -143,7 +144,7 @@ class SavedRun:
             )
             saved |= {name: own[name] for name in learnt}
         state.refuse_other_model(own, saved, str(path))
-        model.load_state_dict(saved)
+        state.load_state(model, saved)
         return model.eval(), found.step, why
 
 
@@ -173,8 +174,9 @@ def converted_model(
 
 
 def newest_facts(folder: RunFolder, config: TrainConfig) -> Mapping[str, Any]:
-    """Facts of the newest checkpoint of a run with a guard; {} for others."""
-    newest = manifest.newest_first(folder.checkpoints)[:1] if config.guard else []
+    """Facts of the newest checkpoint of a run with a guard or adapters; {} for others."""
+    has_facts = bool(config.guard or config.lora)
+    newest = manifest.newest_first(folder.checkpoints)[:1] if has_facts else []
     return store.load(newest[0]).facts if newest else {}
 
 

@@ -100,6 +100,8 @@ def trained_weights(model: nn.Module, best: Best) -> dict[str, Tensor]:
     one full copy beside its shard, and one tensor twice during the gather.
     """
     chosen = best.weights()
+    if (adapters := state.adapter_weights(model)) is not None:  # on one process
+        return chosen or adapters
     return gather_state_dict(model) if chosen is None else _as_tied(model, chosen)
 
 

@@ -99,7 +99,9 @@ class Source:
             return replace(
                 self.task, config=replace(self.config, layers=layers) if layers else self.config
             ).model()
-        config, kind = replace(self.config, from_scratch=True), self.model_class
+        # Adapters and codes of the base come later, in `build`.
+        config = replace(self.config, from_scratch=True, lora="", base="", merge=False)
+        kind = self.model_class
         if layers:
             changed = with_layers(own_configuration(config, kind), layers)
             kind = replace(kind, options={**kind.options, **changed})

@@ -475,6 +475,7 @@ def configurations(draw) -> TrainConfig:
     settle_answers_tags_and_choices(drawn)
     drawn.setdefault("batch_size", 16)
     drawn["guard"] = ""  # checks of its own: lab/guard/settings.py
+    drawn |= {"lora": "", "base": "", "merge": False}  # likewise: test_adapter_settings.py
     drawn["micro_batches"] = draw(
         st.sampled_from([n for n in (1, 2, 3, 4, 8) if drawn["batch_size"] % n == 0])
     )
