@@ -135,6 +135,23 @@ def test_a_frozen_base_goes_out_in_the_codes_as_which_it_was_frozen(tmp_path):
         assert_same(wide[f"{name}.weight"].float(), expected[name], at=name)
 
 
+def test_weights_that_are_stored_otherwise_go_out_in_16_bits(tmp_path):
+    """GPT-2's, of which no reader of codes knows that they are transposed."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = GPT2Config(
+        n_embd=32, n_layer=1, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=2
+    )
+    made = ng.convert(GPT2LMHeadModel(sizes), "fp8-current")
+    choices = layers.chosen(made, file_formats.get("fp8-channel"), requantize=True)
+    assert choices["transformer.h.0.attn.c_attn"].reason.code == "stored-otherwise"
+    with raises(ConfigError, "export.no-layer", "transposed"):
+        ng.export.save(made, tmp_path / "codes", format="fp8-channel", load=False)
+    ng.export.save(made, tmp_path / "wide", format="bf16", load=False)
+    found = tensors_of(tmp_path / "wide")["transformer.h.0.attn.c_attn.weight"]
+    assert_same(found, made.transformer.h[0].attn.c_attn.weight.detach().bfloat16())
+
+
 def test_static_scales_of_x_come_from_the_amax_history(tmp_path):
     made = llama()
     ng.convert(made, "fp8-delayed")
