@@ -48,6 +48,8 @@ GOODBYE_S = 10.0  # time for the sentinel to end after its rank's goodbye
 KEYS = "run"  # sub-prefix for the keys of sentinels and of train.parallel.ranks
 SIZE = 256  # bytes of a `Page`
 FRAMES = 12  # reported frames of a stack
+POLLS = "wait_for_first_rank"  # of train.parallel.ranks: it polls the store
+POLL_DEPTH = 4  # frames above the innermost one in which it is looked for
 IDLE = 0.3  # CPU share below which a backward pass counts as waiting for messages
 
 _current: Watched | None = None
@@ -239,13 +241,14 @@ class Watched:
         used = (processor_s - self._processor_s) / max(now_s - self._looked_s, 1e-3)
         self._processor_s, self._looked_s = processor_s, now_s
         frame = sys._current_frames().get(self._main)
-        inner = frame
+        polls = _polling(frame)
+        inner = polls or frame
         found: list[str] = []
         while frame is not None and len(found) < FRAMES:
             code = frame.f_code
             found.append(f"  {code.co_filename}:{frame.f_lineno} in {code.co_name}")
             frame = frame.f_back
-        stands = (self._place, found[0] if found else "")
+        stands = (self._place, POLLS if polls else found[0] if found else "")
         # A rank that moved since the last look computes, even if it is in a collective now.
         moved, self._stood = stands != self._stood, stands
         return found[::-1], not moved and inner is not None and _waits(inner, used)
@@ -253,6 +256,19 @@ class Watched:
     def _send(self, what: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the socket's buffer is full: the sentinel is stopped
             self._talk.send(json.dumps(what).encode())
+
+
+def _polling(inner: FrameType | None) -> FrameType | None:
+    """The frame of the loop that waits for rank 0, if it is among the innermost frames.
+
+    A look may find the loop at any of its lines, or inside a function that it calls. Judged by the
+    innermost line, such a rank would seem to move, and the time-out would begin again.
+    """
+    for _ in range(POLL_DEPTH):
+        if inner is None or inner.f_code.co_name == POLLS:
+            return inner
+        inner = inner.f_back
+    return None
 
 
 def _waits(inner: FrameType, used: float) -> bool:
@@ -264,7 +280,7 @@ def _waits(inner: FrameType, used: float) -> bool:
     autograd engine alone. A backward pass that computes uses more than IDLE.
     """
     where = inner.f_code.co_filename.replace(os.sep, "/")
-    if "/torch/distributed/" in where or inner.f_code.co_name == "wait_for_first_rank":
+    if "/torch/distributed/" in where or inner.f_code.co_name == POLLS:
         return True
     return where.endswith("/torch/autograd/graph.py") and used < IDLE
 
