@@ -15,9 +15,18 @@ from narrowgauge.train import liveness
 
 
 def wait_for_first_rank() -> None:
-    """Named as in train.parallel.ranks, by which a stack that waits is known."""
+    """Named as in train.parallel.ranks, by which a stack that waits is known.
+
+    As there it runs at two lines and inside a function that it calls. A look of the liveness thread, once a second, finds one or another.
+    """
     while True:
-        time.sleep(0.05)
+        time.sleep(0.35)
+        look()
+        time.sleep(0.35)
+
+
+def look() -> None:
+    time.sleep(0.35)
 
 
 def spin() -> None:
