@@ -211,12 +211,12 @@ def verify(folder: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     path = Path(folder)
     facts = reading.json_of(path / REPORT, OF_REPORTS)
-    if not isinstance(facts, dict) or facts.get("kind") != KIND:
+    if not (listed := _listed(path)):
         raise CheckpointError(
             f"{path}: its {REPORT} is none of narrowgauge. Name a folder that narrowgauge export wrote.",
             code="export.not-one",
         )
-    for name, entry in facts["files"].items():
+    for name, entry in listed.items():
         if writing.hashed(path / name) != entry:
             raise CheckpointError(
                 f"{path / name}: was changed since it was exported. Export the model again, to another folder.",
@@ -243,6 +243,15 @@ def _refuse_model(model: Any) -> None:
             "transformers, and of a wrapped one the model inside (DDP: model.module).",
             code="export.no-config",
         )
+    for name, each in model.named_parameters():
+        if each.is_meta or type(each).__name__ == "DTensor":
+            why = (
+                "on the meta device, without numbers" if each.is_meta else "shared by several ranks"
+            )
+            raise ConfigError(
+                f"export: {name!r} is {why}. Load the weights in one process first, as from a checkpoint or from final/.",
+                code="export.no-numbers",
+            )
     adapted = next((name for name, _ in model.named_parameters() if ".lora_" in name), "")
     if adapted:
         raise ConfigError(
@@ -263,21 +272,25 @@ def _refuse_place(path: Path, overwrite: bool) -> None:
     # An empty folder that the caller has made is as good as none.
     if not any(path.iterdir()):
         return
-    is_export = (path / REPORT).is_file() and verify_kind(path)
-    if is_export and overwrite:
+    # A file that the user has added would go with the older export.
+    listed = _listed(path)
+    foreign = sorted({each.name for each in path.iterdir()} - {*listed, REPORT})
+    if listed and overwrite and not foreign:
         return
-    what = "holds an older export" if is_export else "holds other files"
-    more = ", or pass --overwrite to replace it" if is_export else ""
+    what = f"holds {foreign[0]!r}, which no export wrote" if foreign else "holds an older export"
+    more = "" if foreign else ", or pass --overwrite to replace it"
     raise ConfigError(f"output = '{path}': {what}. Name a new folder{more}.", code="export.output")
 
 
-def verify_kind(path: Path) -> bool:
-    """True if the folder's export.json is of an export."""
+def _listed(path: Path) -> dict[str, Any]:
+    """The files of an older export, with size and hash; {} if export.json is not of one."""
     try:
         facts = reading.json_of(path / REPORT, OF_REPORTS)
     except CheckpointError:
-        return False
-    return isinstance(facts, dict) and facts.get("kind") == KIND
+        return {}
+    is_ours = isinstance(facts, dict) and facts.get("kind") == KIND
+    files = facts.get("files") if is_ours else None
+    return files if isinstance(files, dict) else {}
 
 
 @contextmanager

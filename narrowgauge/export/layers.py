@@ -93,6 +93,11 @@ def chosen(
                 choices[name] = _wide(
                     "read-by-owner", "its owner multiplies by its weight without calling it"
                 )
+            elif layer.is_transposed or hasattr(layer, "parameters_of_owner"):
+                choices[name] = _wide(
+                    "stored-otherwise",
+                    "its weight is stored transposed, or as a part of another, and readers of codes expect one as nn.Linear's",
+                )
             elif "suspended" in notes[name]:
                 choices[name] = _wide("suspended", "its recipe is suspended")
             else:

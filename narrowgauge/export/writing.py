@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import addresses, manifest, storage
-from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
+from narrowgauge.errors import CheckpointError, NumericsError
 from narrowgauge.export.layers import (
     WeightChoice,
     expert_names,
@@ -232,12 +232,6 @@ def _codes(name: str, layer: Any, form: ExportFormat, choice: WeightChoice) -> d
 def _wide(
     model: nn.Module, name: str, module: nn.Module, own: str, tensor: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    if tensor.is_meta or type(tensor).__name__ == "DTensor":
-        raise ConfigError(
-            f"export: {name!r} is {'on the meta device, without numbers' if tensor.is_meta else 'shared by several ranks'}. "
-            "Load the weights of one process first, from a checkpoint or from final/.",
-            code="export.no-numbers",
-        )
     if own == "weight" and getattr(module, "frozen", None) is not None:
         tensor = plain_weight(module)
     if not tensor.is_floating_point():
