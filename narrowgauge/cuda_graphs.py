@@ -113,6 +113,13 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
     seen: set[str] = set()
     for name, layer in model.named_modules():
         recipe = layer.recipe if isinstance(layer, QLinear) else None
+        if isinstance(layer, QLinear) and layer.is_expert and "experts" not in seen:
+            seen.add("experts")
+            reasons.append(
+                Reason(
+                    "experts", f"the host reads how many tokens each expert has (first in {name})"
+                )
+            )
         if recipe is None or recipe.name in seen:
             continue
         seen.add(recipe.name)

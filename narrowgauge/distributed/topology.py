@@ -94,7 +94,7 @@ class Topology:
     def groups_of(self, layer: QLinear) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups that synchronize a layer's state: all ranks with a shard or copy."""
         groups = list(self.replicas)
-        for parameter in layer.parameters():
+        for parameter in (*layer.parameters(), *layer.held_parameters()):
             if isinstance(parameter, DTensor):
                 for dim in range(parameter.device_mesh.ndim):
                     _add(groups, parameter.device_mesh.get_group(dim))

@@ -521,6 +521,8 @@ def _free_storage(layers: list[QLinear], *_: Any) -> None:
 
 def _gathered_weight(layer: QLinear, name: str, topology: Topology) -> GatheredWeight | str:
     """Return the GatheredWeight of a layer, or the reason against it; the same on all ranks."""
+    if layer.is_expert:
+        return "it is one matrix of a parameter that all experts share"
     weight, mesh = layer._parameters.get("weight"), topology.mesh
     if layer.state.gathered is not None:
         weight = layer.state.gathered.parameter

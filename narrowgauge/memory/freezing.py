@@ -176,6 +176,10 @@ def _candidates_for_codes(
     found: list[QLinear] = []
     kept_16bit = {}
     for name, layer in model.named_modules():
+        if isinstance(layer, QLinear) and layer.is_expert and layer.parameter in named:
+            kept_16bit[layer.names(name)[-1]] = (
+                "its experts share one parameter, which has no codes"
+            )
         weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
         if (
             weight is None

@@ -83,7 +83,20 @@ class ExpertLinear(QLinear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         views = self.__dict__.get("views")
-        return self.place.matrix(self.parameter) if views is None else views[0]
+        if views is not None:
+            found: Tensor = views[0]
+            return found
+        stack = self.parameter
+        if type(stack).__name__ == "DTensor":
+            # A slice of a sharded stack would be gathered, and hang a rank that asks alone. Outside
+            # of a pass only shape, type and device are asked for.
+            lone = stack.to_local().detach().new_full((), torch.nan)  # type: ignore[attr-defined]
+            return lone.expand(self.weight_shape).requires_grad_(stack.requires_grad)
+        return self.place.matrix(stack)
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]

@@ -333,8 +333,8 @@ class QLinear(nn.Linear):
     @property
     def recasts(self) -> bool:
         """True if backward recasts the weight instead of reading cached codes."""
-        weight = self._parameters.get("weight")
-        device = (self.weight if weight is None else weight).device
+        parameter = self.parameter
+        device = (self.weight if parameter is None else parameter).device
         return (
             resolved(self.state.weight_codes, device_facts(device.type, device.index).type)
             == "recast"

@@ -44,8 +44,8 @@ def groups(
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters of a model as named groups. A tied weight appears once.
 
-    weight_decay  weight decay of matrices, if given; tensors of one axis (norms, biases) get 0
-                  and their own group
+    weight_decay  weight decay of matrices, if given; tensors of one axis (norms, biases) and
+                  biases of experts [E, N] get 0 and their own group
     embeddings    "fp32": weights of an nn.Embedding, also if a head is tied to the weight, go
                   into groups with states="fp32"; "same": they stay with the others
     """
@@ -61,7 +61,7 @@ def groups(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_embedding = embeddings == "fp32" and id(parameter) in found
-            is_vector = weight_decay is not None and parameter.ndim < 2
+            is_vector = weight_decay is not None and _is_vector(name, parameter)
             sorted_out.setdefault((is_embedding, is_vector), []).append((name, parameter))
     result = []
     for (is_embedding, is_vector), named in sorted(sorted_out.items(), key=lambda item: item[0]):
@@ -75,6 +75,11 @@ def groups(
             group["weight_decay"] = 0.0 if is_vector else weight_decay
         result.append(group)
     return result
+
+
+def _is_vector(name: str, parameter: Tensor) -> bool:
+    """True for norms and biases, also for the biases [E, N] of experts ("gate_up_proj_bias")."""
+    return parameter.ndim < 2 or (parameter.ndim == 2 and name.endswith("_bias"))
 
 
 def asked(group: Mapping[str, Any]) -> tuple[Any, ...]:

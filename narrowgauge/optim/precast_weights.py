@@ -138,7 +138,11 @@ class WeightCasts(Mapping[str, str]):
         for name, layer in layers:
             weight = layer._parameters.get("weight")
             link = self._links[name] = _Link(name, layer)
-            if weight is None:
+            if layer.is_expert:
+                link.reason = link.fixed = Reason(
+                    "experts", "it is one matrix of a parameter that all experts share"
+                )
+            elif weight is None:
                 link.reason = link.fixed = Reason(
                     "computed", "its weight is computed from another parameter"
                 )

@@ -262,3 +262,99 @@ def test_the_share_in_low_precision_counts_experts() -> None:
     # One pair of experts has 2 x (32 x 96 + 48 x 32) multiplications, forward and twice backward.
     narrow = 2 * 3 * 2 * IDS.numel() * (32 * 96 + 48 * 32)
     assert with_experts.narrow[8] - without.narrow[8] == pytest.approx(narrow / without.operations)
+
+
+def test_llama_4_has_recipes_too() -> None:
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    sizes = {"num_local_experts": 3, "hidden_size": 32, "intermediate_size": 48}
+    model = nn.ModuleDict({"experts": Llama4TextExperts(transformers.Llama4TextConfig(**sizes))})
+    for each in model.parameters():
+        nn.init.normal_(each, std=0.1)
+    x = torch.randn(3 * 7, 32)
+    expected = model["experts"](x)
+    ng.convert(model, "fp8-current")
+    with ng.suspended(model):
+        torch.testing.assert_close(model["experts"](x), expected)
+    own = ng.QLinear(32, 96, bias=False, recipe="fp8-current")
+    own.weight.data = model["experts"].gate_up_proj.detach()[1].t().contiguous()
+    first = model["experts"].slices("gate_up_proj")[1]
+    assert_same(first(x[7:14]).detach(), own(x[7:14]).detach())
+    assert (model["experts"](x) - expected).norm() < 0.1 * expected.norm()
+
+
+def test_experts_without_a_gate_and_with_a_norm_behind_them() -> None:
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+    config = transformers.NemotronHConfig(
+        hidden_size=32, moe_intermediate_size=48, n_routed_experts=4
+    )
+    config._experts_implementation = "eager"
+    own = NemotronHExperts(config)
+    for each in own.parameters():
+        nn.init.normal_(each, std=0.1)
+    x, index, weights = torch.randn(9, 32), torch.randint(0, 4, (9, 1)), torch.rand(9, 1)
+    expected = own(x, index, weights)
+    ng.convert(nn.ModuleDict({"experts": own}), "fp8-current")
+    assert (own(x, index, weights) - expected).norm() < 0.1 * expected.norm()
+    with ng.suspended(own):
+        assert_same(own(x, index, weights).detach(), expected.detach())
+        before = own(x, index, weights)
+        own.post_expert_norm, own.has_post_expert_norm = nn.RMSNorm(32), True
+        assert not torch.equal(own(x, index, weights), before)
+
+
+def test_weights_of_experts_decay_and_their_biases_do_not() -> None:
+    sizes = {"num_local_experts": 4, "hidden_size": 32, "intermediate_size": 48}
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    model = nn.ModuleDict({"experts": GptOssExperts(transformers.GptOssConfig(**sizes))})
+    decays = {
+        name: group["weight_decay"]
+        for group in ng.optim.groups(model, weight_decay=0.1)
+        for name, _ in group["params"]
+    }
+    assert {name for name, decay in decays.items() if decay} == {
+        f"experts.{name}" for name in STACKS
+    }
+    assert decays.keys() == dict(model.named_parameters()).keys()
+
+
+def test_experts_have_no_codes_and_say_so() -> None:
+    model = ng.convert(mixtral(), "fp8-current")
+    report = ng.memory.freeze(model, "model.layers.0.*", codes=True)
+    assert {f"{FIRST}.{name}" for name in STACKS} <= dict(report.kept_16bit).keys()
+    model(IDS, labels=IDS).loss.backward()  # frozen experts pass gradients on
+    assert model.get_submodule(FIRST).down_proj.grad is None
+    assert model.model.layers[1].mlp.experts.down_proj.grad.any()
+    assert model.model.embed_tokens.weight.grad.any()
+
+
+def test_the_step_of_our_optimizer_leaves_the_casts_of_experts_to_the_layer() -> None:
+    model = ng.convert(mixtral(), "fp8-current")
+    optimizer = ng.optim.AdamW(model, states="8bit")
+    casts = optimizer.cast_weights(model)
+    assert casts[f"{FIRST}.0.down_proj"].code == "experts"
+    passed(model)
+    optimizer.step()
+    assert optimizer.state[model.get_submodule(FIRST).down_proj]
+
+
+def test_a_graph_is_refused_since_the_host_reads_the_router() -> None:
+    from narrowgauge.cuda_graphs import refuse_run
+
+    model = ng.convert(mixtral(), "fp8-current")
+    optimizer = ng.optim.AdamW(model)
+    assert "experts" in {reason.code for reason in refuse_run(model, optimizer)}
+    ng.convert(model, {"*.experts": None})
+    assert "experts" not in {reason.code for reason in refuse_run(model, optimizer)}
+
+
+def test_blame_names_the_expert_and_the_product() -> None:
+    from narrowgauge.lab.blame import observed
+
+    model = mixtral(num_hidden_layers=1)
+    ng.convert(model, {"*": "fp8-current", "*.experts.2.down_proj": "int4-minmax-sr"})
+    found = observed(model, lambda: model(IDS, labels=IDS).loss.backward())
+    assert {each.layer for each in found.suspects} == {f"{FIRST}.2.down_proj"}
+    assert {each.product for each in found.suspects} == {"output", "grad_input", "grad_weight"}

@@ -178,3 +178,72 @@ def test_with_a_recipe_the_bits_are_those_of_a_loop_of_layers(recipe: str, kind:
             grouped = converted(experts(kind), recipe)
             grouped.load_state_dict(torch.load(file))
             steppers[0] = grouped, gradients
+
+
+def test_rows_of_experts_of_another_rank_are_zero() -> None:
+    """Index E is transformers' mark for them; their weights are zero there."""
+    model = experts()
+    x, index, weights, gy = inputs()
+    elsewhere = torch.where(index == 1, E, index)
+    kept = torch.where(index == 1, 0.0, weights.detach())
+    grouped = converted(copy.deepcopy(model), "bf16")
+    found = passed(grouped, (x, elsewhere, kept, gy))
+    assert_same(found[:2], passed(grouped, (x, index, kept, gy))[:2])
+    assert not found[2][
+        index == 1
+    ].any()  # no gradient of the router comes from another rank's expert
+    adopted = adopt(copy.deepcopy(model))
+    given = x, elsewhere, kept, gy
+    assert_same(passed(adopted, given), passed(model, given))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_batch_of_one_token_or_none(count: int) -> None:
+    grouped = converted(experts(), "fp8-current")
+    x, index, weights, gy = (each[:count] for each in inputs())
+    y, gx, gw = (
+        passed(grouped, (x, index, weights, gy)) if count else (grouped(x, index, weights),) * 3
+    )
+    assert y.shape == (count, K) and y.isfinite().all()
+    assert not count or (gx.any() and gw.all())
+
+
+def test_one_product_without_a_recipe_keeps_the_dtype_of_the_weights() -> None:
+    """The first product in a recipe, the second one as the model has it."""
+    model = experts("gpt_oss", torch.bfloat16)
+    ng.convert(nn.ModuleDict({"experts": model}), {"experts.gate_up_proj": "bf16"})
+    y, gx, _ = passed(model, inputs(dtype=torch.bfloat16))
+    assert y.dtype == gx.dtype == torch.bfloat16
+    assert {each.recipe is None for each in model.slices("down_proj")} == {True}
+
+
+def test_writes_to_the_parameter_are_seen_by_its_slices() -> None:
+    """Through `.data` too: casts of a step are reused while the bytes of a slice are the same."""
+    grouped, given = converted(experts(), "fp8-current"), inputs()
+    ng.advance(grouped)
+    first = passed(grouped, given)[0]
+    assert_same(passed(grouped, given)[0], first)
+    grouped.down_proj.data[4] *= 2
+    changed = passed(grouped, given)[0]
+    other = (given[1] == 4).any(dim=1)
+    assert (changed != first).any(dim=1)[other].all()
+    assert_same(changed[~other], first[~other])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # Dynamo, at the break of its graph
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+def test_compiled_code_leaves_the_experts_to_eager_code(recipe: str) -> None:
+    class Model(nn.Module):
+        def __init__(self, own: nn.Module) -> None:
+            super().__init__()
+            self.experts = own
+
+        def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            return self.experts(x * 2.0, index, weights) + 1.0
+
+    model = ng.convert(Model(experts()), recipe)
+    expected = passed(copy.deepcopy(model), inputs())
+    assert_same(passed(torch.compile(model, backend="aot_eager"), inputs()), expected)
