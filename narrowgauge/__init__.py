@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from narrowgauge.conversion import advance, convert, suspended
     from narrowgauge.conversion.description import describe
     from narrowgauge.conversion.like import convert_like
+    from narrowgauge.conversion.pretrained_folder import save_pretrained
     from narrowgauge.conversion.switching import switch
     from narrowgauge.distributed import distribute
     from narrowgauge.lab.guard.loop import Guard
@@ -36,7 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cast", "Gemm", "Guard", "QLinear", "QTensor", "Recipe", "advance", "convert", "convert_like", "dequantize", "describe",
     "distribute", "distributed", "export", "formats", "linear", "memory", "mm", "optim", "plan", "quantize", "recipes",
-    "suspended", "switch",
+    "save_pretrained", "suspended", "switch",
 ]  # fmt: skip
 
 # Module -> the public names that it defines. Public modules (formats, optim, ...) are not listed
@@ -50,6 +51,7 @@ _HOMES = {
     "conversion": ("convert", "suspended", "advance"),
     "conversion.description": ("describe",),
     "conversion.like": ("convert_like",),
+    "conversion.pretrained_folder": ("save_pretrained",),
     "conversion.switching": ("switch",),
     "lab.guard.loop": ("Guard",),
     "distributed": ("distribute",),

@@ -37,6 +37,7 @@ from narrowgauge.conversion.embeddings import (
     restore_embeddings,
 )
 from narrowgauge.conversion.kept_layers import LEFT_BY
+from narrowgauge.conversion.pretrained_folder import take_up
 from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import Save, check_save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
@@ -114,6 +115,7 @@ def convert(
         check_embeddings(model, embeddings)
     if recipe is None:
         return _restored(model)
+    was_converted = any(isinstance(each, QLinear) for each in model.modules())
     # Everything that can be refused is refused before `_apply` changes the first layer.
     with opened(model):
         given = assignments(model, recipe, tokens=tokens, compiled=compiled, choices=choices)
@@ -134,6 +136,8 @@ def convert(
     if not isinstance(recipe, Mapping) or recipe.get("*") is not None:
         warn_of_small_share(model, given)
     step_end.follow_model(model)
+    if not was_converted:
+        take_up(model)  # what `save_pretrained` wrote beside the weights
     # Last, when every layer has its recipe: a producer's cast is the cast that its readers need.
     if fuse:
         fuse_producers(model, save)

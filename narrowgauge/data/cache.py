@@ -72,7 +72,7 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """An open cache entry. Pickles as file names, not as array contents.
 
     path    folder
@@ -104,7 +104,7 @@ def _mapped(path: Path, dtype: str) -> Values:
 
 def cached(
     path: Path, dtypes: Mapping[str, np.dtype[Any]], fill: Callable[[Append], dict[str, Any]]
-) -> tuple[Entry, list[str]]:
+) -> tuple[CacheEntry, list[str]]:
     """Opens the entry at `path`, or creates it if it is missing or damaged.
 
     dtypes  {array name: dtype}
@@ -212,7 +212,7 @@ def _write(
     )
 
 
-def open_entry(path: Path) -> Entry | None:
+def open_entry(path: Path) -> CacheEntry | None:
     """Opens the entry at `path`; None if it is missing.
 
     Raises Damaged if its bytes have changed or belong to another key.
@@ -234,7 +234,7 @@ def open_entry(path: Path) -> Entry | None:
             _verify(path / f"{name}.bin", held)
     except (ValueError, KeyError, AttributeError, TypeError):
         raise Damaged(f"{shown(path / INDEX)} does not match its checksum") from None
-    return Entry(
+    return CacheEntry(
         path, {name: held["dtype"] for name, held in index["files"].items()}, index["facts"]
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from narrowgauge.data.batches import Indices
-    from narrowgauge.data.cache import Entry, Values
+    from narrowgauge.data.cache import CacheEntry, Values
 
 GROUP = "group"  # array with one integer per example
 GROUPS = np.dtype("<u8")
@@ -33,7 +33,7 @@ class ExampleArrays:
     fields  names of the arrays
     """
 
-    def __init__(self, entry: Entry, fields: Sequence[str]):
+    def __init__(self, entry: CacheEntry, fields: Sequence[str]):
         self.entry = entry
         self._lengths = {name: entry.arrays[f"{name}.lengths"].astype(np.int64) for name in fields}
         # End positions in the file, not start positions: a subset keeps both arrays by plain

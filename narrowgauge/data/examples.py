@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from narrowgauge.data.batches import IGNORED, Indices
-from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
+from narrowgauge.data.cache import Append, CacheEntry, Values, cached, key_of
 from narrowgauge.data.encoder import BATCH_ROWS, Encoder
 from narrowgauge.data.example_arrays import ExampleArrays
 from narrowgauge.data.sources import files_of, records
@@ -59,7 +59,7 @@ class Examples(ExampleArrays):
     """
 
     def __init__(
-        self, task: type[Task], entry: Entry, fields: Sequence[str], summary: dict[str, Any]
+        self, task: type[Task], entry: CacheEntry, fields: Sequence[str], summary: dict[str, Any]
     ):
         super().__init__(entry, fields)
         self.task, self.summary = task, summary

@@ -179,6 +179,8 @@ def _train_reference(
         base="",
         merge=False,
     )
+    # The task builds the model, and reads a wide base for the reference.
+    task = replace(task, config=replace(task.config, base="")) if config.base else task
     # resume=True: the reference may be half trained, and its data were shown with the main run
     with followers.claimed(path, True, ranks) as own:
         begin_branch(reference, own, task, ranks, extensions)

@@ -77,6 +77,14 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
             f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub.",
             code="model.no-folder",
         )
+    if (Path(where) / "adapter_config.json").exists() and not (
+        Path(where) / "config.json"
+    ).exists():
+        raise ConfigError(
+            f"model = {where!r}: holds an adapter and no model. Train it with merge, which writes the whole model to merged/, and "
+            "name that.",
+            code="model.adapter",
+        )
     if Path(where).is_dir():
         reading.refuse_special_files(Path(where), OF_MODELS)
     try:

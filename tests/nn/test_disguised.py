@@ -273,6 +273,48 @@ def test_blame_and_the_guard_see_them() -> None:
     assert {"h.0.c_fc", "h.3.c_proj"} <= {finding.layer for finding in found.findings}
 
 
+@pytest.mark.slow
+def test_the_planner_counts_them_as_linears() -> None:
+    from narrowgauge.plan import plan
+
+    def with_linears() -> Blocks:
+        model = Blocks()
+        for block in model.h:
+            for name in ("c_fc", "c_proj"):
+                block[name] = nn.Linear(block[name].nx, block[name].nf)
+        return model
+
+    def bytes_of(make: Any) -> int:
+        return plan(
+            lambda: ng.convert(make().bfloat16(), "int4-hq-bs"),
+            lambda model, ids: model(ids).square().mean(),
+            lambda model: torch.optim.AdamW(model.parameters()),
+            IDS,
+            card="h100",
+        ).allocated
+
+    assert bytes_of(Blocks) == bytes_of(with_linears)
+
+
+def test_float16_weights_and_tensor_statistics_take_them() -> None:
+    from narrowgauge.optim.held_gradients import float16_weights
+    from narrowgauge.train.tensor_stats import _note
+
+    model = ng.convert(Blocks(), "fp8-current")
+    layer, events = model.h[0]["c_fc"], dict[Any, Any]()
+    layer.observer = lambda *given: _note(events, "c_fc", layer, True, *given)
+    model(IDS).sum().backward()
+    # The spread of gy is told apart from its transpose by the number of outputs.
+    assert {("c_fc", role) for role in ("x", "w", "gy", "spread of x", "spread of gy")} <= set(
+        events
+    )
+    layer.observer = None
+    model.zero_grad()
+    assert len(float16_weights(model)) == 8
+    model(IDS).sum().backward()
+    assert layer.weight.grad.dtype == torch.bfloat16
+
+
 def test_shards_along_the_other_axis_are_refused() -> None:
     layer = adopt(Conv1D(OUT, IN))
 

@@ -237,7 +237,26 @@ def test_merge_writes_a_folder_that_transformers_reads(trained):
         assert_same(each.detach(), own[name].detach().clone())
 
 
+def test_a_folder_of_an_adapter_is_no_model(trained, make):
+    with raises(ConfigError, "model.adapter"):
+        loop.run(make(model=str(Path(trained.output) / "final"), vocab_size=4096))
+
+
 def test_targets_that_name_nothing_are_refused(base, make):
     pytest.importorskip("peft")
     with raises(ConfigError, "lora.targets"):
         loop.run(make(**settings(base, "targets=query")))
+
+
+@pytest.mark.slow
+def test_the_reference_trains_the_same_adapters_over_the_wide_base(base, make):
+    pytest.importorskip("peft")
+    config = make(**settings(base, compare="bf16"))
+    assert training.run(config) == 0
+    reference = Path(config.output) / "compare-bf16"
+    known = json.loads((reference / "final" / "base.json").read_text())
+    assert known["codes"] == "" and known["model"] == str(base)
+    ours, theirs = tiny.losses(Path(config.output)), tiny.losses(reference)
+    assert ours.keys() == theirs.keys() and ours != theirs
+    # Bounded by what E4M3 moves the loss of a model of two blocks: far less than a tenth of a nat.
+    assert all(abs(ours[step] - theirs[step]) < 0.1 for step in ours)

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from narrowgauge import data
-from narrowgauge.data.cache import Append, Entry, Values, cached, key_of
+from narrowgauge.data.cache import Append, CacheEntry, Values, cached, key_of
 from narrowgauge.data.image_files import Picture, decoded, pictures
 from narrowgauge.data.text import shown
 from narrowgauge.errors import DataError, StorageError
@@ -92,7 +92,7 @@ class Images:
     rows           row numbers in the whole data set
     """
 
-    def __init__(self, entry: Entry, preprocessing: Preprocessing, summary: dict[str, Any]):
+    def __init__(self, entry: CacheEntry, preprocessing: Preprocessing, summary: dict[str, Any]):
         self.entry, self.preprocessing, self.summary = entry, preprocessing, summary
         self.rows: Indices = np.arange(len(entry.arrays["labels"]))
 
