@@ -21,17 +21,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import narrowgauge
-from narrowgauge import manifest, storage
-from narrowgauge.conversion import measure
+from narrowgauge import export, manifest, storage
+from narrowgauge.conversion import measure, pretrained_folder
 from narrowgauge.data import cache as data_cache
 from narrowgauge.data import documents, image_files, image_sizes, records, tokenizer
 from narrowgauge.diagnose import lineage, study_file
 from narrowgauge.diagnose.runs import encode, read_metrics, read_run
 from narrowgauge.distributed import storage as distributed
 from narrowgauge.errors import ConfigError, NarrowgaugeError, StorageError
+from narrowgauge.export import writing as export_writing
 from narrowgauge.lab.ladder import Ladder, Rung
 from narrowgauge.lab.ladder_of_run import RungsFile
 from narrowgauge.lab.study import pool, progress
@@ -39,7 +41,7 @@ from narrowgauge.lab.study.plan import Job
 from narrowgauge.ops.cpp import build
 from narrowgauge.report import run_data
 from narrowgauge.storage import reading
-from narrowgauge.train import model_files, run_folder
+from narrowgauge.train import adapter, coded_base, model_files, run_folder
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig
@@ -412,6 +414,60 @@ def tokenizer_json(folder: Path) -> Case:
 
 
 @case
+def report_of_an_export(folder: Path) -> Case:
+    path = an_export(folder) / export.REPORT
+    return Case(path, lambda: export.verify(folder), is_json=True)
+
+
+@case
+def file_of_an_export(folder: Path) -> Case:
+    return Case(an_export(folder) / "weights", lambda: export.verify(folder))
+
+
+def an_export(folder: Path) -> Path:
+    put(folder / "weights", b"0" * 64)
+    files = {"weights": export_writing.hashed(folder / "weights")}
+    put(folder / export.REPORT, json.dumps({"kind": export.KIND, "files": files}))
+    return folder
+
+
+@case
+def tokenizer_of_an_export(folder: Path) -> Case:
+    path = put(folder / "tokenizer.json", "{}")
+    return Case(path, lambda: reading.refuse_special_files(folder, export_writing.OF_TOKENIZERS))
+
+
+@case
+def base_of_an_adapter(folder: Path) -> Case:
+    path = put(folder / adapter.BASE, json.dumps({"model": "m", "sha256": "0", "codes": ""}))
+    return Case(path, lambda: adapter.read_base(folder), is_json=True)
+
+
+@case
+def weights_of_an_adapter(folder: Path) -> Case:
+    path = put(folder / adapter.WEIGHTS, safetensors.torch.save({"a": torch.ones(2)}))
+
+    def read() -> None:
+        with reading.opened_tensors(path, adapter.OF_ADAPTERS) as found:
+            found.get_tensor("a")
+
+    return Case(path, read)
+
+
+@case
+def weights_of_a_coded_base(folder: Path) -> Case:
+    path = put(folder / coded_base.SINGLE, safetensors.torch.save({"a": torch.ones(2)}))
+    return Case(path, lambda: (list(coded_base._lines(path)), coded_base._scales([path])))
+
+
+@case
+def state_of_recipes(folder: Path) -> Case:
+    facts = {"format": pretrained_folder.FORMAT, "recipes": "{}", "samples": "{}"}
+    path = put(folder / pretrained_folder.FILE, safetensors.torch.save({"a": torch.ones(2)}, facts))
+    return Case(path, lambda: pretrained_folder._read(path))
+
+
+@case
 def index_of_weights(folder: Path) -> Case:
     path = put(folder / model_files.INDEX, '{"weight_map": {"a": "a.safetensors"}}')
     return Case(
@@ -715,6 +771,7 @@ OPENS = {
     "tokenize.open", "os.open", "io.open", "Image.open", "fromfile", "torch.from_file", "safetensors.torch.load", "ctypes.CDLL",
     "linecache.getlines", "mmap.mmap", "os.fdopen", "ParquetFile", "load_dataset", "json.JSONDecoder",
 }  # fmt: skip
+SAVED_RUN = "SavedRun.open, which reads by the one reader"
 SOURCES, KERNEL, MEMORY, READ = (
     "a file of this package",
     "a file of the kernel, under /proc or /sys",
@@ -725,6 +782,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("storage/reading.py", "os.open"): "the reader itself",
     ("storage/reading.py", "open"): "the reader itself",
     ("storage/reading.py", "json.JSONDecoder"): "the reader itself",
+    ("storage/reading.py", "safe_open"): "the reader itself",
     ("cli/__init__.py", "os.open"): "/dev/null",
     ("train/parallel/followers.py", "open"): "/dev/null",
     ("storage/__init__.py", "os.open"): "syncs and locks, does not read; not blocking",
@@ -748,7 +806,9 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("train/config/toml.py", "open"): "the configuration that the user names, which may be a pipe",
     ("train/config/toml.py", "tomllib.loads"): READ,
     ("train/evaluation/task_code.py", "yaml.compose"): READ,
-    ("train/evaluation/command.py", "open"): "SavedRun.open, which reads by the one reader",
+    ("train/evaluation/command.py", "open"): SAVED_RUN,
+    ("train/evaluation/generation.py", "open"): SAVED_RUN,
+    ("train/exporting.py", "open"): SAVED_RUN,
     ("snapshot/block_storage.py", "torch.from_file"): "a file that this process has just made",
     ("manifest.py", "json.loads"): MEMORY,
     ("distributed/index.py", "json.loads"): MEMORY,
@@ -830,5 +890,7 @@ def test_every_kind_of_file_is_searched_above() -> None:
         "train/planning/cache.py:TELLS", "train/evaluation/command.py:SCORES", "train/evaluation/task_code.py:FILE",
         "lab/ladder_of_run.py:RUNGS",
         "train/model_files.py:OF_MODELS", "data/cache.py:ENTRY", "data/cache.py:ARRAY", "data/tokenizer.py:OF_TOKENIZERS",
+        "export/__init__.py:OF_REPORTS", "export/writing.py:OF_FILES", "export/writing.py:OF_TOKENIZERS", "train/adapter.py:BASE_FILE",
+        "train/adapter.py:OF_ADAPTERS", "train/coded_base.py:OF_WEIGHTS", "conversion/pretrained_folder.py:OF_STATES",
         "data/text.py:USERS", "data/squad.py:WHOLE", "data/image_files.py:PICTURE", "data/image_sizes.py:SETTINGS",
     }  # fmt: skip

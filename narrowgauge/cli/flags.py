@@ -194,7 +194,8 @@ def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.P
     """Parameter of a function that stands for a setting, with the flag of `key`."""
     is_table = each.type is TABLE
     # A pair is one word, 0.9,0.95: cyclopts would take two.
-    kind = list[str] if is_table else str if each.type is NUMBERS else each.type
+    # None too: where pydantic is imported, as by other packages, cyclopts checks the default by it.
+    kind = list[str] | None if is_table else str if each.type is NUMBERS else each.type
     readers = {bool: None, TABLE: _read_table, NUMBERS: _read_numbers}
     read = readers.get(each.type, _read_value)
     shape |= {"negative": f"--no-{flag(key)[2:]}"} if each.type is bool else {}

@@ -371,7 +371,8 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
 
     for name, module in model.named_modules():
         if isinstance(module, QLinear):
-            reached += module.weight.numel() if is_narrow(module) else 0
+            # A recipe of 16 bits was asked for, or chosen by "auto": nothing was missed.
+            reached += module.weight.numel() if module.recipe is not None else 0
         elif is_linear(module):
             reason = reason_to_keep(name, module, [], head)
             if name not in decided and reason and getattr(reason, "code", "") != "kept":
@@ -392,11 +393,3 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
             code="convert.small-share",
             stacklevel=3,
         )
-
-
-def is_narrow(layer: QLinear) -> bool:
-    """True if any GEMM of the layer multiplies in fewer than 16 bits."""
-    recipe = layer.recipe
-    return recipe is not None and any(
-        bits_of(gemm) < HIGH_PRECISION_BITS for gemm in recipe.gemms().values()
-    )

@@ -30,9 +30,15 @@ from torch import Tensor, nn
 from narrowgauge.errors import ConfigError, warn
 from narrowgauge.nn.converted_model import quantized_linears
 from narrowgauge.nn.state_loading import added
+from narrowgauge.storage import reading
 from narrowgauge.structure import is_weight, require_module
 
 FILE = "narrowgauge.safetensors"
+OF_STATES = reading.Kind(
+    most_bytes=64 * reading.GIB,
+    step="Remove it, to convert without it, or restore the folder.",
+    follow_links=True,  # snapshots of the Hub consist of links
+)
 FORMAT = "1"
 SAMPLE = 4096  # elements of a weight that tell it from another
 
@@ -118,19 +124,17 @@ def take_up(model: nn.Module) -> int:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:
     """(tensors by name, layer -> recipe, layer -> sample of its weight)."""
-    from safetensors import SafetensorError, safe_open
-
+    with reading.opened_tensors(path, OF_STATES) as opened:
+        facts = opened.metadata() or {}
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     try:
-        with safe_open(path, "pt") as opened:
-            facts = opened.metadata() or {}
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         if facts["format"] != FORMAT:
             raise ValueError(f"its format is {facts['format']!r}")
-        return tensors, dict(json.loads(facts["recipes"])), dict(json.loads(facts["samples"]))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read as the state of recipes: {error}. Remove it, to convert without it, or restore the folder.",
-            code="load.recipe-state-file",
+        recipes, samples = (reading.strict_json(facts[name]) for name in ("recipes", "samples"))
+        return tensors, dict(recipes), dict(samples)
+    except (ValueError, KeyError, TypeError) as error:
+        raise OF_STATES.refusal(
+            path, f"cannot be read as the state of recipes: {error}", "load.recipe-state-file"
         ) from error
 
 

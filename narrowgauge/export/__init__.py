@@ -217,7 +217,7 @@ def verify(folder: str | os.PathLike[str]) -> Mapping[str, Any]:
             code="export.not-one",
         )
     for name, entry in listed.items():
-        if writing.hashed(path / name) != entry:
+        if not writing.is_unchanged(path / name, entry):
             raise CheckpointError(
                 f"{path / name}: was changed since it was exported. Export the model again, to another folder.",
                 code="export.damaged",

@@ -14,7 +14,6 @@ and the rest to a rounding of bfloat16.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -186,7 +185,7 @@ def _dequantizing(form: ExportFormat, files: WeightFiles) -> dict[str, Any]:
         from transformers import FineGrainedFP8Config
 
         # An attribute that is not given would replace the one in config.json.
-        config = json.loads((files.folder / "config.json").read_bytes())
+        config = files.configuration()
         ignored = config["quantization_config"]["modules_to_not_convert"]
         return {
             "quantization_config": FineGrainedFP8Config(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -122,11 +123,23 @@ class WeightFiles:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": self.places}
             add_file(self, "model.safetensors.index.json", json.dumps(index, indent=1))
 
+    def configuration(self) -> dict[str, Any]:
+        """config.json as the folder holds it now."""
+        found: dict[str, Any] = reading.json_of(self.folder / "config.json", OF_FILES)
+        return found
+
     def read(self, name: str) -> Tensor:
         """A tensor as the file holds it now."""
-        with safetensors.safe_open(self.folder / self.places[name], "pt") as file:
+        with reading.opened_tensors(self.folder / self.places[name], OF_FILES) as file:
             found: Tensor = file.get_tensor(name)
         return found
+
+
+def is_unchanged(path: Path, entry: Any) -> bool:
+    """True if a file has the size and hash of `entry`. Another size is told without reading it."""
+    with reading.opened(path, OF_FILES) as file:
+        size = os.fstat(file.fileno()).st_size
+    return isinstance(entry, dict) and size == entry.get("bytes") and hashed(path) == entry
 
 
 def hashed(path: Path) -> dict[str, Any]:

@@ -120,6 +120,25 @@ def json_of(path: Path, kind: Kind) -> Any:
     return value
 
 
+@contextmanager
+def opened_tensors(path: Path, kind: Kind) -> Iterator[Any]:
+    """Opens a safetensors file, as `safetensors.safe_open` does for torch.
+
+    That function would wait for a named pipe, and raises errors of its own for damaged files.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    # `opened` refuses what is no regular file, and turns an OSError of the body into the kind's.
+    with opened(path, kind):
+        try:
+            with safe_open(path, "pt") as found:
+                yield found
+        except SafetensorError as error:
+            raise kind.refusal(
+                path, f"is damaged: it is no safetensors file: {error}", "file.safetensors"
+            ) from error
+
+
 def strict_json(data: bytes | str) -> Any:
     """Value of a JSON text.
 

@@ -42,6 +42,11 @@ BASE_FILE = reading.Kind(
     step="Restore it, or train the adapter anew.",
     form=forms.record({"model": forms.text, "sha256": forms.text}, {"codes": forms.text}),
 )
+OF_ADAPTERS = reading.Kind(
+    most_bytes=64 * reading.GIB,
+    error=CheckpointError,
+    step="Restore the folder, or train the adapter anew.",
+)
 PREFIX = "base_model.model."  # of the names in peft's files
 TASKS = {"seq2seq": "SEQ_2_SEQ_LM"}
 
@@ -144,7 +149,6 @@ def load(model: Any, folder: Path) -> None:
     Raises CheckpointError if the weights below are those of another base.
     """
     import peft
-    from safetensors.torch import load_file
 
     base = read_base(folder)
     here = digest(base.model)
@@ -156,9 +160,8 @@ def load(model: Any, folder: Path) -> None:
         )
     config = peft.LoraConfig.from_pretrained(str(folder))
     peft.inject_adapter_in_model(config, model, NAME)
-    weights = {
-        name.removeprefix(PREFIX): each for name, each in load_file(folder / WEIGHTS).items()
-    }
+    with reading.opened_tensors(folder / WEIGHTS, OF_ADAPTERS) as file:
+        weights = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     result = peft.set_peft_model_state_dict(model, weights, adapter_name=NAME)
     if strange := result.unexpected_keys:
         raise CheckpointError(

@@ -22,14 +22,12 @@ so the weight is decoded and cast, one tensor at a time, and the report counts s
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -48,6 +46,9 @@ SINGLE = "model.safetensors"
 SCALE = "_scale_inv"  # of a block-FP8 checkpoint: "layer.weight" has "layer.weight_scale_inv"
 BLOCK = 128
 CHUNK_BYTES = 2**24
+OF_WEIGHTS = reading.Kind(
+    most_bytes=2**62, step="Restore it, or load the model again.", follow_links=True
+)
 HEADER_BYTES = 2**27  # of a safetensors file; the library's own limit is 100 MB
 
 
@@ -129,7 +130,7 @@ def fill(model: nn.Module, where: str, device: torch.device) -> Filled:
     places, tied = _places(model), _tied(model)
     filled: set[str] = set()
     for file in files:
-        with safe_open(file, "pt") as opened:
+        with reading.opened_tensors(file, OF_WEIGHTS) as opened:
             for key in opened.keys():  # noqa: SIM118  (no mapping)
                 name = _own_name(model, key, places)
                 if name is None or key.endswith(SCALE):
@@ -283,7 +284,7 @@ def _scales(files: list[Path]) -> dict[str, Tensor]:
     """Name of a weight -> its block scales, of all files: a scale may lie in another file."""
     found = {}
     for file in files:
-        with safe_open(file, "pt") as opened:
+        with reading.opened_tensors(file, OF_WEIGHTS) as opened:
             for key in opened.keys():  # noqa: SIM118
                 if key.endswith(SCALE):
                     found[key.removesuffix(SCALE)] = opened.get_tensor(key).clone()
@@ -301,12 +302,12 @@ def digest(where: str) -> str:
 
 def _lines(file: Path) -> Iterator[str]:
     """A line for each tensor of a safetensors file: name, dtype, shape, SHA-256 of its bytes."""
-    with open(file, "rb") as opened:
+    with reading.opened(file, OF_WEIGHTS) as opened:
         size = int.from_bytes(opened.read(8), "little")
         try:
             if size > HEADER_BYTES:
                 raise ValueError(f"a header of {size} bytes")
-            header = json.loads(opened.read(size))
+            header = reading.strict_json(opened.read(size))
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]

@@ -620,3 +620,11 @@ def test_no_verb_rounds_a_number(arguments, capsys):
         f"Invalid value for {arguments[2]}: {arguments[3]!r} is not a whole number."
         in capsys.readouterr().err
     )
+
+
+def test_flags_are_read_where_another_package_has_imported_pydantic(tmp_path):
+    """cyclopts checks arguments and defaults by pydantic once it is imported: every verb's defaults have to be of their types."""
+    pytest.importorskip("pydantic", reason="pydantic is not installed")
+    absent = f"--data={tmp_path / 'none'}"
+    assert cli.main(["study", absent, f"--output={tmp_path / 'study'}"]) == 3  # not 2: arguments
+    assert cli.main(["train", absent, f"--output={tmp_path / 'run'}", "--device=cpu"]) == 3

