@@ -186,16 +186,16 @@ def _part(name: str, key: str, help: str, kind: type = str, **shape: Any) -> ins
         shape |= {"converter": _read_value}
     words = Parameter(name=flag(key), help=help, show_default=False, **shape)
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, words]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, words]
     )
 
 
 def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.Parameter:
     """Parameter of a function that stands for a setting, with the flag of `key`."""
     is_table = each.type is TABLE
-    # A pair is one word, 0.9,0.95: cyclopts would take two.
-    # None too: where pydantic is imported, as by other packages, cyclopts checks the default by it.
-    kind = list[str] | None if is_table else str if each.type is NUMBERS else each.type
+    # Where another package has imported pydantic, cyclopts checks defaults by it: each has to be of
+    # its type, None too. A pair is one word, 0.9,0.95, of any type: cyclopts would take two.
+    kind: Any = list[str] | None if is_table else Any if each.type is NUMBERS else each.type
     readers = {bool: None, TABLE: _read_table, NUMBERS: _read_numbers}
     read = readers.get(each.type, _read_value)
     shape |= {"negative": f"--no-{flag(key)[2:]}"} if each.type is bool else {}
