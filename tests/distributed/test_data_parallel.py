@@ -122,6 +122,7 @@ def _without(recipe):
     )
 
 
+@pytest.mark.slow
 def test_without_distribute_ranks_drift_and_say_so(ranks):
     (_, first, told), (_, second, _) = ranks(2)(_without, "fp8-delayed")
     windows = differing(first, second)

@@ -103,6 +103,7 @@ def test_all_ranks_resume_from_the_newest_that_is_whole(ranks, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_one_process_reads_what_ranks_wrote_and_ranks_what_one_wrote(ranks, tmp_path):
     ranks(2)(save, tmp_path / "ranks", [4])
     found = store.load(tmp_path / "ranks" / "step-00000004")
