@@ -19,7 +19,7 @@ class Drawing:
     Parameters
     ----------
     max_new_tokens
-        Maximum number of new tokens.
+        Maximum number of new tokens; by default 64, or as many as the model has positions for.
     temperature
         Logits are divided by it before a token is drawn.
     top_k
@@ -30,7 +30,7 @@ class Drawing:
         Seed of the draws.
     """
 
-    max_new_tokens: int = 64
+    max_new_tokens: int | None = None
     temperature: float = 0.8
     top_k: int = 40
     greedy: bool = False

@@ -43,6 +43,7 @@ from narrowgauge.train.model_files import quiet
 from narrowgauge.train.pretrained import CAUSAL_LM, SEQ2SEQ, own_configuration, pretrained
 
 PRODUCTS = ("narrow", "wide")
+NEW_TOKENS = 64  # at most, where no number is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class GenerationOptions:
     """Options of a generation.
 
     prompt          text that the model continues, or the user's message with `chat`
+    max_new_tokens  None: NEW_TOKENS, or fewer where the model knows fewer positions
     chat            render the prompt, after `system`, by the tokenizer's chat template
     greedy          take the likeliest token; `temperature` and `top_k` are not used
     top_k           draw from so many of the likeliest tokens; 0: from all
@@ -61,7 +63,7 @@ class GenerationOptions:
     prompt: str = ""
     chat: bool = False
     system: str = ""
-    max_new_tokens: int = 64
+    max_new_tokens: int | None = None
     temperature: float = 0.8
     top_k: int = 40
     greedy: bool = False
@@ -73,7 +75,8 @@ class GenerationOptions:
 
     def refuse(self) -> None:
         """Raises ConfigError for an option that is out of range."""
-        if self.max_new_tokens < 1 or self.top_k < 0 or not 0 < self.temperature < float("inf"):
+        is_too_few = self.max_new_tokens is not None and self.max_new_tokens < 1
+        if is_too_few or self.top_k < 0 or not 0 < self.temperature < float("inf"):
             raise ConfigError(
                 f"max_new_tokens = {self.max_new_tokens}, temperature = {self.temperature}, top_k = {self.top_k}: must be at least 1, "
                 "above 0, and at least 0. For the likeliest token at each place, ask for greedy.",
@@ -188,13 +191,13 @@ def _of_folder(place: Path, asked: GenerationOptions, device: torch.device) -> W
 def _written(writer: Writer, asked: GenerationOptions) -> dict[str, Any]:
     text, ids = _prompt(writer, asked)
     model, device = writer.model, next(writer.model.parameters()).device
-    _refuse_length(model, len(ids), asked.max_new_tokens)
+    most = _most_new(model, len(ids), asked.max_new_tokens)
     inputs = torch.tensor([ids], device=device)
     context = writer.precision.context(device.type) if writer.precision else nullcontext()
     started_at_s = time.monotonic()
     with quiet(), torch.no_grad(), context:
         found = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), generation_config=_decoding(writer, asked),
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=_decoding(writer, asked, most),
             logits_processor=[RefuseNonfinite()],
         )[0].tolist()  # fmt: skip
     spent_s = time.monotonic() - started_at_s
@@ -227,15 +230,21 @@ def _prompt(writer: Writer, asked: GenerationOptions) -> tuple[str, list[int]]:
     return text, ids or [end_of_text(tokenizer)]
 
 
-def _refuse_length(model: Any, prompt: int, new: int) -> None:
+def _most_new(model: Any, prompt: int, asked: int | None) -> int:
+    """The number of new tokens, at most. Raises ConfigError where the model lacks the positions."""
     longest = getattr(model.config, "max_position_embeddings", None)
-    used = max(prompt, new) if model.config.is_encoder_decoder else prompt + new
-    if longest is not None and used > longest:
+    if longest is None:
+        return NEW_TOKENS if asked is None else asked
+    is_pair = model.config.is_encoder_decoder
+    left = (longest if prompt <= longest else 0) if is_pair else longest - prompt
+    new = max(1, min(NEW_TOKENS, left)) if asked is None else asked
+    if new > left:
         raise ConfigError(
             f"max_new_tokens = {new}: with a prompt of {prompt} tokens, more than the {longest} positions that {type(model).__name__} "
             "knows. Lower it, or shorten the prompt.",
             code="generate.positions",
         )
+    return new
 
 
 def _ends(writer: Writer) -> list[int]:
@@ -246,7 +255,7 @@ def _ends(writer: Writer) -> list[int]:
     return list(own) if isinstance(own, list | tuple) else [int(own)]
 
 
-def _decoding(writer: Writer, asked: GenerationOptions) -> transformers.GenerationConfig:
+def _decoding(writer: Writer, asked: GenerationOptions, most: int) -> transformers.GenerationConfig:
     """The model's generation settings, with the options that were asked for."""
     own = writer.model.generation_config.to_dict()
     rows = writer.model.get_input_embeddings().weight.shape[0]
@@ -265,7 +274,7 @@ def _decoding(writer: Writer, asked: GenerationOptions) -> transformers.Generati
         }
     ends, pad = _ends(writer), writer.tokenizer.pad_token_id
     return transformers.GenerationConfig(**own | sampled | {
-        "max_new_tokens": asked.max_new_tokens, "max_length": None, "num_beams": 1, "use_cache": True,
+        "max_new_tokens": most, "max_length": None, "num_beams": 1, "use_cache": True,
         "suppress_tokens": [*(own.get("suppress_tokens") or []), *beyond] or None,
         "eos_token_id": ends, "pad_token_id": ends[0] if pad is None else pad,
     })  # fmt: skip

@@ -128,6 +128,15 @@ def test_what_cannot_be_is_refused(run, changes, code):
         generate(run, GenerationOptions(**{"prompt": "the", "device": "cpu"} | changes))
 
 
+def test_without_a_number_as_many_tokens_as_the_model_has_positions_for(run):
+    """A model of 16 positions, which the default of 64 would not fit. A prompt that fills them is refused."""
+    written = generate(run, GenerationOptions(prompt="the", greedy=True, device="cpu"))
+    positions = SavedRun.open(run, torch.device("cpu")).config.sequence_length
+    assert written["tokens"] <= positions - 1 and written["ended"] in ("length", "end of text")
+    with raises(ConfigError, "generate.positions", "16 positions"):
+        generate(run, GenerationOptions(prompt="the quick " * 20, greedy=True, device="cpu"))
+
+
 def test_a_folder_that_holds_nothing_is_refused(tmp_path):
     with raises(ConfigError, "generate.place"):
         generate(tmp_path, GenerationOptions(prompt="the"))
