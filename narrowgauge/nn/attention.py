@@ -27,11 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from narrowgauge.addresses import is_compiling
 from narrowgauge.nn import experts, step_end
 from narrowgauge.nn.disguised import adopt as adopt_linear
-from narrowgauge.nn.grouped_linear import called_with, views_of
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear import QLinear, called_with, views_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -56,7 +54,7 @@ class Projection(QLinear):
     # In the class, so that they precede nn.Module's search for attributes.
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        if not is_compiling() and (views := views_of(self)) is not None:
+        if (views := views_of(self)) is not None:
             return views[0]
         if (own := self.parameter) is not None:
             return self.rows_of(own) if self.is_packed else own
@@ -69,7 +67,7 @@ class Projection(QLinear):
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        if not is_compiling() and (views := views_of(self)) is not None:
+        if (views := views_of(self)) is not None:
             return views[1]
         whole = self.parameters_of_owner.get("in_proj_bias")
         return None if whole is None else self.rows_of(whole)

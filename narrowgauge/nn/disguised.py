@@ -18,9 +18,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
-from narrowgauge.errors import warn
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.suspended_linear import multiplies_slowly, suspended_linear
 from narrowgauge.structure import is_conv1d
@@ -65,29 +63,7 @@ def adopt(layer: nn.Module) -> QLinear:
     layer  one that `conversion.disguises` has tried out, or an nn.Linear
     """
     own: Any = type(layer)
-    if (transposed := is_conv1d(layer)) and not _watched:
-        _watched.append(register_module_module_registration_hook(_warn_of_adapter))
-    return class_of(own, transposed).adopt(layer, None)  # type: ignore[arg-type]
-
-
-_watched: list[Any] = []  # the hook below, once
-
-
-def _warn_of_adapter(owner: nn.Module, name: str, layer: nn.Module | None) -> None:
-    """torch calls this whenever a module gets a submodule.
-
-    PEFT asks `isinstance(layer, nn.Linear)` first, and a QLinear is one. It then adds a product of
-    its factors to the weight without transposing it: silently wrong where the weight is square.
-    """
-    if name != "base_layer" or not isinstance(layer, TransposedLinear):
-        return
-    warn(
-        f"{type(owner).__name__}: PEFT takes a converted {layer.original.__name__} for an nn.Linear, but its weight is stored "
-        "[in_features, out_features]. Merging the adapter would add it without transposing, and DoRA and PiSSA would read rows for "
-        "columns. Add adapters first and convert then, or set fan_in_fan_out = True on the adapter's layers before merging.",
-        code="adapter.transposed-base",
-        stacklevel=3,
-    )
+    return class_of(own, is_conv1d(layer)).adopt(layer, None)  # type: ignore[arg-type]
 
 
 @cache

@@ -25,7 +25,6 @@ number of rows of each expert, so on a GPU it waits once per layer for the route
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,37 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear import QLinear, called_with, views_of
 from narrowgauge.nn.suspended_linear import suspended_linear
-
-
-class _Given(threading.local):
-    """The matrices of the layer that this thread calls."""
-
-    layer: QLinear | None = None
-    views: tuple[Tensor, Tensor | None] | None = None
-
-
-_given = _Given()
-
-
-def called_with(layer: QLinear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """layer(x), where `layer.weight` and `layer.bias` are these views during the call.
-
-    Threads share a layer, so the views are of one thread.
-    """
-    before = _given.layer, _given.views
-    _given.layer, _given.views = layer, (weight, bias)
-    try:
-        found: Tensor = layer(x)
-        return found
-    finally:
-        _given.layer, _given.views = before
-
-
-def views_of(layer: QLinear) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) inside `called_with`; else None."""
-    return _given.views if _given.layer is layer else None
 
 
 @dataclass(frozen=True)
