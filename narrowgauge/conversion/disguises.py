@@ -23,9 +23,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from narrowgauge.errors import Reason
+from narrowgauge.errors import Reason, warn
 from narrowgauge.ops import rng
 from narrowgauge.structure import is_conv1d
 
@@ -60,7 +61,29 @@ def reason_to_leave(layer: nn.Module) -> Reason | None:
     # Packages for quantized weights subclass Parameter; a fake or sharded one is no subclass of it.
     if type(weight) is not nn.Parameter and issubclass(type(weight), nn.Parameter):
         return Reason("own-class", f"the weight of {kind} is a {type(weight).__name__}")
+    if is_conv1d(layer) and not _watched:
+        _watched.append(register_module_module_registration_hook(_warn_of_adapter))
     return _tried_out(layer)
+
+
+_watched: list[Any] = []  # the handle of `_warn_of_adapter`, once
+
+
+def _warn_of_adapter(owner: nn.Module, name: str, layer: nn.Module | None) -> None:
+    """Warn of a PEFT adapter around a converted Conv1D. torch calls this for each new submodule.
+
+    PEFT asks `isinstance(layer, nn.Linear)` first, and a QLinear is one. It would add the product of
+    its factors to the weight without transposing it: silently wrong where the weight is square.
+    """
+    is_transposed = isinstance(layer, nn.Linear) and getattr(layer, "is_transposed", False)
+    if name == "base_layer" and is_transposed:
+        warn(
+            f"{type(owner).__name__}: PEFT takes a converted {type(layer).__name__.removeprefix('Q')} for an nn.Linear, and its weight is "
+            "stored [in_features, out_features]. Merging would add the adapter without transposing it, and DoRA and PiSSA would take "
+            "rows for columns. Add adapters first and convert then, or set fan_in_fan_out = True on the adapter's layers.",
+            code="adapter.transposed-base",
+            stacklevel=3,
+        )
 
 
 def _tried_out(layer: nn.Module) -> Reason | None:

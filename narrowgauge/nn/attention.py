@@ -20,14 +20,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from narrowgauge.nn import experts, step_end
 from narrowgauge.nn.disguised import adopt as adopt_linear
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear import QLinear, called_with, views_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -43,6 +45,8 @@ class Projection(QLinear):
     def __init__(self, attention: nn.MultiheadAttention, index: int) -> None:
         nn.Module.__init__(self)
         self.parameters_of_owner, self.index = attention._parameters, index
+        # True if the three weights are rows of one parameter.
+        self.is_packed = attention._qkv_same_embed_dim
         self.in_features = (attention.embed_dim, attention.kdim, attention.vdim)[index]
         self.out_features = attention.embed_dim
         self._become(None)
@@ -50,36 +54,43 @@ class Projection(QLinear):
     # In the class, so that they precede nn.Module's search for attributes.
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        own = self.parameter
-        return own[self._rows] if self.is_packed else own
+        if (views := views_of(self)) is not None:
+            return views[0]
+        if (own := self.parameter) is not None:
+            return self.rows_of(own) if self.is_packed else own
+        # torch's parametrization computes it in a pass. Outside, only shape, type and device are
+        # asked for.
+        held = (each for each in self.parameters_of_owner.values() if each is not None)
+        known: Tensor = next(held, torch.empty(0))
+        lone = known.detach().new_full((), torch.nan)
+        return lone.expand(self.out_features, self.in_features).requires_grad_(known.requires_grad)
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        whole = self.parameters_of_owner["in_proj_bias"]
-        return None if whole is None else whole[self._rows]
+        if (views := views_of(self)) is not None:
+            return views[1]
+        whole = self.parameters_of_owner.get("in_proj_bias")
+        return None if whole is None else self.rows_of(whole)
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """The layer's rows of a tensor that holds those of q, k and v."""
+        return whole[self.index * self.out_features : (self.index + 1) * self.out_features]
 
     @property
-    def _rows(self) -> slice:
-        return slice(self.index * self.out_features, (self.index + 1) * self.out_features)
+    def parameter_name(self) -> str:
+        return "in_proj_weight" if self.is_packed else f"{PROJECTIONS[self.index]}_weight"
 
     @property
-    def is_packed(self) -> bool:
-        """True if the three weights are rows of one parameter."""
-        return self.parameters_of_owner["in_proj_weight"] is not None
-
-    @property
-    def parameter(self) -> Tensor:
-        name = "in_proj_weight" if self.is_packed else f"{PROJECTIONS[self.index]}_weight"
-        own: Tensor = self.parameters_of_owner[name]  # type: ignore[assignment]
-        return own
+    def parameter(self) -> Tensor | None:
+        return self.parameters_of_owner.get(self.parameter_name)
 
     def held_parameters(self) -> Iterator[Tensor]:
-        yield self.parameter
-        if (bias := self.parameters_of_owner["in_proj_bias"]) is not None:
-            yield bias
+        for name in (self.parameter_name, "in_proj_bias"):
+            if (own := self.parameters_of_owner.get(name)) is not None:
+                yield own
 
-    def weight_in_memory(self) -> Tensor:
-        return self.weight
+    def weight_in_memory(self) -> Tensor | None:
+        return None if self.parameter is None else self.weight
 
     def restore(self) -> None:
         """Nothing to turn back: the attention drops its projections."""
@@ -120,7 +131,7 @@ class QMultiheadAttention(nn.MultiheadAttention):
         # Project before anything is transposed: layers share casts of one tensor object, and a
         # transposed view would be another object for each of q, k and v.
         q, k, v = (
-            self._in_batches(self._modules[name](x), is_batched)  # type: ignore[misc]
+            self._in_batches(self._project(name, x), is_batched)
             for name, x in zip(PROJECTIONS, (query, key, value), strict=True)
         )
         q, k, v, more = self._heads(q, k, v)
@@ -147,6 +158,29 @@ class QMultiheadAttention(nn.MultiheadAttention):
             return y, weights
         return y.squeeze(0), None if weights is None else weights.squeeze(0)
 
+    def _project(self, name: str, x: Tensor) -> Tensor:
+        """x [..., kdim] -> [..., E] by the projection of this name."""
+        layer: Any = self._modules[name]
+        if {layer.parameter_name, "in_proj_bias"} <= self._parameters.keys():
+            found: Tensor = layer(x)
+            return found
+        return self._project_by_attributes(layer, x)
+
+    @_disable_dynamo
+    def _project_by_attributes(self, layer: Any, x: Tensor) -> Tensor:
+        """Project by `in_proj_weight` and the like, read as torch's own forward reads them.
+
+        Parametrizations, pruning, PEFT's adapters and DataParallel's replicas keep these tensors out
+        of `_parameters`.
+        """
+        weight, bias = getattr(self, layer.parameter_name), self.in_proj_bias
+        return called_with(
+            layer,
+            x,
+            layer.rows_of(weight) if layer.is_packed else weight,
+            None if bias is None else layer.rows_of(bias),
+        )
+
     def _in_batches(self, x: Tensor, is_batched: bool) -> Tensor:
         """[B, T, E] of the layout that the user chose."""
         if not is_batched:
@@ -162,7 +196,8 @@ class QMultiheadAttention(nn.MultiheadAttention):
             v = torch.cat([v, self.bias_v.to(v.dtype).expand(batch, 1, -1)], dim=1)
             more += 1
         q, k, v = (
-            each.reshape(batch, -1, self.num_heads, self.head_dim).transpose(1, 2)
+            # No -1, which is ambiguous for an empty batch.
+            each.reshape(batch, each.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
             for each in (q, k, v)
         )
         if self.add_zero_attn:
@@ -191,9 +226,9 @@ def _mask(
     if attention is not None:
         found = added(attention)
         if attention.dim() == 3:
-            found = found.reshape(-1, q.shape[1], *found.shape[1:])
+            found = found.reshape(q.shape[0], q.shape[1], *found.shape[1:])
     if padding is not None:
-        hidden = added(padding).reshape(-1, 1, 1, k.shape[-2])
+        hidden = added(padding).reshape(q.shape[0], 1, 1, k.shape[-2])
         found = hidden if found is None else found + hidden
     return found
 

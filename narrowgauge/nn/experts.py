@@ -59,8 +59,16 @@ class GroupedExperts(nn.Module):
 
     def slices(self, name: str) -> list[ExpertLinear]:
         """The matrices of parameter `name`, in the order of the experts."""
-        modules, count = self._modules, self._parameters[name].shape[0]  # type: ignore[union-attr]
-        return [modules[str(index)]._modules[name] for index in range(count)]  # type: ignore[union-attr, misc]
+        experts = (each for key, each in self._modules.items() if key.isdigit())
+        return [each._modules[name] for each in experts]  # type: ignore[union-attr, misc]
+
+    def product(self, name: str, x: Tensor, counts: list[int]) -> Tensor:
+        """Multiply x [S, K] by the matrices of parameter `name`, as grouped_linear."""
+        layers = self.slices(name)
+        # By attribute: parametrizations (PEFT), pruning and DataParallel's replicas keep the tensor
+        # out of `_parameters`.
+        bias: Tensor | None = getattr(self, layers[0].place.bias) if layers[0].place.bias else None
+        return grouped_linear(layers, x, counts, getattr(self, name), bias)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         found: Tensor = (self._eagerly if is_compiling() else self._computed)(*given, **named)
@@ -79,9 +87,9 @@ class GroupedExperts(nn.Module):
         _refuse_other_implementation(module)
         first, second = stacks(module)
         routing = Routing.of(top_k_index, module.num_experts)
-        y = grouped_linear(self.slices(first), routing.gather(hidden_states), routing.counts)
+        y = self.product(first, routing.gather(hidden_states), routing.counts)
         y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-        y = grouped_linear(self.slices(second), y, routing.counts)
+        y = self.product(second, y, routing.counts)
         if module.has_post_expert_norm:
             y = module.post_expert_norm(y)
         y = y * routing.weights(top_k_weights)
@@ -95,7 +103,11 @@ class GroupedExperts(nn.Module):
             for name in names
             for each in self.slices(name)
         }
-        lines = [f"{name}={list(self._parameters[name].shape)}" for name in names]  # type: ignore[union-attr]
+        lines = []
+        for name in names:
+            first, *others = self.slices(name)
+            own = first.weight_shape[::-1] if first.place.is_transposed else first.weight_shape
+            lines.append(f"{name}={[1 + len(others), *own]}")
         lines += [f"recipe={', '.join(recipes)}"]
         lines += [
             f"({name}): {each!r}" for name, each in self._modules.items() if not name.isdigit()
@@ -114,10 +126,10 @@ class StackedExperts(GroupedExperts):
     def _computed(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """hidden_states [E T, K], expert by expert -> [E T, K]."""
         module: Any = self
-        first, second = self.slices("gate_up_proj"), self.slices("down_proj")
-        counts = [hidden_states.shape[0] // len(first)] * len(first)
-        gate, up = grouped_linear(first, hidden_states, counts).chunk(2, dim=-1)
-        return grouped_linear(second, up * module.act_fn(gate), counts)
+        experts = len(self.slices("down_proj"))
+        counts = [hidden_states.shape[0] // experts] * experts
+        gate, up = self.product("gate_up_proj", hidden_states, counts).chunk(2, dim=-1)
+        return self.product("down_proj", up * module.act_fn(gate), counts)
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}  # class of a model -> its grouped class

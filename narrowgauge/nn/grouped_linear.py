@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.linear import QLinear, called_with, views_of
 from narrowgauge.nn.suspended_linear import suspended_linear
 
 
@@ -82,17 +82,22 @@ class ExpertLinear(QLinear):
     # In the class, so that they precede nn.Module's search for attributes.
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        views = self.__dict__.get("views")
-        if views is not None:
-            found: Tensor = views[0]
-            return found
+        if (views := views_of(self)) is not None:
+            return views[0]
         stack = self.parameter
-        if type(stack).__name__ == "DTensor":
-            # A slice of a sharded stack would be gathered, and hang a rank that asks alone. Outside
-            # of a pass only shape, type and device are asked for.
-            lone = stack.to_local().detach().new_full((), torch.nan)  # type: ignore[attr-defined]
-            return lone.expand(self.weight_shape).requires_grad_(stack.requires_grad)
+        # A slice of a sharded stack would be gathered, and hang a rank that asks alone. A stack that
+        # torch's parametrization computes is known in a pass alone. Outside of a pass only shape,
+        # type and device are asked for.
+        if stack is None or type(stack).__name__ == "DTensor":
+            known: Any = self._neighbor() if stack is None else stack.to_local()  # type: ignore[attr-defined]
+            lone: Tensor = known.detach().new_full((), torch.nan)
+            return lone.expand(self.weight_shape).requires_grad_(known.requires_grad)
         return self.place.matrix(stack)
+
+    def _neighbor(self) -> Tensor:
+        """A parameter of the same module, for its type and device."""
+        held = (each for each in self.place.parameters.values() if each is not None)
+        return next(held, torch.empty(0))
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -100,42 +105,28 @@ class ExpertLinear(QLinear):
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        views = self.__dict__.get("views")
-        if views is not None or not self.place.bias:
-            return None if views is None else views[1]
-        own: Tensor = self.place.parameters[self.place.bias][self.place.index]
-        return own
+        if (views := views_of(self)) is not None:
+            return views[1]
+        own: Tensor | None = self.place.parameters.get(self.place.bias)
+        return None if own is None else own[self.place.index]
 
     @property
-    def parameter(self) -> Tensor:
-        stack: Tensor = self.place.parameters[self.place.weight]
+    def parameter(self) -> Tensor | None:
+        stack: Tensor | None = self.place.parameters.get(self.place.weight)
         return stack
 
     def held_parameters(self) -> Iterator[Tensor]:
-        yield self.parameter
-        if self.place.bias:
-            yield self.place.parameters[self.place.bias]
+        for name in (self.place.weight, self.place.bias):
+            if (own := self.place.parameters.get(name)) is not None:
+                yield own
 
-    def weight_in_memory(self) -> Tensor:
-        return self.weight
+    def weight_in_memory(self) -> Tensor | None:
+        return None if self.parameter is None else self.weight
 
     def names(self, name: str) -> tuple[str, ...]:
         """ "mlp.experts.3.down_proj" is also found as "mlp.experts" and "mlp.experts.down_proj"."""
         stack = name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
         return name, stack, f"{stack}.{self.place.weight}".lstrip(".")
-
-    def times(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [n, K] -> [n, N], with the gradient of these views.
-
-        weight  entry of the stack, as stored
-        """
-        own = self.__dict__  # nn.Module.__setattr__ costs microseconds
-        own["views"] = self.place.matrix(weight), bias
-        try:
-            found: Tensor = self(x)
-            return found
-        finally:
-            del own["views"]
 
     def forward(self, input: Tensor) -> Tensor:
         state = self.state
@@ -155,24 +146,27 @@ class ExpertLinear(QLinear):
         """Nothing to turn back: the module that holds the stack drops its slices."""
         self.recipe = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: own for name, own in super().__getstate__().items() if name != "views"}
 
-
-def grouped_linear(layers: Sequence[ExpertLinear], x: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_linear(
+    layers: Sequence[ExpertLinear],
+    x: Tensor,
+    counts: Sequence[int],
+    stack: Tensor,
+    biases: Tensor | None,
+) -> Tensor:
     """x [S, K], sorted by expert -> [S, N].
 
     layers  one for each expert, all of one stack
     counts  rows of each expert; further rows of x belong to no expert here and become zero
+    stack   their weights as the module stores or computes them; biases [E, N] or None
     """
-    place = layers[0].place
-    weights = layers[0].parameter.unbind(0)  # one gradient for the stack, from E of its matrices
-    biases = place.parameters[place.bias].unbind(0) if place.bias else [None] * len(layers)
+    weights = stack.unbind(0)  # one gradient for the stack, from E of its matrices
+    each_bias = [None] * len(layers) if biases is None else biases.unbind(0)
     rest = x.shape[0] - sum(counts)
     *groups, last = x.split([*counts, rest])
     made = [
-        layer.times(rows, weight, bias)
-        for layer, rows, weight, bias in zip(layers, groups, weights, biases, strict=True)
+        called_with(layer, rows, layer.place.matrix(weight), bias)
+        for layer, rows, weight, bias in zip(layers, groups, weights, each_bias, strict=True)
         if rows.shape[0]
     ]
     for layer in layers:

@@ -6,6 +6,7 @@ they are passed. linear_function.py has the GEMMs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -696,6 +697,35 @@ class QLinear(nn.Linear):
             self.put_submodule(name, None)
         del self.__dict__["state"]
         self.__class__ = self.original  # type: ignore[assignment]
+
+
+class _Given(threading.local):
+    """The layer that this thread calls with other matrices, and these."""
+
+    layer: QLinear | None = None
+    views: tuple[Tensor, Tensor | None] | None = None
+
+
+_given = _Given()
+
+
+def called_with(layer: QLinear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Call a layer that reads its weight and bias by `views_of`, in eager mode.
+
+    For matrices of a parameter that another module holds. Threads may share the layer.
+    """
+    before = _given.layer, _given.views
+    _given.layer, _given.views = layer, (weight, bias)
+    try:
+        found: Tensor = layer(x)
+        return found
+    finally:
+        _given.layer, _given.views = before
+
+
+def views_of(layer: QLinear) -> tuple[Tensor, Tensor | None] | None:
+    """(weight, bias) inside `called_with`, else None."""
+    return _given.views if not is_compiling() and _given.layer is layer else None
 
 
 def _hidden_by(x: Tensor, weight: Tensor | None) -> str:

@@ -179,3 +179,53 @@ def test_a_refused_conversion_leaves_torchs_class() -> None:
     with pytest.raises(ng.errors.ConfigError):
         ng.convert(model, {"*": "fp8-current", "nowhere": "fp8-current"})
     assert {type(each) for each in model.modules()} == {type(each) for each in encoder().modules()}
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def parametrized(module: nn.MultiheadAttention, name: str) -> None:
+    nn.utils.parametrize.register_parametrization(module, name, Halved())
+
+
+def replaced(module: nn.MultiheadAttention, name: str) -> None:
+    """As PEFT's adapters and DataParallel's replicas leave it: an attribute and no parameter."""
+    whole = module._parameters.pop(name)
+    setattr(module, name, whole / 2)
+
+
+def halved(module: nn.MultiheadAttention, name: str) -> None:
+    getattr(module, name).data /= 2
+
+
+@pytest.mark.parametrize("change", [parametrized, replaced])
+@pytest.mark.parametrize("name", ["in_proj_weight", "k_proj_weight", "in_proj_bias"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+def test_tensors_that_are_no_parameters_are_read(change: Any, name: str, recipe: str) -> None:
+    options = {"kdim": 16, "vdim": 48} if name == "k_proj_weight" else {}
+    model = ng.convert(nn.ModuleDict({"a": attention(**options)}), recipe)
+    module, expected = model["a"], copy.deepcopy(model["a"])
+    halved(expected, name)
+    change(module, name)
+    for each in (module, expected):
+        each.train()
+    given = inputs(module, batched=True)
+    y = module(*given)[0]
+    y.sum().backward()
+    assert_same(y, expected(*given)[0])
+    kept = dict(module.named_parameters())
+    assert change is replaced or kept[f"parametrizations.{name}.original"].grad.any()
+    assert "fp8" in str(ng.describe(model))  # which asks for shapes outside of a pass
+    ng.advance(model)
+
+
+@pytest.mark.parametrize("needs_weights", [True, False])
+def test_an_empty_batch_has_an_empty_result(needs_weights: bool) -> None:
+    module = attention(batch_first=True)
+    ng.convert(nn.ModuleDict({"a": module}), "fp8-current")
+    x, hidden = torch.zeros(0, L, E), torch.zeros(0, L, dtype=torch.bool)
+    y, weights = module(x, x, x, key_padding_mask=hidden, need_weights=needs_weights)
+    assert y.shape == (0, L, E)
+    assert weights is None or weights.shape == (0, L, L)

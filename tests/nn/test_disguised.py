@@ -325,3 +325,22 @@ def test_shards_along_the_other_axis_are_refused() -> None:
     layer.recipe = "fp8-current"
     with raises(ConfigError, "linear.transposed-shards", str([IN, OUT])):
         layer(torch.zeros(2, IN))
+
+
+def test_an_adapter_that_would_merge_untransposed_is_told() -> None:
+    """PEFT takes the layer for an nn.Linear, by its class. Adapters that were there before are right."""
+
+    class Adapter(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = layer
+
+    model = ng.convert(
+        nn.ModuleDict({"square": Conv1D(32, 32), "plain": nn.Linear(32, 32)}), "bf16"
+    )
+    with pytest.warns(ng.errors.NarrowgaugeWarning) as told:
+        Adapter(model["square"])
+    assert [each.message.code for each in told] == ["adapter.transposed-base"]
+    Adapter(model["plain"])
+    before = ng.convert(Adapter(Conv1D(32, 32)), "bf16")
+    assert before.base_layer.recipe.name == "bf16"

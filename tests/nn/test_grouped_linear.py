@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -228,6 +230,64 @@ def test_writes_to_the_parameter_are_seen_by_its_slices() -> None:
     other = (given[1] == 4).any(dim=1)
     assert (changed != first).any(dim=1)[other].all()
     assert_same(changed[~other], first[~other])
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def parametrized(module: Any, name: str) -> None:
+    """As PEFT's adapters of a parameter (`target_parameters`) do during a pass."""
+    nn.utils.parametrize.register_parametrization(module, name, Halved())
+
+
+def replaced(module: Any, name: str) -> None:
+    """As pruning and DataParallel's replicas leave it: an attribute and no parameter."""
+    setattr(module, name, module._parameters.pop(name) / 2)
+
+
+@pytest.mark.parametrize("change", [parametrized, replaced])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+def test_stacks_that_are_no_parameters_are_read(change: Any, kind: str, recipe: str) -> None:
+    """So are biases; outside of a pass, the rows of `describe` need shapes alone."""
+    grouped, given = converted(experts(kind), recipe), inputs()
+    expected = copy.deepcopy(grouped)
+    for name in list(grouped._parameters):
+        expected._parameters[name].data /= 2
+        change(grouped, name)
+    x, index, weights, gy = given
+    y = grouped(x, index, weights)
+    y.backward(gy)
+    assert_same(y, expected(x, index, weights))
+    if change is parametrized:
+        assert all(each.grad.any() for each in grouped.parameters())
+    assert "fp8" in str(ng.describe(nn.ModuleDict({"experts": grouped})))
+    ng.advance(grouped)
+
+
+def test_threads_share_experts() -> None:
+    """Each thread has matrices of its own pass, whatever the others call in between."""
+    grouped = converted(experts(), "fp8-current").eval()
+    given = [inputs(seed=seed)[:3] for seed in range(3)]
+    with torch.no_grad():
+        expected = [grouped(*each) for each in given]
+
+    def passes(number: int) -> list[Tensor]:
+        with torch.no_grad():
+            return [grouped(*given[number]) for _ in range(10)]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(passes, range(3)))
+    finally:
+        sys.setswitchinterval(before)
+    for each, own in zip(found, expected, strict=True):
+        for y in each:
+            assert_same(y, own)
 
 
 @pytest.mark.slow
