@@ -129,6 +129,9 @@ def test_a_copy_of_a_compiled_layer_has_weights_of_its_own() -> None:
     layer.compile(backend="eager")
     own = copy.deepcopy(layer)
     assert own._compiled_call_impl is None
+    rows = ng.convert(nn.Sequential(nn.Embedding(4, 32), layer), "bf16", embeddings="int8")[0]
+    rows.compile(backend="eager")
+    assert copy.deepcopy(rows)._compiled_call_impl is None
     with torch.no_grad():
         own.weight.zero_()
         own.bias.zero_()
