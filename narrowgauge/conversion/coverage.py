@@ -22,6 +22,7 @@ layers and kernels of other packages.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -122,11 +123,15 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
             code="coverage.sharded",
         )
     try:
-        with _shapes_alone(model) as (stand_in, as_fake), _counting(stand_in) as counter:
+        with (
+            _uncompiled(),
+            _shapes_alone(model) as (stand_in, as_fake),
+            _counting(stand_in) as counter,
+        ):
             _call(stand_in, tree_map(as_fake, batch))
     except Exception:  # it reads values, an operator has no fake form, or the batch does not fit
         try:
-            with _undisturbed(model), _counting(model) as counter:
+            with _uncompiled(), _undisturbed(model), _counting(model) as counter:
                 _call(model, batch)
         except Exception as error:
             raise ConfigError(
@@ -156,6 +161,19 @@ def _call(model: nn.Module, batch: Any) -> None:
             model(*batch)
         else:
             model(batch)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Inside the block, torch.compile's functions run as they were written.
+
+    Compiled code hides its products, and Inductor's would read the addresses of fake tensors.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     folder   as for `model.save_pretrained`
     options  further arguments of `model.save_pretrained`, such as max_shard_size
 
-    Raises ConfigError if the model has no `save_pretrained`.
+    Raises ConfigError if the model has no `save_pretrained`, or if the folder cannot be written.
     """
     require_module(model, "save_pretrained")
     if not hasattr(model, "save_pretrained"):
@@ -62,7 +62,15 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     state: dict[str, Tensor] = model.state_dict() if given is None else given
     path = Path(folder) / FILE
     # An older one would belong to other weights, should this save fail half-way.
-    path.unlink(missing_ok=True)
+    # transformers logs an error and returns if the folder is a file, so nothing would be saved.
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"save_pretrained: cannot write to '{folder}': {error.strerror}. Name a folder.",
+            code="save.folder",
+        ) from error
     # Codes of a frozen weight stand beside the weight that they decode to.
     weights = {
         name: each for name, each in state.items() if is_weight(name) and ".frozen." not in name

@@ -154,6 +154,7 @@ def save(
     model = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
     _refuse_model(model)
     dtype = dtype or (torch.float16 if _dtype(model) == torch.float16 else torch.bfloat16)
+    _refuse_arguments(tokenizer, dtype)
     _refuse_place(path, overwrite)
     choices = layers.chosen(model, form, requantize, fused)
     if form.cast is not None and not any(each.is_narrow for each in choices.values()):
@@ -258,6 +259,22 @@ def _refuse_model(model: Any) -> None:
             f"export: {adapted!r} belongs to an adapter, which no format holds. Merge it first: model = model.merge_and_unload(), then "
             "convert the result, and export it.",
             code="export.adapter",
+        )
+
+
+def _refuse_arguments(tokenizer: Any, dtype: Any) -> None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ConfigError(
+            f"dtype = {dtype!r}: is none of torch.bfloat16, torch.float16 and torch.float32. Pass one, or leave it out.",
+            code="export.dtype",
+        )
+    is_folder = isinstance(tokenizer, str | Path)
+    if (is_folder and not Path(tokenizer).is_dir()) or not (
+        tokenizer is None or is_folder or hasattr(tokenizer, "save_pretrained")
+    ):
+        raise ConfigError(
+            f"tokenizer = {tokenizer!r}: is neither a tokenizer with save_pretrained nor a folder. Pass one, or None.",
+            code="export.tokenizer",
         )
 
 

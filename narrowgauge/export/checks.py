@@ -144,7 +144,10 @@ def loading(
             code="export.unreadable",
         ) from error
     # A name that transformers does not find gets random numbers, with a warning alone.
-    if wrong := sorted({*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]}):
+    # A decoded model casts no x, so it has no place for the static scales of x.
+    scales = {parts.get("input_scale") for each in files.layers.values() for parts in each}
+    unknown = set(info["unexpected_keys"]) - scales
+    if wrong := sorted({*info["missing_keys"], *info["mismatched_keys"], *unknown}):
         raise ConfigError(
             f"export: transformers does not find {wrong[0]!r} in the files, or does not know it ({len(wrong)} such names). "
             "Report this model; bf16 goes out by save_pretrained.",

@@ -344,6 +344,6 @@ def get(name: str) -> ExportFormat:
         return FORMATS[name]
     near = closest(str(name), FORMATS)
     raise ConfigError(
-        f"format = {name!r}: is no format of export. {f'Closest: {near}.' if near else 'Choose one'} of {', '.join(FORMATS)}.",
+        f"format = {name!r}: is no format of export. {f'Closest: {near}. ' if near else ''}Choose one of {', '.join(FORMATS)}.",
         code="export.format",
     )

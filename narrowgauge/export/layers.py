@@ -337,6 +337,10 @@ def refuse(model: nn.Module, form: ExportFormat, choices: Mapping[str, WeightCho
             "layers)."
         )
     name = next(name for name in narrow if name in choices)
+    if getattr(choices[name].reason, "code", "") == "suspended":
+        instead = "Export it outside of suspended(model)."
+    elif not others and not found:
+        instead += " bf16 writes the master weights."
     raise ConfigError(
         f"format = {form.name!r}: holds no layer's numbers as they are. Of {name!r}: {choices[name].reason}. {instead}",
         code="export.no-layer",

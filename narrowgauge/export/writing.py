@@ -255,6 +255,14 @@ def _wide(
     ]
     is_kept = tensor.dtype == torch.float32 and not set(kept).isdisjoint(name.split("."))
     found = tensor.detach().to(torch.float32 if is_kept else dtype)
+    # Parameters alone: a mask in a buffer may be infinite.
+    if own in module._parameters and not bool(found.isfinite().all()):
+        is_own = not bool(tensor.isfinite().all())
+        step = "Export an earlier checkpoint." if is_own else "Pass dtype=torch.bfloat16."
+        raise NumericsError(
+            f"export: weight {name!r} holds values that are not finite{'' if is_own else f' in {found.dtype}'}. {step}",
+            code="weights.not-finite",
+        )
     # A copy: the address of a tensor tells below whose it is.
     return found.clone() if found is tensor else found
 

@@ -136,7 +136,8 @@ class QEmbedding(nn.Embedding):
         step_end.follow_layer(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"state": self.state.copied()}
+        plain: dict[str, Any] = super().__getstate__()  # without the compiled call
+        return plain | {"state": self.state.copied()}
 
 
 class _Rounded(torch.autograd.Function):

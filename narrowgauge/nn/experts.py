@@ -117,7 +117,7 @@ class GroupedExperts(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The class is made at run time, so a pickle names the class of the model."""
-        return _blank, (self.grouped_from,), self.__dict__
+        return _blank, (self.grouped_from,), self.__getstate__()
 
 
 class StackedExperts(GroupedExperts):

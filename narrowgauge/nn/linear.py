@@ -682,7 +682,9 @@ class QLinear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """State for copy and pickle: fields without a copied lifetime are left out (`converted_state`)."""
         frozen = {} if self.frozen is None else self.frozen.copied(self)
-        return self.__dict__ | {"state": self.state.copied()} | frozen
+        # nn.Module's leaves out the compiled call, which would compute with the original's weights.
+        plain: dict[str, Any] = super().__getstate__()
+        return plain | {"state": self.state.copied()} | frozen
 
     def restore(self) -> None:
         """Turn it into a module of its original class again, in place.

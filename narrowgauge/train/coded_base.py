@@ -123,7 +123,7 @@ def fill(model: nn.Module, where: str, device: torch.device) -> Filled:
 
     Every parameter keeps its dtype and is frozen. Weights of converted Linears are held as codes
     where `code_refusal` has no reason against it. Raises ConfigError for a weight that no file
-    holds, of another shape, or that is not finite.
+    holds, of another shape, that is not finite, or that is codes of another form than FP8 blocks.
     """
     report, files = Filled(kept={}), files_of(where)
     scales = _scales(files)
@@ -163,6 +163,8 @@ def _put(
             f"model = {where!r}: {name} is {list(given.shape)} in its files, and {list(target.shape)} in the model. Pass a whole model.",
             code="model.shapes",
         )
+    if target.is_floating_point():
+        _refuse_other_codes(name, given, scale, where)
     codes = None if scale is None else _as_codes(module, given, scale)
     value = given if scale is None else _decoded(given, scale)
     # .to alone would keep the file mapped for as long as the model lives.
@@ -201,6 +203,24 @@ def _hold(
     if is_matrix and report.kept is not None:
         report.kept.setdefault(reason, []).append(name)
     return False
+
+
+def _refuse_other_codes(name: str, given: Tensor, scale: Tensor | None, where: str) -> None:
+    """Raises ConfigError for codes whose scales are not those of blocks: 1 byte is no weight by itself."""
+    if scale is None:
+        # Scales under another name (`weight_scale`) would be left out, and codes taken as weights.
+        is_right = given.itemsize > 1
+        words = f"is {str(given.dtype).removeprefix('torch.')} without {name}{SCALE}"
+    else:
+        blocks = [-(-size // BLOCK) for size in given.shape]
+        is_right = len(blocks) == 2 and list(scale.shape) == blocks
+        words = f"is {list(given.shape)} with scales {list(scale.shape)}, not {blocks}"
+    if not is_right:
+        raise ConfigError(
+            f"model = {where!r}: {name} {words}. Codes are read where each block of {BLOCK} x {BLOCK} has a scale. Name the folder of "
+            "the weights in 16 bits.",
+            code="model.quantized",
+        )
 
 
 def _decoded(given: Tensor, scale: Tensor) -> Tensor:

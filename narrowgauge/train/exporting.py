@@ -27,7 +27,12 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.train.checkpoint_ref import BEST, CheckpointRef, settings_of
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.evaluation.saved import NEWEST, SavedRun, converted_model, newest_facts
-from narrowgauge.train.pretrained import ModelClass, own_configuration, pretrained
+from narrowgauge.train.pretrained import (
+    ModelClass,
+    own_configuration,
+    pretrained,
+    refuse_quantized,
+)
 from narrowgauge.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -66,6 +71,7 @@ def exported(source: str, options: Options) -> export.ExportReport:
                 "convert its weights to another recipe.",
                 code="export.recipe-of-run",
             )
+        _refuse_adapters(folder)
         with RunFolder.reading(ref.run):
             model, tokenizer, facts = _of_run(ref, form.inputs)
             return _save(model, tokenizer, facts, options)
@@ -90,6 +96,24 @@ def _save(
 
 
 # --- a run ---------------------------------------------------------------------------------------
+
+
+def _refuse_adapters(folder: RunFolder) -> None:
+    """Raises ConfigError for a run that trained adapters: weights and final/ are the adapters alone."""
+    config = settings_of(folder.path)
+    if not config.lora:
+        return
+    recipe = config.base or config.recipe
+    first = (
+        ""
+        if folder.merged.is_dir()
+        else f"Merge them first: narrowgauge train --resume --output {folder.path} --merge. "
+    )
+    then = "Then name" if first else "Name"
+    raise ConfigError(
+        f"'{folder.path}': trained adapters, which no format holds. {first}{then} {folder.merged} with --recipe {recipe}.",
+        code="export.adapter",
+    )
 
 
 def _of_run(ref: CheckpointRef, needs_history: bool) -> tuple[Any, Any, dict[str, Any]]:
@@ -183,6 +207,11 @@ def _of_folder(source: str, recipe: str, needs_recipe: bool) -> tuple[Any, dict[
             f"'{source}': no such folder. Name the folder of a run, perhaps with a step, as runs/first@100, or of a model.",
             code="export.source",
         )
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"'{source}': holds an adapter and no model. Name merged/ of its run, which narrowgauge train --resume --merge writes.",
+            code="export.adapter",
+        )
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"'{source}': holds neither a run (config.toml) nor a model (config.json). Name another folder.",
@@ -205,13 +234,7 @@ def _loaded(folder: Path) -> Any:
 
     found = TrainConfig(model=str(folder))
     sizes = own_configuration(found, ModelClass(transformers.AutoModel, "model"))
-    if given := getattr(sizes, "quantization_config", None):
-        method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
-        raise ConfigError(
-            f"'{folder}': its weights are quantized already ({method}), by another cast than a recipe's. Name the folder of the weights "
-            "in 16 bits.",
-            code="export.quantized",
-        )
+    refuse_quantized(str(folder), getattr(sizes, "quantization_config", None))
     names = getattr(sizes, "architectures", None) or ["none"]
     kind = getattr(transformers, names[0], None)
     if kind is None:

@@ -106,6 +106,7 @@ def pretrained(
     where, sizes = config.model, own_configuration(config, model_class)
     refuse_foreign_code(where, sizes)
     if config.base and not config.from_scratch:
+        refuse_quantized(where, getattr(sizes, "quantization_config", None), known=("fp8",))
         return coded_base.empty(model_class.auto, sizes)  # `model.build` reads the weights
     try:
         if config.from_scratch:
@@ -117,6 +118,9 @@ def pretrained(
             )  # fmt: skip
     except Exception as error:
         raise _cannot_load(where, model_class, error) from error
+    # "auto" asks for the model as it is stored, to write texts with; codes do not train.
+    if dtype != "auto" and getattr(model, "hf_quantizer", None) is not None:
+        refuse_quantized(where, model.config.quantization_config)
     absent = {
         *found["missing_keys"],
         *(name for name, *_ in found["mismatched_keys"]),
@@ -140,6 +144,24 @@ def pretrained(
                 code="weights.not-finite",
             )
     return model
+
+
+def refuse_quantized(where: str, given: Any, known: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError for weights that are codes already, by another cast than a recipe's.
+
+    given  quantization_config of a model; None: its weights are not quantized
+    known  methods that the caller reads
+    """
+    if not given:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    method = str(getattr(method, "value", method))
+    if method not in known:
+        raise ConfigError(
+            f"model = {where!r}: its weights are quantized already ({method}), by another cast than a recipe's. Name the folder of the "
+            "weights in 16 bits.",
+            code="model.quantized",
+        )
 
 
 def _is_of_the_head(model: Any, name: str) -> bool:

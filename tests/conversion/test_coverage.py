@@ -196,3 +196,28 @@ def test_runs_that_differ_in_coverage_are_told() -> None:
     assert not unequal_coverage({"fp8": run(0.9), "int8": run(0.905)})
     [words] = unequal_coverage({"bf16": run(0.0), "fp8": run(0.9), "nvfp4": run(0.72)})
     assert with_code([words], "compare.coverage") and "nvfp4 72" in words and "bf16" not in words
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.13, in Dynamo
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_is_counted_as_it_was_written(whole: bool) -> None:
+    """Compiled code would hide its products, and read the addresses of tensors without elements."""
+    plain = ng.convert(
+        nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "fp8-current"
+    )
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    x, expected = torch.randn(4, 32), coverage(plain, torch.randn(4, 32))
+    compiled: Any = plain
+    if whole:
+        compiled = torch.compile(plain, backend=backend)
+    else:
+        plain[0].compile(backend=backend)
+    assert coverage(compiled, x) == expected
+    assert not graphs
+    compiled(x)
+    assert graphs  # it compiles as before

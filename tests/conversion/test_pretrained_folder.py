@@ -122,3 +122,13 @@ def test_a_damaged_file_and_a_model_of_others_are_refused(tmp_path):
         ng.convert(loaded(tmp_path), "fp8-delayed")
     with raises(ConfigError, "save.not-transformers"):
         ng.save_pretrained(torch.nn.Linear(4, 4), tmp_path)
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path):
+    """transformers logs an error and saves nothing."""
+    (tmp_path / "file").write_text("")
+    with raises(ConfigError, "save.folder"):
+        ng.save_pretrained(trained("fp8-row"), tmp_path / "file")
+    (tmp_path / "out" / FILE).mkdir(parents=True)
+    with raises(ConfigError, "save.folder"):
+        ng.save_pretrained(trained("fp8-row"), tmp_path / "out")

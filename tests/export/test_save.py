@@ -167,6 +167,46 @@ def test_static_scales_of_x_come_from_the_amax_history(tmp_path):
         assert_same(found[f"{name}.input_scale"], (recorded.double() / 448).float().reshape(1))
 
 
+@pytest.mark.skipif(not find_spec("compressed_tensors"), reason="needs compressed-tensors")
+def test_transformers_loads_static_scales_of_x(tmp_path):
+    """A decoded model has no place for the scales of x, so a load without that place is whole."""
+    made = ng.convert(llama(), "fp8-delayed")
+    ids = torch.arange(24).reshape(2, 12)
+    made.train()(ids, labels=ids).loss.backward()
+    ng.advance(made)
+    report = ng.export.save(made, tmp_path / "out", format="fp8-static")
+    assert report.facts["loading"]["equal"] == len(report.narrow) == 7
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+def test_a_wide_weight_that_is_not_finite_is_refused(tmp_path, format):
+    made = ng.convert(llama(), "int8")
+    with torch.no_grad():
+        made.lm_head.weight[0, 0] = 1e30
+    with raises(NumericsError, "weights.not-finite"):  # infinite in float16 alone
+        ng.export.save(made, tmp_path / "out", format=format, load=False, dtype=torch.float16)
+    with torch.no_grad():
+        made.lm_head.weight[0, 0] = float("nan")
+    with raises(NumericsError, "weights.not-finite"):
+        ng.export.save(made, tmp_path / "out", format=format, load=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_are_refused_before_anything_is_written(tmp_path):
+    made = ng.convert(llama(), "int8")
+    for code, wrong in (
+        ("export.dtype", {"dtype": "bfloat16"}),
+        ("export.dtype", {"dtype": torch.int8}),
+        ("export.tokenizer", {"tokenizer": object()}),
+        ("export.tokenizer", {"tokenizer": str(tmp_path / "nowhere")}),
+    ):
+        with raises(ConfigError, code):
+            ng.export.save(made, tmp_path / "out", format="int8", load=False, **wrong)
+    with ng.suspended(made), raises(ConfigError, "export.no-layer", "suspended(model)"):
+        ng.export.save(made, tmp_path / "out", format="int8", load=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_training_goes_on_as_if_nothing_had_been_exported(tmp_path):
     """The export reads a model in training mode: state, mode and the next step stay the same."""
     ids = torch.arange(24).reshape(2, 12)

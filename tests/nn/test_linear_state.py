@@ -121,3 +121,18 @@ def test_an_embedding_keeps_its_fields_in_its_state():
     assert str(copy.deepcopy(model)[0].format) == "int4"
     ng.convert(model, None)
     assert type(table) is nn.Embedding and set(vars(table)) == names
+
+
+def test_a_copy_of_a_compiled_layer_has_weights_of_its_own() -> None:
+    """`layer.compile()` binds the call to the layer; a copy that kept it would read the original."""
+    layer = linear.QLinear(32, 32, recipe="fp8-current")
+    layer.compile(backend="eager")
+    own = copy.deepcopy(layer)
+    assert own._compiled_call_impl is None
+    rows = ng.convert(nn.Sequential(nn.Embedding(4, 32), layer), "bf16", embeddings="int8")[0]
+    rows.compile(backend="eager")
+    assert copy.deepcopy(rows)._compiled_call_impl is None
+    with torch.no_grad():
+        own.weight.zero_()
+        own.bias.zero_()
+        assert not own(torch.ones(1, 32)).any()

@@ -25,6 +25,7 @@ from narrowgauge.train.config.settings import resolved
 from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.generation import GenerationOptions, generate
 from narrowgauge.train.evaluation.saved import SavedRun
+from narrowgauge.train.exporting import Options, exported
 from narrowgauge.train.final_folder import export_merged
 from narrowgauge.train.model import build
 from narrowgauge.train.preparation import prepare
@@ -260,3 +261,21 @@ def test_the_reference_trains_the_same_adapters_over_the_wide_base(base, make):
     assert ours.keys() == theirs.keys() and ours != theirs
     # Bounded by what E4M3 moves the loss of a model of two blocks: far less than a tenth of a nat.
     assert all(abs(ours[step] - theirs[step]) < 0.1 for step in ours)
+
+
+def test_an_export_of_adapters_names_the_merged_model(trained, tmp_path):
+    """The run, its checkpoints and final/ hold adapters alone."""
+    folder = Path(trained.output)
+
+    def refused(source, *words):
+        options = Options(format="bf16", output=tmp_path / "out", load=False)
+        with raises(ConfigError, "export.adapter", *words):
+            exported(str(source), options)
+
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("merged", "best"))
+    refused(copy, "--resume", "--merge", copy / "merged", "--recipe fp8-block")
+    refused(f"{copy}@2", copy / "merged")
+    refused(copy / "final", "merged/")
+    (copy / "merged").mkdir()
+    refused(copy, f"Name {copy / 'merged'}")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from narrowgauge import convert, memory
+from narrowgauge import convert, export, memory
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize import dequantize
@@ -20,6 +20,8 @@ from narrowgauge.optim import precision as precisions
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipes import get
 from narrowgauge.train import coded_base
+from narrowgauge.train.config.settings import TrainConfig
+from narrowgauge.train.pretrained import CAUSAL_LM, pretrained
 from tests.compare import assert_same
 from tests.raising import raises
 
@@ -174,6 +176,34 @@ def test_codes_of_a_block_fp8_checkpoint_are_taken_as_they_are(tmp_path, scales,
     else:
         difference = (layer.weight - decoded).norm() / decoded.norm()
         assert 0 < difference < 2**-4  # half a step of E4M3
+
+
+@pytest.mark.parametrize("kind", ["weight_scale", "row", "int8"])
+def test_codes_with_other_scales_are_no_weights(tmp_path, kind):
+    """They were read as weights of up to 448, without an error."""
+    where = saved(tmp_path, llama(), shard="1GB")
+    stored, _ = block_fp8(tmp_path, 512.0)
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        if kind == "row":
+            stored[name] = torch.ones(stored[name.removesuffix("_scale_inv")].shape[0], 1)
+        else:
+            stored[name.removesuffix("_inv")] = stored.pop(name)
+            if kind == "int8":
+                weight = name.removesuffix("_scale_inv")
+                stored[weight] = stored[weight].float().to(torch.int8)
+    save_file(stored, coded_base.files_of(where)[0], metadata={"format": "pt"})
+    with raises(ConfigError, "model.quantized"):
+        filled(where, "fp8-block", torch.float32)
+
+
+@pytest.mark.parametrize("base", ["", "fp8-block"])
+def test_an_export_in_codes_is_no_model_to_train(tmp_path, base):
+    """Without a base it ended in a traceback of torch; with one, in other weights."""
+    pytest.importorskip("compressed_tensors")
+    export.save(convert(llama(), "fp8-row"), tmp_path / "out", format="fp8-channel", load=False)
+    asked = TrainConfig(model=str(tmp_path / "out"), data="text", lora="r=2", base=base)
+    with raises(ConfigError, "model.quantized", "compressed-tensors"):
+        pretrained(asked, CAUSAL_LM)
 
 
 def test_what_no_file_holds_is_refused(folder, tmp_path):

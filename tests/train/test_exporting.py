@@ -82,7 +82,7 @@ def test_a_folder_of_transformers_goes_out_by_a_named_recipe(trained, tmp_path, 
     assert len(json.loads(capsys.readouterr().out)["narrow"]) == 14
     # What went out is no source: its numbers are codes already.
     words = [str(tmp_path / "out"), "--format", "bf16", "--output", str(tmp_path / "again")]
-    cli_raises(["export", *words], ConfigError, "export.quantized", "compressed-tensors")
+    cli_raises(["export", *words], ConfigError, "model.quantized", "compressed-tensors")
 
 
 def test_wrong_sources_and_outputs_are_refused(trained, tmp_path):
