@@ -178,6 +178,23 @@ def signature_of(function: Callable[..., int], without: Collection[str] = ()) ->
     return inspect.Signature(parameters)
 
 
+class Unchecked:
+    """Metadata of a type, by which pydantic takes any value.
+
+    cyclopts checks defaults and converted values by pydantic wherever another package has imported
+    it. The annotations here say how a flag is read, not what its setting becomes (a table, a pair,
+    None if it was not given); TrainConfig checks that.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.any_schema()
+
+
+UNCHECKED = Unchecked()
+
+
 def _part(name: str, key: str, help: str, kind: type = str, **shape: Any) -> inspect.Parameter:
     """Parameter of a function that stands for a part of a setting."""
     if kind is bool:
@@ -186,16 +203,18 @@ def _part(name: str, key: str, help: str, kind: type = str, **shape: Any) -> ins
         shape |= {"converter": _read_value}
     words = Parameter(name=flag(key), help=help, show_default=False, **shape)
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, words]
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind, words, UNCHECKED],
     )
 
 
 def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.Parameter:
     """Parameter of a function that stands for a setting, with the flag of `key`."""
     is_table = each.type is TABLE
-    # Where another package has imported pydantic, cyclopts checks defaults by it: each has to be of
-    # its type, None too. A pair is one word, 0.9,0.95, of any type: cyclopts would take two.
-    kind: Any = list[str] | None if is_table else Any if each.type is NUMBERS else each.type
+    # A pair is one word, 0.9,0.95: cyclopts would take two.
+    kind = list[str] if is_table else str if each.type is NUMBERS else each.type
     readers = {bool: None, TABLE: _read_table, NUMBERS: _read_numbers}
     read = readers.get(each.type, _read_value)
     shape |= {"negative": f"--no-{flag(key)[2:]}"} if each.type is bool else {}
@@ -205,7 +224,7 @@ def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.P
     # None stands for a table that was not given: a dict is no default of a signature.
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None if is_table else each.default,
-        annotation=Annotated[kind, parameter],
+        annotation=Annotated[kind, parameter, UNCHECKED],
     )  # fmt: skip
 
 

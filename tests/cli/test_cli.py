@@ -623,8 +623,9 @@ def test_no_verb_rounds_a_number(arguments, capsys):
 
 
 def test_flags_are_read_where_another_package_has_imported_pydantic(tmp_path):
-    """cyclopts checks arguments and defaults by pydantic once it is imported: every verb's defaults have to be of their types."""
+    """cyclopts checks defaults and converted values by pydantic once it is imported; a table and a pair are not of the type that is typed."""
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     absent = f"--data={tmp_path / 'none'}"
     assert cli.main(["study", absent, f"--output={tmp_path / 'study'}"]) == 3  # not 2: arguments
-    assert cli.main(["train", absent, f"--output={tmp_path / 'run'}", "--device=cpu"]) == 3
+    settings = ["--recipe.layers", "lm_head=bf16", "--optimizer.betas", "0.9,0.95", "--device=cpu"]
+    assert cli.main(["train", absent, f"--output={tmp_path / 'run'}", *settings]) == 3
