@@ -623,7 +623,7 @@ def test_no_verb_rounds_a_number(arguments, capsys):
 
 
 def test_flags_are_read_where_another_package_has_imported_pydantic(tmp_path):
-    """cyclopts checks defaults and converted values by pydantic once it is imported; a table and a pair are not of the type that is typed."""
+    """cyclopts checks values by pydantic once it is imported; a table and a pair are not of the type that is typed."""
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     absent = f"--data={tmp_path / 'none'}"
     assert cli.main(["study", absent, f"--output={tmp_path / 'study'}"]) == 3  # not 2: arguments
