@@ -144,6 +144,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
+@pytest.fixture
+def nothing_was_compiled() -> None:
+    """Where earlier tests of this process compiled anything, no weight is watched (`bypassed_weights.has_compiled`)."""
+    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+        utils.counters["frames"].clear()
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random state, in any order and alone."""

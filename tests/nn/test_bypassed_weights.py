@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import random
-import sys
 import warnings
 
 import pytest
@@ -36,11 +35,7 @@ SKIPS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_was_compiled() -> None:
-    """Where earlier tests of this process compiled anything, nothing is told (`reached.has_compiled`)."""
-    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
-        utils.counters["frames"].clear()
+pytestmark = pytest.mark.usefixtures("nothing_was_compiled")
 
 
 class Model(nn.Module):

@@ -82,7 +82,7 @@ def test_importing_the_linear_brings_few_statements():
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
     # 2,950 before the plan chose the kernels of rotations and of the amax. Docstrings and comments may
     # grow.
-    assert int(done.stdout) <= 3050
+    assert int(done.stdout) <= 3060
 
 
 class Gathered:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 
 import pytest
@@ -14,12 +13,7 @@ import narrowgauge as ng
 from narrowgauge.ops.registry import Device
 from narrowgauge.plan import Step, count
 
-
-@pytest.fixture(autouse=True)
-def nothing_was_compiled() -> None:
-    """Where earlier tests of this process compiled anything, nothing is told (`reached.has_compiled`)."""
-    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
-        utils.counters["frames"].clear()
+pytestmark = pytest.mark.usefixtures("nothing_was_compiled")
 
 
 class Model(nn.Module):

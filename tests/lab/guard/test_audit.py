@@ -142,6 +142,7 @@ def test_a_seed_at_every_step_is_found():
     assert kinds(event) == {STUCK} and "torch's generator" in event["sentence"]
 
 
+@pytest.mark.usefixtures("nothing_was_compiled")
 def test_a_layer_that_cannot_be_seen_is_named_and_not_passed():
     loop = Loop("fp8-current")
     layer = loop.model.layers[0].up_proj
