@@ -335,8 +335,8 @@ def forward_operand(layer: QLinear) -> Tensor:
     """Return the weight [N, K], float32, as the `output` GEMM multiplies by it in evaluation.
 
     An observer reads it in one forward pass of one row, by the layer's own plan and caches: a second
-    source beside `codes`. A rotation is undone. The pass leaves state, mode and observer as they
-    are. Without a recipe the weight itself.
+    source beside `codes`. A rotation is undone. Mode and observer are restored, and nothing is
+    recorded; cached casts are dropped. Without a recipe the weight itself.
     """
     seen: list[QTensor | Tensor] = []
 
