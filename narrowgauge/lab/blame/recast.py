@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import dequantize
-from narrowgauge.ops.quantize.definition import calibrated_amax, encoded, filled, scales
+from narrowgauge.ops.quantize.definition import calibrated_amax, encoded, filled, scales_of
 from narrowgauge.recipe import Cast, DelayedScaling, LearnedStep
 from narrowgauge.scaling import times_scale
 
@@ -150,7 +150,7 @@ def own_scale(x: Tensor, cast: Cast) -> Tensor | None:
     """
     if isinstance(cast.calibrate, DelayedScaling | LearnedStep):
         return None
-    scale, shared = scales(calibrated_amax(x, cast), cast)
+    scale, shared = scales_of(filled(x, cast.tile), calibrated_amax(x, cast), cast)
     return scale if shared is None else scale * shared
 
 
