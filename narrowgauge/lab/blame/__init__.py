@@ -32,7 +32,7 @@ from narrowgauge.structure import require_module
 
 if TYPE_CHECKING:
     from narrowgauge.lab.blame.measure import Product
-    from narrowgauge.nn.linear import QLinear
+    from narrowgauge.nn.narrow_layer import NarrowLayer
 
 __all__ = ["Blame", "Confirmation", "blame", "observed"]
 
@@ -115,7 +115,7 @@ def observed(
     return Blame(tuple(found_in(products, recipes)), (), tuple(_notes(products, layers)))
 
 
-def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -> list[str]:
+def _notes(products: Mapping[Key, Product], layers: list[tuple[str, NarrowLayer]]) -> list[str]:
     notes: list[str] = []
     # Sampling noise averages out over steps, and a comparison with all rows would count it as an
     # error.

@@ -47,7 +47,7 @@ from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
 
 if TYPE_CHECKING:
-    from narrowgauge.nn.linear import QLinear
+    from narrowgauge.nn.narrow_layer import NarrowLayer
 
 STEPS = 2  # audited steps at the end of a check
 LAYERS = 16  # layers per check whose GEMMs are recomputed
@@ -174,7 +174,7 @@ class _LayerAudit:
     keeps_inputs = False
 
     def __init__(
-        self, name: str, layer: QLinear, is_chosen: bool, before: Mapping[Key, Tensor]
+        self, name: str, layer: NarrowLayer, is_chosen: bool, before: Mapping[Key, Tensor]
     ) -> None:
         """before: random numbers of the previous step."""
         self.name, self.layer, self.is_chosen, self._before = name, layer, is_chosen, before

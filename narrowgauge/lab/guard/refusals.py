@@ -14,6 +14,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.learned_step import LearnedSteps
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.narrow_layer import recipe_of
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
@@ -29,10 +30,8 @@ STATE = forms.record(
 
 def has_narrow(model: nn.Module) -> bool:
     """True if some layer computes in low precision, which BF16 would not."""
-    layers = list(model.modules())
     return any(
-        isinstance(each, QEmbedding) or (isinstance(each, QLinear) and is_narrow(each.recipe))
-        for each in layers
+        isinstance(each, QEmbedding) or is_narrow(recipe_of(each)) for each in model.modules()
     )
 
 
