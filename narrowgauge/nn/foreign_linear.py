@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.gemm_calls import GemmCall, GemmCalls, assigned
-from narrowgauge.nn.plan import PRODUCTS
+from narrowgauge.nn.plan import OPERANDS, PRODUCTS
 from narrowgauge.nn.suspended_linear import suspended_linear
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
 
 HELD = "_narrowgauge_adapter"  # key in the `__dict__` of a module whose forward is replaced
-# GEMM -> roles of lhs and rhs, both [outer, contracted].
-_ROLES = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}
 
 
 class ForeignLinear:
@@ -197,7 +195,7 @@ class ForeignLinear:
         sides = [
             [
                 originals[role] if PRODUCTS[role][0] == name else originals[role].t()
-                for role in _ROLES[name]
+                for role in OPERANDS[name]
             ]
             for name in narrow
         ]
@@ -208,7 +206,7 @@ class ForeignLinear:
             operands = self.operand(call.lhs, False), self.operand(call.rhs, True)
             if operands[0] is None or operands[1] is None:
                 continue
-            for role, each in zip(_ROLES[name], operands, strict=True):
+            for role, each in zip(OPERANDS[name], operands, strict=True):
                 observer(name, role, originals[role], each)
             if hasattr(observer, "multiplied"):
                 observer.multiplied(name, call.bias, call.result)

@@ -57,6 +57,13 @@ def adapter(module: nn.Module) -> ForeignLinear | None:
     return None if kind is None else kind(module)
 
 
+def why_foreign(module: nn.Module) -> Reason | None:
+    """Reason why `convert` leaves a module to another library, or None."""
+    if (known := adapter(module)) is not None:
+        return Reason("foreign", f"{known.library} computes it: {known.recipe.name}")
+    return why_unknown(module)
+
+
 def why_unknown(module: nn.Module) -> Reason | None:
     """Reason why a module may compute in low precision that nothing here can switch, or None."""
     if adapter(module) is not None:
@@ -131,8 +138,8 @@ def _floored_pow2(amax: Tensor, format: Any) -> Tensor:
     )
 
 
-TORCHAO_FP32 = ScaleRule("fp32, amax at least 1e-12", _floored_fp32)
-TORCHAO_POW2 = ScaleRule("pow2, amax at least 1e-12", _floored_pow2, power_of_two=True)
+TORCHAO_FP32 = ScaleRule("fp32-floored", _floored_fp32)
+TORCHAO_POW2 = ScaleRule("pow2-floored", _floored_pow2, power_of_two=True)
 
 
 class _OfFloat8Linear(ForeignLinear):

@@ -18,11 +18,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from narrowgauge.nn.foreign_linear import ForeignLinear
-from narrowgauge.nn.foreign_modules import adapter
+from narrowgauge.nn.foreign_modules import adapter, unknown_layers, words_on_unknown
 from narrowgauge.nn.linear import QLinear
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
+
+
+__all__ = [
+    "NarrowLayer",
+    "matrices",
+    "narrow_layer",
+    "narrow_layers",
+    "recipe_of",
+    "resume",
+    "unknown_layers",
+    "unobserved",
+    "words_on_unknown",
+]
 
 
 class NarrowLayer(Protocol):

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from narrowgauge.lab.blame.measure import Product
 from narrowgauge.nn.narrow_layer import NarrowLayer, narrow_layers
+from narrowgauge.nn.plan import OPERANDS as OPERANDS
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.structure import plain_name
 
 if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
 
-# GEMM -> the roles of its lhs and its rhs.
-OPERANDS = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}
 Key = tuple[str, str]  # (layer, GEMM)
 
 

@@ -37,7 +37,7 @@ from torch._compile import _disable_dynamo
 from narrowgauge.diagnose.format_text import plural, size
 from narrowgauge.errors import Reason
 from narrowgauge.lab.guard.refusals import is_narrow
-from narrowgauge.nn.narrow_layer import matrices, narrow_layers
+from narrowgauge.nn.narrow_layer import matrices, narrow_layers, words_on_unknown
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.structure import plain_name
@@ -129,7 +129,16 @@ def unseen(model: nn.Module, optimizer: Any) -> str:
 
 
 def words(model: nn.Module, optimizer: Any) -> str:
-    """Sentence on the gradients compared at the first step of a check, and on the memory for it."""
+    """Sentences on the gradients compared at the first step of a check, and on their memory.
+
+    Followed by one on modules of other libraries that no check judges, if there are some.
+    """
+    unknown = words_on_unknown(model)
+    said = _on_gradients(model, optimizer)
+    return Reason(getattr(said, "code", ""), f"{said} {unknown}") if unknown else said
+
+
+def _on_gradients(model: nn.Module, optimizer: Any) -> str:
     if reason := unseen(model, optimizer):
         return Reason(getattr(reason, "code", ""), f"Gradients are not compared: {reason}")
     weights = _weights(model).values()
