@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from narrowgauge.report import figures, guard, memory_picture  # noqa: E402
-from tests.report.test_guard import check, recorded  # noqa: E402
+from narrowgauge.report import figures, guard, memory_picture
+from tests.report.test_guard import check, recorded
 
 GIB = memory_picture.GIB
 
