@@ -108,26 +108,23 @@ class AttentionCall:
             (*leading, 1, self.keys, self.width),
             (*leading, 1, self.keys, self.value_width),
         )
-        operands = [
+        q, k, v = (
             torch.empty(
                 size[-self.axes :], dtype=self.dtype, device=self.device, requires_grad=needs
             )
             for size, needs in zip(sizes, self.requires, strict=True)
-        ]
+        )
         mask = None
         if self.mask is not None:
             axes, dtype, requires_grad = self.mask
+            # Leading axes of 1: torch asks for the number of axes, and broadcasts the rest.
             size = (1,) * (axes - 2) + (self.queries, self.keys)
             mask = torch.empty(size, dtype=dtype, device=self.device, requires_grad=requires_grad)
         try:
+            # Outside of autocast, whose dtype the stand-ins have already.
             with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
                 chosen = torch._fused_sdp_choice(
-                    *operands,
-                    mask,
-                    self.dropout,
-                    self.is_causal,
-                    scale=None,
-                    enable_gqa=self.enable_gqa,
+                    q, k, v, mask, self.dropout, self.is_causal, enable_gqa=self.enable_gqa
                 )
         except (RuntimeError, NotImplementedError):  # no kernel of torch has these operands
             return None
@@ -138,12 +135,13 @@ class AttentionCall:
         found = self.kernel
         if found is None:
             return ""
-        without = {
+        without: dict[str, dict[str, Any]] = {
             "the mask": {"mask": None} if self.mask else {},
             "dropout": {"dropout": 0.0} if self.dropout else {},
             "float32": {"dtype": torch.bfloat16} if self.dtype == torch.float32 else {},
         }
         changes = {cause: change for cause, change in without.items() if change}
+        # The fewest causes first: dropping a second one would name it without need.
         several = (combinations(changes, count) for count in range(1, len(changes) + 1))
         for causes in chain.from_iterable(several):
             change = {key: value for cause in causes for key, value in changes[cause].items()}
