@@ -1,10 +1,12 @@
-"""Callbacks for training loops that are not ours.
+"""One line each for training loops that are not ours.
 
-    RunFolder    the run folder of `narrowgauge train`, written by transformers' Trainer or by hand
+    RunFolder        the run folder of `narrowgauge train`, written by transformers' Trainer or by hand
+    convert_trainer  a recipe for a Trainer's model and for the frozen reference beside it
 
 The guard for transformers' Trainer is `narrowgauge.lab.transformers_trainer`.
 """
 
+from narrowgauge.integrations.convert_trainer import convert_trainer
 from narrowgauge.integrations.run_folder import RunFolder
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "convert_trainer"]

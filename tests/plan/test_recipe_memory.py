@@ -20,6 +20,9 @@ from benchmarks.recipe_memory import (
 )
 from tests.selection import quick
 
+# One for each way to keep x: codes of tensors, of rows, of rotated groups; 16 bits.
+COMPARED = ("fp8-delayed", "fp8-row", "int4-hq-lss", "nvfp4")
+
 pytestmark = pytest.mark.timeout(1800)  # 300 s ran out on two cores under a load of five
 
 
@@ -31,7 +34,8 @@ def test_no_recipe_needs_more_than_bfloat16(model):
     """
     shape = replace(MODELS[model], layers=8 if model == "vit" else 2)
     beside = counted(shape, PLAIN, "h100")
-    for recipe in RECIPES:
+    # The benchmark counts every recipe for every model: minutes each.
+    for recipe in RECIPES if model == "llama" else COMPARED:
         found = counted(shape, recipe, device_for(recipe))
         assert found["peak"] <= beside["peak"] * 1.001, recipe
         is_kept_in_codes = recipe not in ("nvfp4", "mxfp4") and (model, recipe) != (

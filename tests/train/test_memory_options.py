@@ -39,7 +39,7 @@ def test_checkpointing_changes_no_bit(make, chosen):
 @pytest.mark.slow
 def test_auto_takes_what_fits_and_says_why(make, monkeypatch):
     """By the count of the run's own step: of the memory that is there, and of a little less than each policy needs."""
-    changes = {"recipe": "fp8-delayed", "checkpointing": "auto", "layers": 4, "batch_size": 64}
+    changes = {"recipe": "fp8-delayed", "checkpointing": "auto", "layers": 4, "batch_size": 32}
     config = make("auto", **changes)
     counts = Counts(cpu_facts())
     peaks = {
