@@ -77,11 +77,11 @@ def why_unknown(module: nn.Module) -> Reason | None:
             "foreign.no-adapter",
             f"no adapter knows {library}'s {type(module).__name__}, which computes alike in a run and in its reference",
         )
-    for each in matrices:
-        if library := _library(type(each.data).__module__):
+    for kind in (type(tensor) for each in matrices for tensor in (each, each.data)):
+        if library := _library(kind.__module__):
             return Reason(
                 "foreign.weight-class",
-                f"its weight is a {type(each.data).__name__} of {library}, which multiplies by itself, alike in a run and in its reference",
+                f"its weight is a {kind.__name__} of {library}, which multiplies by itself, alike in a run and in its reference",
             )
     return None
 
@@ -214,9 +214,13 @@ class _OfMXLinear(ForeignLinear):
             return super().operand(stored, is_rhs)
         if made.qdata.dtype not in FORMATS or getattr(made, "is_swizzled_scales", False):
             return None
+        if made.qdata.numel() != made.scale.numel() * made.block_size:
+            return None
         data, scale = (each.t() if is_rhs else each for each in (made.qdata, made.scale))
         cast = self._cast(FORMATS[data.dtype], made.block_size)
-        return _qtensor(data, scale.to(torch.float32), cast)
+        # A block of zeros has the smallest E8M0 there, 2**-127, and 1 by the rules here.
+        zeros = data.to(torch.float32).reshape(*scale.shape, -1).abs().amax(-1) == 0
+        return _qtensor(data, torch.where(zeros, 1.0, scale.to(torch.float32)), cast)
 
 
 def _qtensor(data: Tensor, scale: Tensor, cast: Cast) -> QTensor | None:
