@@ -37,7 +37,7 @@ from narrowgauge.nn.plan import OPERANDS, PRODUCTS
 from narrowgauge.recipe import GEMMS
 
 HEALTHY = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
-KEPT_FOR = 10  # steps for which blame's frozen scale is kept before the observed one
+KEPT_FOR = 1  # steps for which blame's frozen scale is kept before the observed one
 DROPPED = 16  # of the contracted axis, as in the planted faults of our own modules
 ROLES = {"input": "x", "weight": "w", "grad_output": "gy"}
 

@@ -15,7 +15,7 @@ from narrowgauge.conversion.products import mixed
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.foreign_modules import adapter, unknown_layers, words_on_unknown
 from narrowgauge.nn.narrow_layer import narrow_layer, narrow_layers, recipe_of
-from narrowgauge.nn.plan import OPERANDS
+from narrowgauge.nn.plan import OPERANDS, PRODUCTS
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import GEMMS
 from narrowgauge.recipes import BF16
@@ -253,3 +253,38 @@ def test_a_copy_of_a_suspended_model_is_suspended_by_itself():
         other.layers[0].up_proj.weight.zero_()
     # The copy's forward reads the copy's weight.
     assert not torch.equal(other(IDS), wide)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
+def test_torchao_itself_is_observed_to_the_bit(name):
+    """The library's own modules, emulated: same gradients as unobserved, and each operand is a fresh cast of its original."""
+    pytest.importorskip("torchao.float8")
+    from benchmarks.foreign_faults import converted as by_torchao
+    from narrowgauge.lab.blame.recast import own_scale, recast
+
+    model = by_torchao(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), name)
+    x, seen = torch.randn(32, 64).bfloat16().float(), [Seen(), Seen()]
+
+    def results() -> list[torch.Tensor]:
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        return [y.detach(), *(each.grad.clone() for each in model.parameters())]
+
+    before, layers = results(), [layer for _, layer in narrow_layers(model)]
+    for layer, own in zip(layers, seen, strict=True):
+        layer.observer = own
+    assert same(results(), before)
+    for layer, own in zip(layers, seen, strict=True):
+        layer.observer = None
+        for (gemm, role), (original, operand) in own.operands.items():
+            cast = getattr(layer.recipe, gemm)
+            side = cast.lhs if role == OPERANDS[gemm][0] else cast.rhs
+            if side is None:
+                assert type(operand) is not QTensor
+                continue
+            rows = original if PRODUCTS[role][0] == gemm else original.T
+            assert operand.cast == side, (gemm, role)
+            assert torch.equal(own_scale(rows, side), operand.full_scale()), (gemm, role)
+            assert torch.equal(recast(rows, operand), ng.dequantize(operand)), (gemm, role)
+    assert set(seen[1].results) == set(GEMMS)
