@@ -13,7 +13,7 @@ import narrowgauge as ng
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.integrations import RunFolder
-from narrowgauge.integrations.run_folder import UNSEEN
+from narrowgauge.integrations.recorder import UNSEEN
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.report import page, run_data, several
 from narrowgauge.train import run_folder
