@@ -38,6 +38,7 @@ class LightningRunFolder:
     output           the run folder
     tensor_every     steps between statistics of operands; 0: none. A step with them takes longer
     recipe           name of the run on pages; '': the recipe of most layers
+    loss_unit        unit of the loss on pages; pages show a perplexity beside nats/token alone
     validation_loss  name under which the module logs the loss of an evaluation
     """
 
@@ -47,9 +48,16 @@ class LightningRunFolder:
         *,
         tensor_every: int = 50,
         recipe: str = "",
+        loss_unit: str = "nats/token",
         validation_loss: str = "val_loss",
     ) -> None:
-        self.recorder = Recorder(output, tensor_every=tensor_every, recipe=recipe, unseen=UNSEEN)
+        self.recorder = Recorder(
+            output,
+            tensor_every=tensor_every,
+            recipe=recipe,
+            loss_unit=loss_unit,
+            unseen=UNSEEN,
+        )
         self.path, self.validation_loss = Path(output), validation_loss
         # Keys of a callback's entry in a checkpoint; Lightning 2.6 reads both when it resumes.
         self.state_key = self._legacy_state_key = type(self).__qualname__

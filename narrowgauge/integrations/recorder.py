@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import narrowgauge
 from narrowgauge.conversion.description import describe
@@ -57,6 +56,7 @@ class Recorder:
     output        the run folder; None: the one that the callback takes from its loop
     tensor_every  steps between statistics of operands; 0: none. A step with them takes longer
     recipe        name of the run on pages; '': the recipe of most layers
+    loss_unit     unit of the loss on pages; pages show a perplexity beside nats/token alone
     unseen        entries beside those of UNSEEN
     """
 
@@ -66,6 +66,7 @@ class Recorder:
         *,
         tensor_every: int = 50,
         recipe: str = "",
+        loss_unit: str = "nats/token",
         unseen: Mapping[str, str] | None = None,
     ) -> None:
         if tensor_every < 0:
@@ -74,6 +75,7 @@ class Recorder:
                 code="run-folder.tensor-every",
             )
         self.output, self.tensor_every, self.recipe = output, tensor_every, recipe
+        self.loss_unit = loss_unit
         self.unseen = UNSEEN | dict(unseen or {})
         self.number = 0  # finished optimizer steps
         self._held = ExitStack()
@@ -156,6 +158,7 @@ class Recorder:
             "parameters": sum(each.numel() for each in model.parameters()),
             "model": {"name": type(model).__name__} | {key: each for key, each in shape.items() if each},
             "describe": rows,
+            "loss_unit": self.loss_unit,
             "unseen": [f"{what}: {means}" for what, means in self.unseen.items()],
         }  # fmt: skip
 

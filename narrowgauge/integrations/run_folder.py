@@ -42,6 +42,7 @@ class RunFolder(Recorder, TrainerCallback):  # type: ignore[misc]
     output        the run folder; None: output_dir of the Trainer
     tensor_every  steps between statistics of operands; 0: none. A step with them takes longer
     recipe        name of the run on pages; '': the recipe of most layers
+    loss_unit     unit of the loss on pages; pages show a perplexity beside nats/token alone
     """
 
     # --- by hand, and with Accelerate

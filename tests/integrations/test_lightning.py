@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning")
 
-from narrowgauge.integrations import LightningRunFolder  # noqa: E402
+from narrowgauge.integrations import LightningRunFolder
 
 ROWS = torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
 pytestmark = [
