@@ -4,8 +4,8 @@
     trainer.fit(module, loader)
 
 Works with `lightning.pytorch` and `pytorch_lightning`, and imports neither: Lightning calls the
-methods of a callback by their names. The folder, and facts that a callback cannot see, are those of
-`recorder`. Lightning differs from transformers' Trainer in four points:
+methods of a callback by their names. `recorder` describes the folder and lists unseen facts.
+Lightning differs from transformers' Trainer in four points:
 
     loss        of each optimizer step: the mean over its micro-batches, and over ranks
     grad_norm   of all gradients, before they are clipped; one pass over the gradients in each step
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from narrowgauge.diagnose.metrics_table import SCORES
 from narrowgauge.errors import warn
-from narrowgauge.integrations.recorder import Recorder
+from narrowgauge.integrations.recorder import FolderRecorder
 
 UNSEEN = {"checkpoints": "no checkpoint events"}
 # Lightning's names -> those of run.json; any other stands as Lightning has it.
@@ -51,7 +51,7 @@ class LightningRunFolder:
         loss_unit: str = "nats/token",
         validation_loss: str = "val_loss",
     ) -> None:
-        self.recorder = Recorder(
+        self.recorder = FolderRecorder(
             output,
             tensor_every=tensor_every,
             recipe=recipe,
@@ -81,6 +81,7 @@ class LightningRunFolder:
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._losses, self._fields = [], {}
         steps = trainer.estimated_stepping_batches  # inf if time alone ends the run
+        # "finished" needs the number of steps; without one every ordinary end is the end.
         self._steps = int(steps) if steps != float("inf") and steps > 0 else 0
         self.recorder.number = trainer.global_step
         if not trainer.is_global_zero:
@@ -134,6 +135,7 @@ class LightningRunFolder:
         self.recorder.write_step(float(mean), fields)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
+        # Lightning evaluates two batches before the first step, to find errors early.
         if trainer.sanity_checking:
             return
         found = {name: float(each) for name, each in trainer.callback_metrics.items()}

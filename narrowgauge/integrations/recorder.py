@@ -1,4 +1,4 @@
-"""`Recorder`: writes a run folder for a loop that is not ours, on behalf of its callbacks.
+"""`FolderRecorder`: writes a run folder for a loop that is not ours, on behalf of its callbacks.
 
 A callback calls, in this order:
 
@@ -50,14 +50,14 @@ UNSEEN = {
 }
 
 
-class Recorder:
+class FolderRecorder:
     """Writes a run folder. See the module docstring.
 
     output        the run folder; None: the one that the callback takes from its loop
     tensor_every  steps between statistics of operands; 0: none. A step with them takes longer
     recipe        name of the run on pages; '': the recipe of most layers
     loss_unit     unit of the loss on pages; pages show a perplexity beside nats/token alone
-    unseen        entries beside those of UNSEEN
+    unseen        further entries like UNSEEN
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Recorder:
     ) -> None:
         """Claims the folder and writes run.json.
 
-        steps, done   optimizer steps of the whole run, and those finished before
+        steps, done   optimizer steps of the whole run, and the finished ones
         facts         further entries of run.json
-        resumed_from  checkpoint that holds the finished steps; '': one of transformers' Trainer
+        resumed_from  checkpoint with the finished steps; '': checkpoint-N of transformers' Trainer
         """
         self.close()
         # The lock of the folder is held until the end: a second run there would mix two logs.

@@ -16,7 +16,7 @@ Accelerate and loops by hand, where `accelerator` may be left out:
         run.evaluation(loss=validation_loss)
 
 Then `narrowgauge report runs/mine`, and `narrowgauge report runs/mine runs/other` for several. Rank 0
-alone writes. `recorder` says what the folder holds, and what a callback cannot see.
+alone writes. `recorder` describes the folder, and lists facts that a callback cannot see.
 
 The loop decides which losses are logged: with logging_steps = 10 a point is the mean of 10 steps.
 Two runs that are compared need the same logging_steps.
@@ -33,10 +33,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from narrowgauge.diagnose.metrics_table import SCORES
-from narrowgauge.integrations.recorder import Recorder
+from narrowgauge.integrations.recorder import FolderRecorder
 
 
-class RunFolder(Recorder, TrainerCallback):  # type: ignore[misc]
+class RunFolder(FolderRecorder, TrainerCallback):  # type: ignore[misc]
     """Writes a run folder from transformers' Trainer or by hand. See the module docstring.
 
     output        the run folder; None: output_dir of the Trainer
@@ -54,7 +54,7 @@ class RunFolder(Recorder, TrainerCallback):  # type: ignore[misc]
         """Records the steps of the block, and its end.
 
         model        the model, also in the wrapper of Accelerate
-        steps, done  optimizer steps of the whole run, and those finished before
+        steps, done  optimizer steps of the whole run, and the finished ones
         accelerator  its main process alone writes; None: this process does
         facts        further entries of run.json, as seed or tokens_per_step
         """
