@@ -20,7 +20,7 @@ def export(
     format: Annotated[
         str,
         _flag(
-            "bf16, fp8-block, fp8-block-ct, fp8-channel, fp8-static, int8, mxfp8, mxfp4 or nvfp4."
+            "bf16, fp8-block, fp8-block-ct, fp8-channel, fp8-static, int8, mxfp8, mxfp4, nvfp4, gguf or gguf-bf16."
         ),
     ],
     output: Annotated[Path, _flag("New folder.")],
@@ -42,7 +42,8 @@ def export(
 
     The codes are those by which the forward pass multiplies, not a quantization after training.
     They are read back and compared with it. A format that does not hold them is refused. vLLM,
-    SGLang and transformers read the folder; docs/export.md lists who reads what.
+    SGLang and transformers read the folder, llama.cpp the file of gguf; docs/export.md lists who
+    reads what.
 
     Parameters
     ----------

@@ -90,9 +90,9 @@ def convert(
                   byte per weight, and each micro-batch casts
     embeddings    "int4" or "int8": rows of every nn.Embedding are quantized with a learned step
                   (nn/embedding.py); active until recipe is None
-    share_scales  scales of whole weights beside those of their tiles (NVFP4) are powers of two, so
-                  that an export gives q, k and v, or gate and up, one scale without a rounding
-                  (narrowgauge/export)
+    share_scales  float32 scales of weights are powers of two in NVFP4 (that of the whole weight) and
+                  int8, so that an export gives q, k and v, or gate and up, one scale without a
+                  rounding, and GGUF's Q8_0 holds them (narrowgauge/export)
 
     A second call replaces the recipes of the layers that its patterns match,
     and leaves the others. Raises ConfigError if a pattern matches nothing,

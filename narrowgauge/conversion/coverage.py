@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map
 
 from narrowgauge.errors import ConfigError, warn
 from narrowgauge.nn.converted_model import quantized_linears, suspended
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.narrow_layer import matrices, narrow_layer, recipe_of
 from narrowgauge.ops import rng
 from narrowgauge.ops.timing.work import OPERANDS, of_operator
 from narrowgauge.structure import is_linear, other_weights, require_module
@@ -292,7 +292,7 @@ class _Products(TorchDispatchMode):
         self, module: nn.Module, operation: str, operands: str, flops: int, lhs: bool, rhs: bool
     ) -> None:
         """Add a product and its gradients. lhs, rhs: the operand requires a gradient."""
-        recipe = getattr(getattr(module, "state", None), "recipe", None)
+        recipe = recipe_of(module)
         if recipe is None:
             self.wide[operands, self._part(module, operation)] += flops * (1 + lhs + rhs)
             return
@@ -388,9 +388,10 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
         reasons.setdefault(leaf, reason)
 
     for name, module in model.named_modules():
-        if isinstance(module, QLinear):
+        if (layer := narrow_layer(module)) is not None:
             # A recipe of 16 bits was asked for, or chosen by "auto": nothing was missed.
-            reached += module.weight.numel() if module.recipe is not None else 0
+            given = matrices(layer) if layer.recipe is not None else ()
+            reached += sum(weight.numel() for _, weight in given)
         elif is_linear(module):
             reason = reason_to_keep(name, module, [], head)
             if name not in decided and reason and getattr(reason, "code", "") != "kept":

@@ -26,6 +26,7 @@ from narrowgauge.errors import Reason
 from narrowgauge.fuse import Fusion, fusions
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.float32_modules import kept_modules, summary
+from narrowgauge.nn.foreign_modules import adapter, why_unknown
 from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
@@ -178,6 +179,8 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     for name, module in model.named_modules():
         if isinstance(module, QLinear) and module.recipe is not None:
             description.append(_row(model, name, module, module.recipe))
+        elif (foreign := adapter(module)) is not None:
+            description.append(_foreign_row(name, foreign))
         elif is_linear(module):
             decision = module.decision if isinstance(module, QLinear) else None
             left_by = (
@@ -192,6 +195,8 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
             description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
         elif isinstance(module, QEmbedding):
             description.append(_embedding_row(model, name, module))
+        elif (unknown := why_unknown(module)) is not None:
+            description.append(_wide_row(name, "not known", "by its own library", unknown))
         else:
             for weight, shape, reason in other_weights(name, module):
                 why = reason_of_weight(module, reason)
@@ -211,6 +216,19 @@ def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
     return Row(
         name=name, shape=shape, recipe="none", output=words, grad_input=words, grad_weight=words,
         backend="torch", notes=(Note.of(note),),
+    )  # fmt: skip
+
+
+def _foreign_row(name: str, layer: Any) -> Row:
+    """Row of a module of another library. The backend is that library."""
+    recipe = layer.recipe
+    matrices = [f"{each.shape[1]} -> {each.shape[0]}" for each in layer.matrices().values()]
+    notes = [Note.of(layer.unobserved)] if layer.unobserved else []
+    if layer.is_suspended:
+        notes.append(Note("suspended", code="suspended"))
+    return Row(
+        name=name, shape=", ".join(matrices) or "codes", recipe=recipe.name, output=str(recipe.output), grad_input=str(recipe.grad_input),
+        grad_weight=str(recipe.grad_weight), backend=layer.library, notes=tuple(notes),
     )  # fmt: skip
 
 

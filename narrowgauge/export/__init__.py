@@ -16,6 +16,8 @@ verified before the folder gets its name.
       export.json              format, recipe, each layer, results of the checks, size and SHA-256
                                of every other file
 
+    OUTPUT/model.gguf, README.md, export.json    with format="gguf"
+
 The folder is written under another name, synced, and renamed: after a kill or a power cut it is
 absent or whole, and an older export that `overwrite` replaces is there until then.
 """
@@ -37,7 +39,7 @@ from torch import nn
 
 from narrowgauge import storage
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
-from narrowgauge.export import card, checks, file_formats, layers, writing
+from narrowgauge.export import card, checks, file_formats, gguf_file, layers, writing
 from narrowgauge.storage import reading
 
 if TYPE_CHECKING:
@@ -141,7 +143,8 @@ def save(
     overwrite   replace an older export in `output`; anything else there is never replaced
     load        also load the folder by transformers: memory of the whole model
     dtype       of the weights that stay wide; None: bfloat16, of a float16 model float16
-    shard_bytes a file is closed before it would have more; one tensor may have more by itself
+    shard_bytes a file is closed before it would have more; one tensor may have more by itself. GGUF
+                is one file
     facts       on the training, for the card and export.json (`card`)
 
     Memory besides the model: one shard (512 MiB), and with `load` the model. Time: two casts
@@ -156,6 +159,8 @@ def save(
     dtype = dtype or (torch.float16 if _dtype(model) == torch.float16 else torch.bfloat16)
     _refuse_arguments(tokenizer, dtype)
     _refuse_place(path, overwrite)
+    if form.is_gguf:
+        gguf_file.refuse(model, tokenizer)
     choices = layers.chosen(model, form, requantize, fused)
     if form.cast is not None and not any(each.is_narrow for each in choices.values()):
         layers.refuse(model, form, choices)
@@ -164,7 +169,8 @@ def save(
         _refuse_place(path, overwrite)
         with storage.refusals("export to", path), storage.new_folder(path, draft):
             draft.mkdir()
-            files = writing.WeightFiles(folder=draft, shard_bytes=shard_bytes)
+            kind = gguf_file.GgufFile if form.is_gguf else writing.WeightFiles
+            files = kind(folder=draft, shard_bytes=shard_bytes)
             report = _written(model, form, choices, dtype, files, tokenizer, load, facts or {})
             storage.flush_tree(draft)
     return ExportReport(path=path, facts=report)
@@ -181,9 +187,12 @@ def _written(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write and check all files. Returns the content of export.json, which is written last."""
-    writing.write_weights(model, form, choices, dtype, files)
-    writing.write_config(model, form, choices, dtype, files)
-    writing.write_tokenizer(tokenizer, files)
+    if isinstance(files, gguf_file.GgufFile):
+        gguf_file.write(model, form, choices, dtype, files, tokenizer)
+    else:
+        writing.write_weights(model, form, choices, dtype, files)
+        writing.write_config(model, form, choices, dtype, files)
+        writing.write_tokenizer(tokenizer, files)
     report: dict[str, Any] = {
         "kind": KIND,
         "narrowgauge": version("narrowgauge"),

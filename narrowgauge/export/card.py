@@ -43,6 +43,12 @@ vllm serve {folder}
 python -m sglang.launch_server --model-path {folder}
 ```
 """
+GGUF = """\
+```sh
+llama-server -m {folder}/model.gguf
+llama-cli -m {folder}/model.gguf -p "Once upon a time"
+```
+"""
 LLAMA = """\
 llama.cpp reads GGUF: `python convert_hf_to_gguf.py {folder} --outtype {kind}` of its sources {words}.
 """
@@ -77,7 +83,7 @@ def _numbers(form: ExportFormat, report: Mapping[str, Any]) -> str:
         ]
         if bits["largest_difference"]:
             said.append(
-                f"The others differ by at most {bits['largest_difference']:.2g} of their norm, the inversion of NVFP4's global scale."
+                f"The others differ by at most {bits['largest_difference']:.2g} of their norm, the rounding of NVFP4's two scales."
             )
     if bits["requantized"]:
         largest = max(bits["requantized"].values())
@@ -118,6 +124,8 @@ _FACTS = {
 
 def _loading(form: ExportFormat, report: Mapping[str, Any]) -> str:
     method, folder = form.config([]).get("quant_method", ""), "THIS_FOLDER"
+    if form.is_gguf:
+        return "\n\n".join((GGUF.format(folder=folder), f"Readers: {form.readers}."))
     code = (
         LOADING[method]
         .replace("FOLDER", f'"{folder}"')

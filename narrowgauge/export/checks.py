@@ -13,11 +13,13 @@ and the rest to a rounding of bfloat16.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.export.file_formats import NVFP4, ExportFormat
+from narrowgauge.export.gguf_file import NAME as GGUF
 from narrowgauge.export.layers import WeightChoice, relative
 from narrowgauge.nn.converted_model import suspended
 from narrowgauge.nn.frozen import forward_operand
@@ -33,10 +36,11 @@ from narrowgauge.snapshot.block_storage import free_host_bytes
 if TYPE_CHECKING:
     from narrowgauge.export.writing import WeightFiles
 
-# The divisor of NVFP4 is inverted by the reader: at most one unit in the last place of float32.
+# NVFP4's second scale is inverted by a reader, or multiplied last (GGUF): at most one unit in the
+# last place of float32, unless it is a power of two.
 ONE_UNIT = 2.0**-23
 IDS, SEED = (2, 32), 0  # drawn inputs: rows and positions; the seed
-PACKAGES = {"compressed-tensors": "compressed_tensors", "fp8": "accelerate"}
+PACKAGES = {"compressed-tensors": "compressed_tensors", "fp8": "accelerate", "gguf": "gguf"}
 
 
 def bits(
@@ -59,7 +63,9 @@ def bits(
         if choices[name].requantized:
             anew[name] = difference
             continue
-        if difference > (ONE_UNIT if form is NVFP4 else 0.0):
+        scale = layer.recipe.output.rhs.scale
+        rounds = scale.two_level and not scale.power_of_two_whole
+        if difference > (ONE_UNIT if rounds else 0.0):
             raise ConfigError(
                 f"export: the forward pass of {name!r} multiplies by other numbers than its weight has now, by {difference:.2g} of their "
                 "norm: the weight changed since its cast was made. Call advance(model), or stop the training, and export again.",
@@ -95,7 +101,7 @@ def _weight(model: nn.Module, loaded: nn.Module, name: str) -> Tensor:
 
 def missing_package(form: ExportFormat) -> str:
     """The package that transformers needs to load the format and that is not installed, or ''."""
-    method = form.config([]).get("quant_method", "")
+    method = "gguf" if form.is_gguf else form.config([]).get("quant_method", "")
     package = PACKAGES.get(method, "")
     return method if package and importlib.util.find_spec(package) is None else ""
 
@@ -117,6 +123,11 @@ def loading(
             "checked": False,
             "why": f"transformers was not asked to load it: {words} is not installed.",
         }
+    if form.is_gguf and any("scale" in part for each in files.layers.values() for part in each):
+        return {
+            "checked": False,
+            "why": "transformers was not asked to load it: it knows no NVFP4 of GGUF.",
+        }
     # A fifth more than the weights: activations, and one weight while it is decoded.
     need, free = 1.2 * _wide_bytes(model, dtype), _free_bytes()
     if need > free:
@@ -125,15 +136,15 @@ def loading(
             "why": f"transformers was not asked to load it: that takes {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free.",
         }
     try:
-        with _quiet():
+        with _quiet(), contextlib.redirect_stderr(io.StringIO() if form.is_gguf else sys.stderr):
             loaded, info = type(model).from_pretrained(
                 files.folder,
                 dtype=dtype,
                 output_loading_info=True,
                 local_files_only=True,
-                use_safetensors=True,
                 **_dequantizing(form, files),
             )
+    # Its progress bar for GGUF has no switch, so stderr is redirected.
     # transformers raises many exception types. Its 5.23 fails where experts stay wide beside formats
     # of compressed-tensors that are not FP8.
     except Exception as error:
@@ -183,6 +194,9 @@ def loading(
 
 def _dequantizing(form: ExportFormat, files: WeightFiles) -> dict[str, Any]:
     """Arguments of `from_pretrained` that decode the weights, without a GPU and its kernels."""
+    if form.is_gguf:
+        return {"gguf_file": GGUF}
+    given: dict[str, Any] = {"use_safetensors": True}
     method = form.config([]).get("quant_method", "")
     if method == "fp8":
         from transformers import FineGrainedFP8Config
@@ -190,7 +204,7 @@ def _dequantizing(form: ExportFormat, files: WeightFiles) -> dict[str, Any]:
         # An attribute that is not given would replace the one in config.json.
         config = files.configuration()
         ignored = config["quantization_config"]["modules_to_not_convert"]
-        return {
+        return given | {
             "quantization_config": FineGrainedFP8Config(
                 dequantize=True, modules_to_not_convert=ignored
             )
@@ -198,8 +212,8 @@ def _dequantizing(form: ExportFormat, files: WeightFiles) -> dict[str, Any]:
     if method:
         from transformers import CompressedTensorsConfig
 
-        return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
-    return {}
+        return given | {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    return given
 
 
 def _logits(model: Any, loaded: Any) -> dict[str, Any] | None:
@@ -251,7 +265,7 @@ def _free_bytes() -> float:
     return math.inf if free is None else free
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bars and tables: what is wrong becomes an error above."""
     from transformers.utils import logging

@@ -12,10 +12,13 @@ W is the weight [N, K] of a Linear, Q its QTensor as the forward pass multiplies
     mxfp8         weight_scale     u8 [N, K/32], an exponent                            weight * 2^(s - 127)
     mxfp4         weight_packed u8 [N, K/2], weight_scale u8 [N, K/32]                  the same
     nvfp4         weight_packed, weight_scale e4m3 [N, K/16], weight_global_scale [1]   codes * scale / global
+    gguf          blocks of scale and codes; of NVFP4 also scale f32 [1]                codes * scale (* scale)
+    gguf-bf16     -                                                                     weight
 
 Two codes share a byte, the first one in the low nibble. `fp8-block` is the format of DeepSeek's and
 Qwen's FP8 checkpoints, which transformers calls `fp8`. All others are formats of the package
-compressed-tensors, which vLLM and SGLang read too.
+compressed-tensors, which vLLM and SGLang read too; `gguf` is llama.cpp's (`gguf_file`), where each
+tensor has a type of its own: Q8_0, MXFP4 or NVFP4.
 
 `weight_global_scale` is a divisor, so the float32 of the recipe is inverted twice. For one number in
 twelve that gives its neighbour, and a reader's weight is then off by 2^-23 of itself; the neighbours
@@ -34,12 +37,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge import recipes
+from narrowgauge import formats, recipes
 from narrowgauge.errors import ConfigError, Reason, closest
 from narrowgauge.export.file_tensors import (
     MX,
     NV,
+    NV_BLOCK,
+    Q8,
     fp8,
+    gguf_decode,
+    gguf_tensors,
+    gguf_type,
     mx_decode,
     mx_tensors,
     nv_decode,
@@ -48,6 +56,7 @@ from narrowgauge.export.file_tensors import (
     times,
 )
 from narrowgauge.recipe import WHOLE, Cast, DelayedScaling, LearnedStep
+from narrowgauge.scaling import POW2
 
 if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
@@ -69,6 +78,10 @@ class ExportFormat:
     config   config(names of all Linears that stay wide) -> `quantization_config` of config.json
     inputs   True: x has a static scale, from an amax history
     experts  True: transformers reads experts of a mixture in it too
+    fused    True: servers load q, k and v, or gate and up, as one weight with one scheme
+    limits   limits(class of the model, cast, function that makes Q) -> why these scales do not fit,
+             a clause, or ''. Asked where `refuse` has nothing against the cast
+    is_gguf  True: one file of llama.cpp's format, not a Hugging Face folder
     readers  programs that read the format
     """
 
@@ -82,6 +95,9 @@ class ExportFormat:
     readers: str
     inputs: bool = False
     experts: bool = False
+    fused: bool = True
+    limits: Callable[[str, Cast, Callable[[], QTensor]], str] | None = None
+    is_gguf: bool = False
 
     def holds(self, cast: Cast, rows: int, columns: int) -> str:
         """Return why the codes of such a cast on [rows, columns] do not fit, a clause, or ''."""
@@ -153,6 +169,48 @@ def _nv(cast: Cast, rows: int, columns: int) -> str:
     if cast.tile not in ((1, NV), (NV, NV)) or not cast.scale.two_level:
         return Reason("other-tile", f"its cast {cast} is not in tiles of {NV} with e4m3 scales")
     return _multiple(columns, NV)
+
+
+def _gguf(cast: Cast, rows: int, columns: int) -> str:
+    if cast.format.name == "int8":
+        return _q8(cast, columns)
+    if cast.format.name != "e2m1":
+        words = "while GGUF has types for int8 (Q8_0) and e2m1 (MXFP4, NVFP4)"
+        return Reason("other-element", f"its codes are {cast.format}, {words}")
+    if cast.scale.two_level:
+        return _nv(cast, rows, columns) or _multiple(columns, NV_BLOCK)
+    return _mx("e2m1")(cast, rows, columns)
+
+
+def _q8(cast: Cast, columns: int) -> str:
+    if cast.tile[1] != WHOLE and cast.tile[1] < columns and cast.tile[1] % Q8:
+        return Reason("other-tile", f"its cast {cast} is not in tiles of whole blocks of {Q8}")
+    if not cast.scale.power_of_two or cast.has_global_scale:
+        words = "convert(..., share_scales=True) trains int8 with powers of two"
+        return Reason(
+            "wide-scales", f"its cast {cast} has scales of 32 bits, and Q8_0 has 16; {words}"
+        )
+    return _multiple(columns, Q8)
+
+
+# llama.cpp's architecture leaves out NVFP4's second scale in its feed-forward layers: every logit
+# was NaN (src/models/qwen2.cpp; xllamacpp 2026.10).
+UNSCALED = ("Qwen2ForCausalLM",)
+
+
+def _gguf_limits(model: str, cast: Cast, codes: Callable[[], QTensor]) -> str:
+    if gguf_type(cast) == "NVFP4" and model in UNSCALED:
+        return Reason("unscaled", f"llama.cpp ignores NVFP4's second scale in {model}")
+    if gguf_type(cast) != "Q8_0":
+        return ""
+    # Powers of two outside of float16, as of a row whose weights are all below 2^-17.
+    scale = codes().full_scale()
+    if torch.equal(scale.to(torch.float16).float(), scale):
+        return ""
+    low, high = float(scale.min()), float(scale.max())
+    return Reason(
+        "scale-range", f"its scales reach from {low:.1e} to {high:.1e}, beyond Q8_0's float16"
+    )
 
 
 def _multiple(columns: int, tile: int) -> str:
@@ -331,10 +389,48 @@ NVFP4 = ExportFormat(
     config=_compressed("nvfp4-pack-quantized", _args(num_bits=4, **_NV4), None),
     readers=_SERVERS,
 )
+# GGUF: one file for llama.cpp, which multiplies q, k and v one by one, each by its own type.
+GGUF = ExportFormat(
+    name="gguf",
+    summary="one file for llama.cpp: Q8_0, MXFP4 or NVFP4, by each layer's codes",
+    cast=Cast(format=formats.INT8, tile=(1, Q8), scale=POW2),  # Q8_0
+    refuse=_gguf,
+    tensors=gguf_tensors,
+    decode=gguf_decode,
+    config=lambda ignored: {},
+    readers="llama.cpp and what is built on it; transformers, but for NVFP4",
+    fused=False,
+    limits=_gguf_limits,
+    is_gguf=True,
+)
+GGUF_BF16 = ExportFormat(
+    name="gguf-bf16",
+    summary="one file for llama.cpp: the master weights in 16 bits, without the recipe's casts",
+    cast=None,
+    refuse=_nothing,
+    tensors=lambda q: {},
+    decode=gguf_decode,
+    config=lambda ignored: {},
+    readers="llama.cpp and what is built on it, transformers",
+    fused=False,
+    is_gguf=True,
+)
 
 FORMATS: dict[str, ExportFormat] = {
     each.name: each
-    for each in (BF16, FP8_BLOCK, FP8_BLOCK_CT, FP8_CHANNEL, FP8_STATIC, INT8, MXFP8, MXFP4, NVFP4)
+    for each in (
+        BF16,
+        FP8_BLOCK,
+        FP8_BLOCK_CT,
+        FP8_CHANNEL,
+        FP8_STATIC,
+        INT8,
+        MXFP8,
+        MXFP4,
+        NVFP4,
+        GGUF,
+        GGUF_BF16,
+    )
 }
 
 

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.scaling import WHOLE, to_exponents
+from narrowgauge.scaling import WHOLE, tile_sizes, to_exponents
 
 if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
+    from narrowgauge.recipe import Cast
 
 MX, NV = 32, 16  # elements of a tile along the contracted axis
+Q8, NV_BLOCK = 32, 64  # elements of a block of GGUF's Q8_0 and NVFP4
 # Value of each code of E2M1, the sign in the highest bit.
 # (OCP MX v1.0, section 5.3.3)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -56,6 +58,47 @@ def nv_tensors(q: QTensor) -> dict[str, Tensor]:
     }
 
 
+def gguf_type(cast: Cast) -> str:
+    """The type of GGUF that holds codes of the cast, by its name there."""
+    if cast.format.name == "int8":
+        return "Q8_0"
+    return "NVFP4" if cast.scale.two_level else "MXFP4"
+
+
+def gguf_tensors(q: QTensor) -> dict[str, Tensor]:
+    """`weight` u8 [N, bytes of a row], blocks of scale and codes; NVFP4's float32 as `scale` [1].
+
+    Q8_0    32 elements: float16, 32 int8
+    MXFP4   32 elements: an exponent, 16 bytes; byte j has element j low and element 16 + j high
+    NVFP4   64 elements: 4 e4m3, 32 bytes; each 16 elements as above with 8
+    """
+    rows = q.shape[0]
+    kind = gguf_type(q.cast)
+    if kind == "Q8_0":
+        scale = _spread(q.full_scale(), q, Q8).to(torch.float16).view(torch.uint8)
+        codes = q.data.view(torch.uint8).reshape(rows, -1, Q8)
+        return {"weight": torch.cat((scale.reshape(rows, -1, 2), codes), -1).flatten(1)}
+    tile = MX if kind == "MXFP4" else NV
+    low, high = q.one_to_a_byte().reshape(rows, -1, 2, tile // 2).unbind(-2)
+    codes = low | (high << 4)
+    if kind == "MXFP4":
+        exponents = to_exponents(_spread(q.scale, q, MX))
+        return {"weight": torch.cat((exponents[..., None], codes), -1).flatten(1)}
+    assert q.global_scale is not None
+    scale = _spread(q.scale, q, NV).to(torch.float8_e4m3fn).view(torch.uint8)
+    four = NV_BLOCK // NV
+    blocks = (scale.reshape(rows, -1, four), codes.reshape(rows, -1, four * NV // 2))
+    return {"weight": torch.cat(blocks, -1).flatten(1), "scale": q.global_scale.reshape(1)}
+
+
+def _spread(scale: Tensor, q: QTensor, block: int) -> Tensor:
+    """[N, K/block]: a scale for each block of a row, from scales of the cast's larger tiles."""
+    (rows, columns), (outer, inner) = q.shape, tile_sizes(q.shape, q.cast.tile)
+    scale = scale.repeat_interleave(outer, 0)[:rows]
+    # Tiles longer than the row have one scale.
+    return scale.repeat_interleave(max(inner // block, 1), 1)[:, : columns // block].contiguous()
+
+
 def times(name: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
     """weight times a scale for each block; the block follows from the two shapes."""
 
@@ -85,3 +128,9 @@ def mx_decode(tensors: Mapping[str, Tensor]) -> Tensor:
 def nv_decode(tensors: Mapping[str, Tensor]) -> Tensor:
     scale = tensors["weight_scale"].to(torch.float32) * (1 / tensors["weight_global_scale"])
     return _unpacked(tensors["weight_packed"]) * scale.repeat_interleave(NV, 1)
+
+
+def gguf_decode(tensors: Mapping[str, Tensor]) -> Tensor:
+    """weight, decoded by the package gguf, times the scale that llama.cpp applies to a product."""
+    weight = tensors["weight"]
+    return weight * tensors["scale"] if "scale" in tensors else weight

@@ -101,12 +101,12 @@ def chosen(
             elif "suspended" in notes[name]:
                 choices[name] = _wide("suspended", "its recipe is suspended")
             else:
-                choices[name] = _choice(layer, form, requantize)
+                choices[name] = _choice(type(model).__name__, layer, form, requantize)
         elif isinstance(layer, nn.Linear):
             choices.setdefault(name, _wide("no-recipe", "no recipe casts it"))
     choices |= _experts(model, form, requantize)
     # Last: a group follows what was chosen for each of its layers.
-    if fused and form.cast is not None:
+    if fused and form.fused and form.cast is not None:
         for group in groups(choices):
             choices |= _together(model, {name: choices[name] for name in group}, form)
     return choices
@@ -143,7 +143,7 @@ def _expert(layer: Any, form: ExportFormat, requantize: bool) -> WeightChoice:
         return _wide(
             "no-recipe", "experts that share one parameter, without a recipe or transposed"
         )
-    choice = _choice(layer, form, requantize)
+    choice = _choice("", layer, form, requantize)
     # Files have gate and up as two weights, each with the tiles of its own rows.
     why = ""
     if choice.is_narrow and "gate_up" in layer.place.weight and form.cast is not None:
@@ -200,7 +200,8 @@ def _wide(code: str, words: str) -> WeightChoice:
     return WeightChoice(reason=Reason(code, words))
 
 
-def _choice(layer: QLinear, form: ExportFormat, requantize: bool) -> WeightChoice:
+def _choice(model: str, layer: QLinear, form: ExportFormat, requantize: bool) -> WeightChoice:
+    """model: the name of its class."""
     assert layer.recipe is not None
     recipe, cast = layer.recipe, layer.recipe.output.rhs
     if form.cast is None:
@@ -218,8 +219,14 @@ def _choice(layer: QLinear, form: ExportFormat, requantize: bool) -> WeightChoic
         why = Reason(
             "no-history", "its amax history of x is empty: train it first, or name a checkpoint"
         )
+    if not why and form.limits is not None:
+        why = form.limits(model, cast, lambda: codes(layer))
     if why and requantize and not form.inputs and not form.refuse(form.cast, rows, columns):
-        return WeightChoice(requantized=True)
+        found = WeightChoice(requantized=True)
+        if form.limits is not None:
+            why = form.limits(model, form.cast, lambda: made(layer, form, found))
+            return WeightChoice(reason=why) if why else found
+        return found
     return WeightChoice(reason=why)
 
 

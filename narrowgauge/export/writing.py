@@ -167,7 +167,7 @@ def write_weights(
     files: WeightFiles,
 ) -> None:
     """Write every tensor of the model: codes and scales by `choices`, the others in `dtype`."""
-    for block in _blocks(model):
+    for block in blocks(model):
         found: dict[str, Tensor] = {}
         sources: dict[int, tuple[str, str]] = {}  # id of a tensor -> (layer, part of its name)
         for name, module, parameters in block:
@@ -180,9 +180,9 @@ def write_weights(
                         files.add(whole, each)
                     continue
                 if own == "weight" and choice is not None and choice.is_narrow:
-                    parts = _codes(name, module, form, choice)
+                    parts = layer_codes(name, module, form, choice)
                 else:
-                    parts = {own: _wide(model, f"{name}.{own}", module, own, tensor, dtype)}
+                    parts = {own: wide_tensor(model, f"{name}.{own}", module, own, tensor, dtype)}
                 for part, each in parts.items():
                     found[f"{name}.{part}" if name else part] = each
                     sources[id(each)] = name, part
@@ -202,7 +202,7 @@ def write_weights(
 Members = list[tuple[str, nn.Module, list[tuple[str, Tensor]]]]
 
 
-def _blocks(model: nn.Module) -> Iterator[Members]:
+def blocks(model: nn.Module) -> Iterator[Members]:
     """Modules with their own tensors, of one block at a time, or one module outside of blocks."""
     found: dict[str, Members] = {}
     seen: set[int] = set()
@@ -225,7 +225,9 @@ def _blocks(model: nn.Module) -> Iterator[Members]:
     yield from found.values()
 
 
-def _codes(name: str, layer: Any, form: ExportFormat, choice: WeightChoice) -> dict[str, Tensor]:
+def layer_codes(
+    name: str, layer: Any, form: ExportFormat, choice: WeightChoice
+) -> dict[str, Tensor]:
     q = made(layer, form, choice)
     # A value that is not finite makes the scale of its tile NaN (narrowgauge.scaling).
     if not all(bool(each.isfinite().all()) for each in (q.scale, q.full_scale())):
@@ -242,7 +244,7 @@ def _codes(name: str, layer: Any, form: ExportFormat, choice: WeightChoice) -> d
     return found
 
 
-def _wide(
+def wide_tensor(
     model: nn.Module, name: str, module: nn.Module, own: str, tensor: Tensor, dtype: torch.dtype
 ) -> Tensor:
     if own == "weight" and getattr(module, "frozen", None) is not None:
@@ -280,7 +282,7 @@ def _expert_tensors(
     parts = 1 + max(part for _, part in names)
     for expert in range(len(names) // parts):
         layer = f"{owner}.{expert}.{own}"
-        made = _codes(layer, model.get_submodule(layer), form, choices[layer])
+        made = layer_codes(layer, model.get_submodule(layer), form, choices[layer])
         for part in range(parts):
             found = {}
             for kind, tensor in made.items():

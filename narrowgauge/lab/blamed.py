@@ -19,6 +19,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,9 @@ def blame_run(
             confirmations = by_gradient(trainer.model, _next_step(trainer), suspects)
     elif suspects:
         notes = (*notes, "Suspects are not confirmed: the run has no steps left for a stretch.")
-    found = Blame(found.findings, tuple(confirmations), notes, trainer.step)
+    found = replace(
+        found, confirmations=tuple(confirmations), notes=tuple(notes), step=trainer.step
+    )
     trainer.log.write("blame", trainer.step, **event(found))
     if show is not None:
         for line in found.sentences():

@@ -43,6 +43,9 @@ A whole model, and its training loop
     a weight that is multiplied without its layer                 bypassed_weights
     a copy of the model without recipes                           unconverted_copies
     who observes operands and results                             observer
+    what guard and blame need of a layer, ours or another's       narrow_layer
+    modules of torchao, TransformerEngine and bitsandbytes        foreign_modules, foreign_linear
+    GEMMs that another library calls                              gemm_calls
     what keeps float32 in a 16-bit model, and by which list       float32_modules
     dropout on a CPU                                              dropout
 """

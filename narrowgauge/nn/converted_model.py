@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.narrow_layer import narrow_layers, resume
 from narrowgauge.structure import require_module
 
 
@@ -38,13 +40,14 @@ def quantized_embeddings(model: nn.Module) -> Iterator[tuple[str, QEmbedding]]:
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
     """Inside the block, every QLinear computes as nn.Linear and embeddings are unquantized.
 
-    Only a flag is set. A suspended pass reads and records no amax, reads and fills no cache, and
+    Low-precision Linears of other libraries compute in 16 bits too (`foreign_modules`).
+
+    Of a QLinear only a flag is set. A suspended pass reads and records no amax, reads and fills no cache, and
     draws no random number, since `QLinear.forward` returns before any of these. Histories and casts
     stay as they are. A step that ends inside the block ends as always (`step_end`).
     """
-    layers: list[QLinear | QEmbedding] = [
-        layer for _, layer in quantized_linears(model, "suspended")
-    ]
+    require_module(model, "suspended")
+    layers: list[Any] = [layer for _, layer in narrow_layers(model)]
     layers += [layer for _, layer in quantized_embeddings(model)]
     before = [layer.is_suspended for layer in layers]
     try:
@@ -53,10 +56,7 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         for layer, was in zip(layers, before, strict=True):
-            # Not `layer.is_suspended`: nn.Module.__setattr__ fails at interpreter exit. A layer that
-            # was turned back inside the block has no state.
-            if (state := vars(layer).get("state")) is not None:
-                state.is_suspended = was
+            resume(layer, was)
 
 
 def advance(model: nn.Module) -> None:

@@ -31,6 +31,8 @@ PRODUCTS = {
     "w": ("output", "grad_input"),
     "gy": ("grad_input", "grad_weight"),
 }
+# GEMM -> the roles of its lhs and its rhs.
+OPERANDS = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}
 
 
 @dataclass(frozen=True, eq=False)

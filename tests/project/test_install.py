@@ -69,7 +69,7 @@ def test_every_import_is_declared():
         "torch",
         *(
             Requirement(line).name
-            for extra in ("train", "tensorboard", "evaluate", "adapt")
+            for extra in ("train", "tensorboard", "evaluate", "adapt", "gguf")
             for line in EXTRAS[extra]
         ),
     }

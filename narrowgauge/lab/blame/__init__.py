@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,13 @@ from narrowgauge.lab.blame.confirm import by_gradient
 from narrowgauge.lab.blame.judge import SMALLEST, Baseline, found_in
 from narrowgauge.lab.blame.report import Blame, Confirmation
 from narrowgauge.lab.blame.watch import OPERANDS, Key, converted, of_all_ranks, watching
+from narrowgauge.nn.narrow_layer import unobserved, words_on_unknown
 from narrowgauge.snapshot import undisturbed
 from narrowgauge.structure import require_module
 
 if TYPE_CHECKING:
     from narrowgauge.lab.blame.measure import Product
-    from narrowgauge.nn.linear import QLinear
+    from narrowgauge.nn.narrow_layer import NarrowLayer
 
 __all__ = ["Blame", "Confirmation", "blame", "observed"]
 
@@ -81,10 +83,8 @@ def blame(
             "blame.unconfirmed",
             "Suspects are not confirmed on several ranks, of which each has its part of the gradient.",
         )
-        return Blame(found.findings, (), (*found.notes, note), found.step)
-    return Blame(
-        found.findings, tuple(by_gradient(model, compute, suspects)), found.notes, found.step
-    )
+        return replace(found, notes=(*found.notes, note))
+    return replace(found, confirmations=tuple(by_gradient(model, compute, suspects)))
 
 
 def observed(
@@ -105,6 +105,14 @@ def observed(
         with nullcontext() if trace else undisturbed(model), watching(some, products):
             compute()
     products = of_all_ranks(products)
+    hidden = {name: reason for name, each in layers if (reason := unobserved(each))}
+    if not products and hidden:
+        name, reason = next(iter(hidden.items()))
+        raise ConfigError(
+            f"blame: no product was seen in the step. Of {len(hidden)} layers, {name} the first, {reason}. narrowgauge.Guard judges them "
+            "by their loss and gradients.",
+            code="blame.hidden",
+        )
     if not products:
         raise ConfigError(
             "blame: no product was seen in the step. Compiled code cannot be observed: give the model that was compiled, and a step that "
@@ -112,10 +120,12 @@ def observed(
             code="blame.compiled",
         )
     recipes = {name: layer.recipe for name, layer in layers}
-    return Blame(tuple(found_in(products, recipes)), (), tuple(_notes(products, layers)))
+    notes = [*_notes(products, layers), *_notes_on_foreign(model, layers)]
+    foreign = tuple(name for name, each in layers if not isinstance(each, nn.Module))
+    return Blame(tuple(found_in(products, recipes)), notes=tuple(notes), foreign=foreign)
 
 
-def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -> list[str]:
+def _notes(products: Mapping[Key, Product], layers: list[tuple[str, NarrowLayer]]) -> list[str]:
     notes: list[str] = []
     # Sampling noise averages out over steps, and a comparison with all rows would count it as an
     # error.
@@ -137,7 +147,9 @@ def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -
                 "out over steps and is not counted: products are judged by the rows that they read.",
             )
         )
-    if unseen := [name for name, _ in layers if (name, "output") not in products]:
+    if unseen := [
+        name for name, each in layers if (name, "output") not in products and not unobserved(each)
+    ]:
         notes.append(
             Reason(
                 "blame.not-called",
@@ -163,6 +175,28 @@ def _notes(products: Mapping[Key, Product], layers: list[tuple[str, QLinear]]) -
             Reason(
                 "blame.no-gradient",
                 "No gradient was seen: the step has no backward pass, or nothing of these layers trains.",
+            )
+        )
+    return notes
+
+
+def _notes_on_foreign(model: nn.Module, layers: list[tuple[str, NarrowLayer]]) -> list[str]:
+    """Notes on layers of other libraries: which are not observed, and how they get 16 bits."""
+    notes: list[str] = []
+    for reason in dict.fromkeys(unobserved(each) for _, each in layers):
+        own = [name for name, each in layers if unobserved(each) == reason]
+        if reason:
+            words = f"{len(own)} layers were not observed, {own[0]} the first: {reason}."
+            notes.append(Reason("blame.hidden", words))
+    if words := words_on_unknown(model):
+        notes.append(words)
+    foreign = [name for name, each in layers if not isinstance(each, nn.Module)]
+    if foreign:
+        notes.append(
+            Reason(
+                "blame.foreign",
+                f"{len(foreign)} layers are computed by another library, {foreign[0]} the first. Leave a suspect in 16 "
+                "bits where that library converts the model (torchao: module_filter_fn).",
             )
         )
     return notes

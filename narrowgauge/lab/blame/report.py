@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from narrowgauge.lab.blame.judge import (
@@ -45,12 +45,14 @@ class Blame:
     confirmations  results for the first suspects
     notes          sentences on GEMMs that could not be observed
     step           step of a run; 0 outside of a run
+    foreign        layers of another library, for which `setting` is no line
     """
 
     findings: tuple[Finding, ...]
     confirmations: tuple[Confirmation, ...] = ()
     notes: tuple[str, ...] = ()
     step: int = 0
+    foreign: tuple[str, ...] = ()
 
     @property
     def suspects(self) -> tuple[Finding, ...]:
@@ -64,22 +66,27 @@ class Blame:
     def beside(self, baseline: Blame | Baseline) -> Blame:
         """The same step, judged against a sound one."""
         known = baseline.baseline if isinstance(baseline, Blame) else baseline
-        return Blame(tuple(judged_by(self.findings, known)), (), self.notes, self.step)
+        judged = tuple(judged_by(self.findings, known))
+        return replace(self, findings=judged, confirmations=())
 
     @property
     def recipes(self) -> list[str]:
         """Entries of the setting `recipes` that compute the suspects in 16 bits.
 
-        If some suspects are confirmed, only these.
+        If some suspects are confirmed, only these. Layers of another library have no entry.
         """
         # If nothing is confirmed, the setting covers all suspects.
         hurting = {name for each in self.confirmations if each.hurts for name in each.products}
-        return entries(each for each in self.suspects if not hurting or each.name in hurting)
+        return entries(
+            each
+            for each in self.suspects
+            if (not hurting or each.name in hurting) and each.layer not in self.foreign
+        )
 
     @property
     def setting(self) -> str:
         """Line for a configuration file, or ''."""
-        return f"recipe.layers = {json.dumps(self.recipes)}" if self.suspects else ""
+        return f"recipe.layers = {json.dumps(self.recipes)}" if self.recipes else ""
 
     def sentences(self) -> list[str]:
         """Sentences on the result; the last one is the setting to use, if there are suspects."""
@@ -102,6 +109,8 @@ class Blame:
         if len(self.suspects) > ROWS:
             said.append(f"And {len(self.suspects) - ROWS} more.")
         said += [_confirmed(each) for each in self.confirmations]
+        if not self.setting:
+            return [*said, *self.notes]
         return [*said, *self.notes, "In 16 bits they are computed with", self.setting]
 
     def table(self, rows: int = ROWS) -> str:
@@ -133,6 +142,7 @@ class Blame:
             "confirmations": [asdict(each) for each in self.confirmations],
             "notes": list(self.notes),
             "recipes": self.recipes if self.suspects else [],
+            "foreign": list(self.foreign),
         }
 
     @classmethod
@@ -142,7 +152,8 @@ class Blame:
             for each in given["confirmations"]
         )
         findings = tuple(map(from_numbers, given["findings"]))
-        return cls(findings, tuple(confirmations), tuple(given["notes"]), given["step"])
+        foreign = tuple(given.get("foreign", ()))  # older logs lack it
+        return cls(findings, tuple(confirmations), tuple(given["notes"]), given["step"], foreign)
 
 
 def entries(findings: Iterable[Finding]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Observe each GEMM of each converted Linear in a step and measure it (`measure`) at once.
+"""Observe each GEMM of each low-precision Linear in a step and measure it (`measure`) at once.
 
 Nothing of the GEMM is stored. For recipes that save only codes of x, an observed layer saves x
 itself (`KeepPolicy.observer_needs_x`), so that grad_weight is judged against x. Judged against the codes,
@@ -15,22 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.lab.blame.measure import Product
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.narrow_layer import NarrowLayer, narrow_layers
+from narrowgauge.nn.plan import OPERANDS as OPERANDS
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.structure import plain_name
 
 if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
 
-# GEMM -> the roles of its lhs and its rhs.
-OPERANDS = {"output": ("x", "w"), "grad_input": ("gy", "w"), "grad_weight": ("gy", "x")}
 Key = tuple[str, str]  # (layer, GEMM)
 
 
 class LayerWatch:
     """Observer of one layer (`nn.observer.ProductObserver`)."""
 
-    def __init__(self, name: str, layer: QLinear, found: dict[Key, Product]) -> None:
+    def __init__(self, name: str, layer: NarrowLayer, found: dict[Key, Product]) -> None:
         self.name, self.layer, self.found = name, layer, found
         # (GEMM, role) -> (original, codes) between the call of an operand and of its result.
         self.seen: dict[tuple[str, str], tuple[Tensor, QTensor | Tensor]] = {}
@@ -58,7 +57,9 @@ class LayerWatch:
 
 
 @contextmanager
-def watching(layers: Sequence[tuple[str, QLinear]], found: dict[Key, Product]) -> Iterator[None]:
+def watching(
+    layers: Sequence[tuple[str, NarrowLayer]], found: dict[Key, Product]
+) -> Iterator[None]:
     """Measure GEMMs of `layers` inside the block; earlier observers are restored afterwards."""
     before = [layer.observer for _, layer in layers]
     try:
@@ -86,13 +87,10 @@ def of_all_ranks(found: dict[Key, Product]) -> dict[Key, Product]:
     return total
 
 
-def converted(model: nn.Module) -> list[tuple[str, QLinear]]:
+def converted(model: nn.Module) -> list[tuple[str, NarrowLayer]]:
     """Linears that use a recipe now, with their names stripped of wrappers."""
-    layers = (
-        (plain_name(name), each)
-        for name, each in model.named_modules()
-        if isinstance(each, QLinear)
-    )
     return [
-        (name, each) for name, each in layers if each.recipe is not None and not each.is_suspended
+        (plain_name(name), each)
+        for name, each in narrow_layers(model)
+        if each.recipe is not None and not each.is_suspended
     ]

@@ -43,11 +43,12 @@ from narrowgauge.lab.blame.measure import exact_float32, kernel_distance
 from narrowgauge.lab.blame.recast import BIAS, Recast
 from narrowgauge.lab.blame.watch import OPERANDS, converted
 from narrowgauge.lab.guard.result import KERNEL, STALE, STUCK, UNCAST
+from narrowgauge.nn.narrow_layer import unknown_layers, unobserved
 from narrowgauge.nn.plan import PRODUCTS
 from narrowgauge.qtensor import QTensor
 
 if TYPE_CHECKING:
-    from narrowgauge.nn.linear import QLinear
+    from narrowgauge.nn.narrow_layer import NarrowLayer
 
 STEPS = 2  # audited steps at the end of a check
 LAYERS = 16  # layers per check whose GEMMs are recomputed
@@ -65,12 +66,14 @@ class Audited:
     compared  GEMMs with at least one comparison
     unseen    layers with a recipe that were not compared
     carried   unseen layers whose weights arrive as codes
+    hidden    layers of another library that cannot be observed or are not known -> the reason
     """
 
     unlike: dict[str, tuple[str, str]] = field(default_factory=dict)
     compared: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     carried: list[str] = field(default_factory=list)
+    hidden: dict[str, str] = field(default_factory=dict)
 
     def take(self, other: Audited) -> None:
         """Merge another step or another rank."""
@@ -78,6 +81,7 @@ class Audited:
             self.unlike.setdefault(name, found)
         self.compared = sorted({*self.compared, *other.compared})
         self.carried = sorted({*self.carried, *other.carried})
+        self.hidden.update(other.hidden)
         seen = {name.rpartition(":")[0] for name in self.compared}
         self.unseen = sorted({*self.unseen, *other.unseen} - seen)
 
@@ -101,6 +105,11 @@ class Audited:
             said.append(
                 f"The weights of {plural(len(self.carried), 'layer')} come as codes, {self.carried[0]} the first, and were not compared."
             )
+        for reason in sorted(set(self.hidden.values())):
+            own = [name for name, each in self.hidden.items() if each == reason]
+            said.append(
+                f"The numbers of {plural(len(own), 'layer')} were not compared, {own[0]} the first: {reason}."
+            )
         return " ".join(said)
 
 
@@ -117,6 +126,7 @@ class Audit:
         """
         self._model, self._number = model, number
         self._watches: list[_LayerAudit] = []
+        self._unknown = {name: str(each) for name, each in unknown_layers(model).items()}
         self._noise: dict[Key, Tensor] = {}
         self._found = Audited()
 
@@ -145,7 +155,9 @@ class Audit:
                 each.layer.observer = None
             step.unlike.update(each.unlike)
             step.compared += sorted(each.compared)
-            if each.layer.code_source is not None:
+            if reason := unobserved(each.layer):
+                step.hidden[each.name] = str(reason)
+            elif each.layer.code_source is not None:
                 step.carried.append(each.name)
             elif not each.compared:
                 step.unseen.append(each.name)
@@ -156,6 +168,7 @@ class Audit:
     def found(self) -> Audited:
         """Result over all audited steps and all ranks; a collective call."""
         found, self._found = self._found, Audited()
+        found.hidden.update(self._unknown)
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return found
         told: list[Any] = [None] * dist.get_world_size()
@@ -174,7 +187,7 @@ class _LayerAudit:
     keeps_inputs = False
 
     def __init__(
-        self, name: str, layer: QLinear, is_chosen: bool, before: Mapping[Key, Tensor]
+        self, name: str, layer: NarrowLayer, is_chosen: bool, before: Mapping[Key, Tensor]
     ) -> None:
         """before: random numbers of the previous step."""
         self.name, self.layer, self.is_chosen, self._before = name, layer, is_chosen, before
@@ -221,8 +234,12 @@ class _LayerAudit:
         if not recast.count or not math.isfinite(recast.size) or not math.isfinite(recast.apart):
             return  # such as a step that float16 loss scaling skips
         self.compared.add(f"{self.name}:{gemm}")
-        # With a rotation only blame's limits hold, not bit equality.
-        is_exact = role == "w" and getattr(self.layer.recipe, gemm).rotate is None
+        # With a rotation, and for the arithmetic of other libraries, only blame's limits hold.
+        is_exact = (
+            role == "w"
+            and isinstance(self.layer, nn.Module)
+            and getattr(self.layer.recipe, gemm).rotate is None
+        )
         if recast.over > 1 or (is_exact and recast.differ):
             self._tell(gemm, STALE if role == "w" else UNCAST, _detail(role, recast))
 

@@ -13,7 +13,7 @@ from narrowgauge.diagnose import forms
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.learned_step import LearnedSteps
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.narrow_layer import narrow_layers, recipe_of, unobserved, words_on_unknown
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
@@ -29,11 +29,16 @@ STATE = forms.record(
 
 def has_narrow(model: nn.Module) -> bool:
     """True if some layer computes in low precision, which BF16 would not."""
-    layers = list(model.modules())
     return any(
-        isinstance(each, QEmbedding) or (isinstance(each, QLinear) and is_narrow(each.recipe))
-        for each in layers
+        isinstance(each, QEmbedding) or is_narrow(recipe_of(each)) for each in model.modules()
     )
+
+
+def _on_foreign(model: nn.Module) -> str:
+    """Sentence on modules of other libraries that are not judged, with a space behind it, or ''."""
+    reasons = [words_on_unknown(model)]
+    reasons += [f"{name}: {unobserved(each)}." for name, each in narrow_layers(model)][:1]
+    return "".join(f"{each} " for each in reasons if each)
 
 
 def is_narrow(recipe: Recipe | None) -> bool:
@@ -49,13 +54,13 @@ def refuse(
     """Raise ConfigError with the reason. then: recipe for a run that is worse, or ''."""
     layers = {
         name: each.recipe
-        for name, each in model.named_modules()
-        if isinstance(each, QLinear) and each.recipe
+        for name, each in narrow_layers(model)
+        if isinstance(each, nn.Module) and each.recipe  # others have recipes of their library
     }
     if not has_narrow(model):
         raise ConfigError(
             "Guard: no product of the model is narrower than 16 bits, and no embedding has codes, so there is nothing to judge. "
-            "Call narrowgauge.convert(model, ...) with a narrow recipe first.",
+            f"{_on_foreign(model)}Call narrowgauge.convert(model, ...) with a narrow recipe first.",
             code="guard.not-converted",
         )
     if then:

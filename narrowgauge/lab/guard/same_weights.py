@@ -37,7 +37,7 @@ from torch._compile import _disable_dynamo
 from narrowgauge.diagnose.format_text import plural, size
 from narrowgauge.errors import Reason
 from narrowgauge.lab.guard.refusals import is_narrow
-from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.narrow_layer import matrices, narrow_layers, words_on_unknown
 from narrowgauge.optim import shards
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.structure import plain_name
@@ -129,7 +129,16 @@ def unseen(model: nn.Module, optimizer: Any) -> str:
 
 
 def words(model: nn.Module, optimizer: Any) -> str:
-    """Sentence on the gradients compared at the first step of a check, and on the memory for it."""
+    """Sentences on the gradients compared at the first step of a check, and on their memory.
+
+    Followed by one on modules of other libraries that no check judges, if there are some.
+    """
+    unknown = words_on_unknown(model)
+    said = _on_gradients(model, optimizer)
+    return Reason(getattr(said, "code", ""), f"{said} {unknown}") if unknown else said
+
+
+def _on_gradients(model: nn.Module, optimizer: Any) -> str:
     if reason := unseen(model, optimizer):
         return Reason(getattr(reason, "code", ""), f"Gradients are not compared: {reason}")
     weights = _weights(model).values()
@@ -174,16 +183,14 @@ def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     found: dict[str, nn.Parameter] = {}
     seen = set[int]()
-    for name, module in model.named_modules():
-        recipe = module.recipe if isinstance(module, QLinear) else None
-        weight = (
-            module.weight
-            if recipe is not None and is_narrow(recipe) and not recipe.learned_steps()
-            else None
-        )
-        if isinstance(weight, nn.Parameter) and weight.requires_grad and id(weight) not in seen:
-            seen.add(id(weight))
-            found[plain_name(name)] = weight
+    for name, layer in narrow_layers(model):
+        recipe = layer.recipe
+        if recipe is None or not is_narrow(recipe) or recipe.learned_steps():
+            continue
+        for own, weight in matrices(layer):
+            if isinstance(weight, nn.Parameter) and weight.requires_grad and id(weight) not in seen:
+                seen.add(id(weight))
+                found[".".join(filter(None, (plain_name(name), own)))] = weight
     return found
 
 
