@@ -158,7 +158,10 @@ RUN = record(
         "switches": listed(record({"step": COUNT, "switch": text})),
         "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
         "left_out": listed(COUNT),
-        "coverage": record({"sentence": text}, {"operations": COUNT, "narrow": table(SHARE), "wide": table(table(SHARE))}),
+        "coverage": record(
+            {"sentence": text},
+            {"operations": COUNT, "narrow": table(SHARE), "wide": table(table(SHARE)), "attention": text},
+        ),
         "trivial": record({}, {"predictor": text, "loss": SIZE, "perplexity": SIZE, **{name: score(name) for name in SCORES}}),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },
