@@ -20,7 +20,7 @@ def export(
     format: Annotated[
         str,
         _flag(
-            "bf16, fp8-block, fp8-block-ct, fp8-channel, fp8-static, int8, mxfp8, mxfp4, nvfp4, gguf or gguf-bf16."
+            "bf16, fp8-block, fp8-block-ct, fp8-channel, fp8-static, int8, mxfp8, mxfp4, nvfp4, nvfp4-modelopt, gguf or gguf-bf16."
         ),
     ],
     output: Annotated[Path, _flag("New folder.")],

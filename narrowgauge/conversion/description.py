@@ -149,6 +149,7 @@ class Description(list[Row]):
                     if (words := getattr(row, column))
                 ]
         if self.coverage is not None:
+            lines += [f"{self.coverage.attention}."] if self.coverage.attention else []
             lines.append(f"{self.coverage}.")
         if self.float32:
             lines.append(f"Weights and arithmetic in float32: {summary(self.float32)}")
@@ -168,7 +169,7 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     """Return a row for every Linear, quantized embedding, and weight multiplied as a Linear.
 
     batch  arguments of the model's forward, as for `coverage`: counts the share of matrix-product
-           operations in low precision. None: no count
+           operations in low precision, and names the kernels of attention. None: no count
 
     Linears with a forward of their own are included. Weights outside of Linears (see `structure`)
     have the recipe "none". Print the result for a table.
@@ -222,12 +223,15 @@ def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
 def _foreign_row(name: str, layer: Any) -> Row:
     """Row of a module of another library. The backend is that library."""
     recipe = layer.recipe
+    # A weight of codes may have any shape; the features tell the matrix.
+    is_plain = isinstance(layer.module, nn.Linear)
     matrices = [f"{each.shape[1]} -> {each.shape[0]}" for each in layer.matrices().values()]
+    shape = _shape(layer.module) if is_plain else ", ".join(matrices)
     notes = [Note.of(layer.unobserved)] if layer.unobserved else []
     if layer.is_suspended:
         notes.append(Note("suspended", code="suspended"))
     return Row(
-        name=name, shape=", ".join(matrices) or "codes", recipe=recipe.name, output=str(recipe.output), grad_input=str(recipe.grad_input),
+        name=name, shape=shape, recipe=recipe.name, output=str(recipe.output), grad_input=str(recipe.grad_input),
         grad_weight=str(recipe.grad_weight), backend=layer.library, notes=tuple(notes),
     )  # fmt: skip
 

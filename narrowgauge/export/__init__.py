@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowgauge import storage
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
@@ -132,6 +132,7 @@ def save(
     dtype: torch.dtype | None = None,
     shard_bytes: int = writing.WeightFiles.shard_bytes,
     facts: Mapping[str, Any] | None = None,
+    calibration: Tensor | None = None,
 ) -> ExportReport:
     """Write the model to the folder `output` for other software, and verify what was written.
 
@@ -146,6 +147,8 @@ def save(
     shard_bytes a file is closed before it would have more; one tensor may have more by itself. GGUF
                 is one file
     facts       on the training, for the card and export.json (`card`)
+    calibration (nvfp4-modelopt) token ids [rows, positions] of real text, from which x gets the
+                static scale that 4-bit products ask for. None: weights alone, x in 16 bits
 
     Memory besides the model: one shard (512 MiB), and with `load` the model. Time: two casts
     of every weight, and one forward pass of a row for each layer.
@@ -158,12 +161,19 @@ def save(
     _refuse_model(model)
     dtype = dtype or (torch.float16 if _dtype(model) == torch.float16 else torch.bfloat16)
     _refuse_arguments(tokenizer, dtype)
+    if calibration is not None and form.calibrated is None:
+        raise ConfigError(
+            f"calibration: {form.name} has no static scale of x that a pass could give. Leave it out, or export nvfp4-modelopt.",
+            code="export.calibration",
+        )
     _refuse_place(path, overwrite)
     if form.is_gguf:
         gguf_file.refuse(model, tokenizer)
     choices = layers.chosen(model, form, requantize, fused)
     if form.cast is not None and not any(each.is_narrow for each in choices.values()):
         layers.refuse(model, form, choices)
+    if calibration is not None:
+        choices = layers.calibrated(model, choices, calibration)
     with _claimed(path) as draft:
         # Again under the lock: another process may have exported into it meanwhile.
         _refuse_place(path, overwrite)

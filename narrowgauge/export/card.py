@@ -127,7 +127,7 @@ def _loading(form: ExportFormat, report: Mapping[str, Any]) -> str:
     if form.is_gguf:
         return "\n\n".join((GGUF.format(folder=folder), f"Readers: {form.readers}."))
     code = (
-        LOADING[method]
+        LOADING.get(method, "")  # no transformers for modelopt
         .replace("FOLDER", f'"{folder}"')
         .replace("AutoModelForCausalLM", report["model"])
     )

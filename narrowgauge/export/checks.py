@@ -128,6 +128,11 @@ def loading(
             "checked": False,
             "why": "transformers was not asked to load it: it knows no NVFP4 of GGUF.",
         }
+    if form.calibrated is not None:
+        return {
+            "checked": False,
+            "why": "transformers was not asked to load it: it knows no format of modelopt.",
+        }
     # A fifth more than the weights: activations, and one weight while it is decoded.
     need, free = 1.2 * _wide_bytes(model, dtype), _free_bytes()
     if need > free:

@@ -12,6 +12,7 @@ W is the weight [N, K] of a Linear, Q its QTensor as the forward pass multiplies
     mxfp8         weight_scale     u8 [N, K/32], an exponent                            weight * 2^(s - 127)
     mxfp4         weight_packed u8 [N, K/2], weight_scale u8 [N, K/32]                  the same
     nvfp4         weight_packed, weight_scale e4m3 [N, K/16], weight_global_scale [1]   codes * scale / global
+    nvfp4-modelopt  weight u8 [N, K/2], weight_scale e4m3 [N, K/16], weight_scale_2 f32  codes * scale * scale_2
     gguf          blocks of scale and codes; of NVFP4 also scale f32 [1]                codes * scale (* scale)
     gguf-bf16     -                                                                     weight
 
@@ -31,13 +32,13 @@ scheme (`get_dense_scheme` in integrations/compressed_tensors.py), silently.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge import formats, recipes
+from narrowgauge import recipes
 from narrowgauge.errors import ConfigError, Reason, closest
 from narrowgauge.export.file_tensors import (
     MX,
@@ -48,6 +49,8 @@ from narrowgauge.export.file_tensors import (
     gguf_decode,
     gguf_tensors,
     gguf_type,
+    modelopt_decode,
+    modelopt_tensors,
     mx_decode,
     mx_tensors,
     nv_decode,
@@ -56,7 +59,6 @@ from narrowgauge.export.file_tensors import (
     times,
 )
 from narrowgauge.recipe import WHOLE, Cast, DelayedScaling, LearnedStep
-from narrowgauge.scaling import POW2
 
 if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
@@ -77,6 +79,7 @@ class ExportFormat:
              with `tensors`, so it checks them
     config   config(names of all Linears that stay wide) -> `quantization_config` of config.json
     inputs   True: x has a static scale, from an amax history
+    calibrated  `config` where x has a static scale, from a calibration pass; None: the format has none
     experts  True: transformers reads experts of a mixture in it too
     fused    True: servers load q, k and v, or gate and up, as one weight with one scheme
     limits   limits(class of the model, cast, function that makes Q) -> why these scales do not fit,
@@ -98,6 +101,7 @@ class ExportFormat:
     fused: bool = True
     limits: Callable[[str, Cast, Callable[[], QTensor]], str] | None = None
     is_gguf: bool = False
+    calibrated: Callable[[Sequence[str]], dict[str, Any]] | None = None
 
     def holds(self, cast: Cast, rows: int, columns: int) -> str:
         """Return why the codes of such a cast on [rows, columns] do not fit, a clause, or ''."""
@@ -276,6 +280,26 @@ _TOKEN = _args(strategy="token", dynamic=True)
 _CHANNEL = _args(strategy="channel")
 _MX8 = {"strategy": "group", "group_size": MX, "scale_dtype": "torch.uint8"}
 _NV4 = {"strategy": "tensor_group", "group_size": NV, "scale_dtype": "torch.float8_e4m3fn"}
+# modelopt's own numbers for both operands of NVFP4.
+_NV4_INPUTS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NV}
+
+
+def _modelopt(inputs: dict[str, Any] | None) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """inputs: of x; None for weights alone, which modelopt calls W4A16_NVFP4."""
+
+    def config(ignored: Sequence[str]) -> dict[str, Any]:
+        group = {"targets": ["Linear"], "weights": _NV4_INPUTS, "input_activations": inputs}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "W4A16_NVFP4" if inputs is None else "NVFP4",
+            "config_groups": {"group_0": group},
+            "group_size": NV,
+            "ignore": list(ignored),
+        }
+
+    return config
+
+
 # NVFP4 and MXFP4: weights alone. The scale of x that vLLM asks for is not in the trained state.
 _SERVERS = "transformers with compressed-tensors, vLLM, SGLang"
 
@@ -389,11 +413,25 @@ NVFP4 = ExportFormat(
     config=_compressed("nvfp4-pack-quantized", _args(num_bits=4, **_NV4), None),
     readers=_SERVERS,
 )
+NVFP4_MODELOPT = ExportFormat(
+    name="nvfp4-modelopt",
+    summary="the same in the format of NVIDIA's modelopt",
+    cast=recipes.NVFP4.output.rhs,
+    refuse=_nv,
+    tensors=modelopt_tensors,
+    decode=modelopt_decode,
+    config=_modelopt(None),
+    readers="vLLM, SGLang, TensorRT-LLM",
+    calibrated=_modelopt(_NV4_INPUTS),
+)
+_INT8 = recipes.INT8_ROW.with_shared_scales().output.rhs
+assert _INT8 is not None
 # GGUF: one file for llama.cpp, which multiplies q, k and v one by one, each by its own type.
 GGUF = ExportFormat(
     name="gguf",
     summary="one file for llama.cpp: Q8_0, MXFP4 or NVFP4, by each layer's codes",
-    cast=Cast(format=formats.INT8, tile=(1, Q8), scale=POW2),  # Q8_0
+    # Q8_0, with a power of two for each block.
+    cast=replace(_INT8, tile=(1, Q8)),
     refuse=_gguf,
     tensors=gguf_tensors,
     decode=gguf_decode,
@@ -428,6 +466,7 @@ FORMATS: dict[str, ExportFormat] = {
         MXFP8,
         MXFP4,
         NVFP4,
+        NVFP4_MODELOPT,
         GGUF,
         GGUF_BF16,
     )

@@ -58,6 +58,17 @@ def nv_tensors(q: QTensor) -> dict[str, Tensor]:
     }
 
 
+def modelopt_tensors(q: QTensor) -> dict[str, Tensor]:
+    """As `nv_tensors` under the names of NVIDIA's modelopt, whose second scale multiplies."""
+    found = nv_tensors(q)
+    assert q.global_scale is not None
+    return {
+        "weight": found["weight_packed"],
+        "weight_scale": found["weight_scale"],
+        "weight_scale_2": q.global_scale.to(torch.float32),
+    }
+
+
 def gguf_type(cast: Cast) -> str:
     """The type of GGUF that holds codes of the cast, by its name there."""
     if cast.format.name == "int8":
@@ -134,3 +145,8 @@ def gguf_decode(tensors: Mapping[str, Tensor]) -> Tensor:
     """weight, decoded by the package gguf, times the scale that llama.cpp applies to a product."""
     weight = tensors["weight"]
     return weight * tensors["scale"] if "scale" in tensors else weight
+
+
+def modelopt_decode(tensors: Mapping[str, Tensor]) -> Tensor:
+    scale = tensors["weight_scale"].to(torch.float32) * tensors["weight_scale_2"]
+    return _unpacked(tensors["weight"]) * scale.repeat_interleave(NV, 1)

@@ -17,6 +17,7 @@ Source: vLLM 0.33, model_executor/models/llama.py and layers/quantization.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from narrowgauge.conversion.description import describe
 from narrowgauge.errors import ConfigError, Reason
-from narrowgauge.export.file_formats import FORMATS, NVFP4, ExportFormat
+from narrowgauge.export.file_formats import FORMATS, NVFP4, NVFP4_MODELOPT, ExportFormat
 from narrowgauge.nn.frozen import codes, forward_operand
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.quantize import dequantize, quantize
@@ -41,6 +42,7 @@ FUSED = (
     ("w1", "w3"),
     ("query", "key", "value"),
 )
+LARGEST_NVFP4 = 448 * 6  # E4M3's largest number times E2M1's
 MEASURED = 8  # layers of which a refusal says how far the format's own cast is from the forward's
 
 
@@ -51,11 +53,13 @@ class WeightChoice:
     reason         why it stays wide, a clause; '' for codes
     requantized    the codes are of the format's own cast, not of the forward pass
     global_scale   NVFP4: the power of two to which the tiles' scales are rescaled; None: its own
+    input_scale    static scale of x, from a calibration pass; None: none
     """
 
     reason: str = ""
     requantized: bool = False
     global_scale: float | None = None
+    input_scale: float | None = None
 
     @property
     def is_narrow(self) -> bool:
@@ -242,7 +246,7 @@ def _together(
             name: _wide("fused", because) if each.is_narrow else each
             for name, each in group.items()
         }
-    if form is not NVFP4:
+    if form not in (NVFP4, NVFP4_MODELOPT):
         return group
     found = {name: made(model.get_submodule(name), form, each) for name, each in group.items()}
     scales = {float(q.global_scale) for q in found.values() if q.global_scale is not None}
@@ -306,6 +310,49 @@ def plain_weight(layer: Any) -> Tensor:
         return decoded
     weight: Tensor = layer.weight.detach()
     return weight
+
+
+@torch.no_grad()
+def calibrated(
+    model: Any, choices: Mapping[str, WeightChoice], ids: Tensor
+) -> dict[str, WeightChoice]:
+    """The choices with a static scale of x for each narrow layer: amax over `ids` / (448 * 6).
+
+    ids  [rows, positions], of real text: elements beyond the amax seen here saturate
+
+    That is NVFP4's second scale, as modelopt takes it from its calibration. One forward pass.
+    """
+    largest: dict[str, float] = {}
+
+    def looking(name: str) -> Any:
+        def look(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            found = float(given[0].abs().amax())
+            largest[name] = max(found, largest.get(name, 0.0))
+
+        return look
+
+    names = [name for name, each in choices.items() if each.is_narrow]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(looking(name)) for name in names]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        model(input_ids=ids.to(next(model.parameters()).device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    unseen = next((name for name in names if not 0 < largest.get(name, 0) < math.inf), None)
+    if unseen is not None:
+        raise ConfigError(
+            f"calibration: the amax of x in {unseen!r} is {largest.get(unseen, 'missing')}. Pass ids of ordinary text.",
+            code="export.calibration",
+        )
+    scales = {name: amax / LARGEST_NVFP4 for name, amax in largest.items()}
+    return {
+        name: replace(each, input_scale=scales[name]) if name in scales else each
+        for name, each in choices.items()
+    }
 
 
 def input_amax(layer: Any) -> Tensor | None:

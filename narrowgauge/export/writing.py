@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +242,8 @@ def layer_codes(
         assert amax is not None and layer.recipe.output.lhs is not None
         lhs = layer.recipe.output.lhs
         found["input_scale"] = lhs.scale(amax, lhs.format).reshape(1).to(torch.float32)
+    if choice.input_scale is not None:
+        found["input_scale"] = torch.tensor(choice.input_scale)
     return found
 
 
@@ -314,11 +317,27 @@ def write_config(
     ]
     ignored += files.experts
     if form.cast is not None:
-        config.quantization_config = form.config(ignored)
+        is_calibrated = any(each.input_scale is not None for each in choices.values())
+        made = form.calibrated if is_calibrated and form.calibrated else form.config
+        config.quantization_config = made(ignored)
+        if form.calibrated is not None:
+            add_file(files, "hf_quant_config.json", _modelopt(config.quantization_config))
     # By this text and not by save_pretrained, which also writes to the Hub's caches and syncs nothing.
     add_file(files, "config.json", config.to_json_string())
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         add_file(files, "generation_config.json", model.generation_config.to_json_string())
+
+
+def _modelopt(config: Mapping[str, Any]) -> str:
+    """modelopt's own file, which older readers look for: the same under its own names."""
+    quantization = {
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "group_size": config["group_size"],
+        "exclude_modules": config["ignore"],
+    }
+    producer = {"name": "narrowgauge", "version": version("narrowgauge")}
+    return json.dumps({"producer": producer, "quantization": quantization}, indent=1)
 
 
 def write_tokenizer(tokenizer: Any, files: WeightFiles) -> None:

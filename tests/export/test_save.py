@@ -24,6 +24,7 @@ from narrowgauge.export import ExportReport, file_formats, layers, writing
 from narrowgauge.memory import freeze
 from tests.compare import assert_same
 from tests.export.models import UNROTATED_MXFP4, bert, llama, mixtral, operands, qwen2
+from tests.live_bytes import LiveBytes
 from tests.raising import raises
 
 # Format -> recipes whose codes it holds as they are.
@@ -311,6 +312,56 @@ def test_shared_scales_let_all_of_nvfp4_out(tmp_path):
         assert_same(decoded(found, name), expected[name], at=name)
 
 
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_modelopts_nvfp4_comes_back_to_the_bit_and_calibrates_x_on_request(calibrates, tmp_path):
+    """Its second scale multiplies, so a float32 needs no inversion."""
+    made = ng.convert(llama(), "nvfp4", share_scales=True)
+    ids = torch.arange(24).reshape(2, 12)
+    seen = {}
+    for name, layer in made.named_modules():
+        if isinstance(layer, ng.QLinear):
+            layer.register_forward_pre_hook(
+                lambda _, given, name=name: seen.__setitem__(name, given[0].abs().amax())
+            )
+    given = {"calibration": ids} if calibrates else {}
+    made.train()
+    report = ng.export.save(made, tmp_path / "out", format="nvfp4-modelopt", **given)
+    assert made.training and len(report.narrow) == 7 == report.facts["bits"]["equal"]
+    assert not report.facts["loading"]["checked"]  # transformers has no reader of it
+    expected, found = operands(made), tensors_of(tmp_path / "out")
+    for name in report.narrow:
+        packed, scale = found[f"{name}.weight"], found[f"{name}.weight_scale"].float()
+        weight = E2M1[torch.stack((packed % 16, packed // 16), -1).flatten(1).long()]
+        scale = scale * found[f"{name}.weight_scale_2"]
+        assert_same(weight * scale.repeat_interleave(16, 1), expected[name], at=name)
+        if calibrates:  # E4M3's largest number times E2M1's
+            assert_same(found[f"{name}.input_scale"], (seen[name].double() / 2688).float())
+    assert (f"{name}.input_scale" in found) == calibrates
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    other = json.loads((tmp_path / "out/hf_quant_config.json").read_text())["quantization"]
+    algo = "NVFP4" if calibrates else "W4A16_NVFP4"
+    assert config["quant_algo"] == other["quant_algo"] == algo
+    assert config["ignore"] == other["exclude_modules"] == ["lm_head"]
+    for name in report.narrow:  # what vLLM asks of layers that it fuses
+        if name.endswith(("k_proj", "v_proj")):
+            first = f"{name.rpartition('.')[0]}.q_proj"
+            assert_same(found[f"{name}.weight_scale_2"], found[f"{first}.weight_scale_2"])
+
+
+def test_calibration_is_of_one_format(tmp_path):
+    made = ng.convert(llama(), "nvfp4")
+    with raises(ConfigError, "export.calibration"):
+        ng.export.save(made, tmp_path / "out", format="nvfp4", calibration=torch.ones(1, 4))
+    zero = torch.zeros(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        made.model.norm.weight.zero_()
+        made.model.layers[0].post_attention_layernorm.weight.zero_()
+    with raises(ConfigError, "export.calibration", "mlp"):
+        ng.export.save(
+            made, tmp_path / "out", format="nvfp4-modelopt", calibration=zero, fused=False
+        )
+
+
 def test_a_global_scale_is_rescaled_exactly_or_not_at_all():
     cast = recipes.NVFP4.output.rhs
     x = torch.zeros(16, 32)
@@ -518,6 +569,19 @@ def test_shards_have_an_index_and_load_as_one_file(tmp_path):
     assert ng.export.verify(tmp_path / "many")["files"].keys() >= set(files)
     if find_spec("accelerate") is not None:
         assert report.facts["loading"]["equal"] == 14
+
+
+@pytest.mark.parametrize(("form", "recipe"), [("fp8-channel", "fp8-row"), ("bf16", "fp8-row")])
+def test_memory_is_that_of_the_model_a_shard_and_a_layer(form, recipe, tmp_path):
+    """Bounded: operations on a weight also return views of the model's own memory."""
+    made = ng.convert(llama(num_hidden_layers=12, vocab_size=32), recipe)
+    model = sum(each.nbytes for each in made.parameters())
+    shard, casts = 150_000, 6 * 4 * 128 * 256  # six float32 copies of the largest weight
+    with LiveBytes() as live:
+        report = ng.export.save(made, tmp_path / "out", format=form, load=False, shard_bytes=shard)
+    whole = sum(each["bytes"] for each in report.facts["files"].values())
+    assert live.peak < model + shard + casts < model + whole
+    assert live.peak > 0.9 * model  # control: the count sees the model
 
 
 def test_the_card_says_what_was_done_and_how_to_load_it(tmp_path):

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.train import loop, one_run, run_checkpoints
+from narrowgauge.train import exporting, loop, one_run, run_checkpoints
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import replace
@@ -110,6 +110,23 @@ def test_damaged_shards_are_named_and_all_ranks_take_the_checkpoint_before(ranks
     [resumed] = tiny.events(Path(config.output), "resume")
     assert (resumed["step"], resumed["skipped"]) == (4, ["step-00000006"])
     same_run(Path(config.output), Path(reference.output))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_shards_goes_out_as_that_of_one_process(ranks, make, tmp_path):
+    """`narrowgauge export RUN@STEP`: codes, scales and recorded scales of x, to the bit."""
+    common = {"recipe": "fp8-delayed", "steps": 3, "checkpoint_every": 2}
+    config, one = make("shards", parallel="fsdp", **common), make("one", micro_batches=2, **common)
+    assert loop.run(one) == 0 and ranks(2)(trained, config) == [0, 0]
+    assert shards_of(saved(config) / "step-00000002") == ["rank-00000", "rank-00001"]
+    files = {}
+    for each in (config, one):
+        out = tmp_path / "out" / Path(each.output).name
+        options = exporting.Options(format="fp8-static", output=out, load=False)
+        report = exporting.exported(f"{each.output}@2", options)
+        assert len(report.narrow) == 14 and report.facts["training"]["steps"] == 2
+        files[out.name] = (out / "model.safetensors").read_bytes()
+    assert files["shards"] == files["one"]
 
 
 @pytest.mark.slow

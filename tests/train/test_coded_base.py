@@ -7,9 +7,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from narrowgauge import convert, export, memory
@@ -23,6 +20,7 @@ from narrowgauge.train import coded_base
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.pretrained import CAUSAL_LM, pretrained
 from tests.compare import assert_same
+from tests.live_bytes import LiveBytes
 from tests.raising import raises
 
 CPU = torch.device("cpu")
@@ -88,25 +86,6 @@ def test_a_tied_head_stays_wide_and_tied(tmp_path):
     model, report = filled(where, {"*": "fp8-block", "lm_head": "fp8-block"})
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.frozen is None and report.coded == 14
-
-
-class LiveBytes(TorchDispatchMode):
-    """Most bytes of storages that were alive at once, of all that operations returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for each in tree_leaves(found):
-            if isinstance(each, torch.Tensor) and not each.is_meta:
-                storage = each.untyped_storage()
-                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        if sum(size for _, size in self.alive.values()) > self.peak:
-            self.alive = {key: each for key, each in self.alive.items() if not each[0].expired()}
-            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return found
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,9 @@ def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tenso
     x      [outer, inner], the shape of `like`
     noise  the noise that `like` was rounded with, if its cast rounds stochastically
     """
+    # Operands of other libraries (nn.foreign_modules) round by the arithmetic of their library.
+    if (cast_again := getattr(like, "cast_again", None)) is not None:
+        return cast_again(x)
     cast = like.cast
     data = encoded(
         filled(x, cast.tile), like.shape, like.scale, like.global_scale, cast, noise, torch.float32
