@@ -1,12 +1,15 @@
-"""How much of each architecture a recipe reaches, and whether three steps stay finite: tiny models of random weights.
+"""How much of each architecture a recipe reaches, and whether 20 steps stay finite: tiny models of random weights.
 
-    python -m benchmarks.models                        fp8-current, all architectures: a minute or two
+    python -m benchmarks.models                        fp8-current, all architectures: three minutes
     python -m benchmarks.models --recipes mxfp8        another recipe; --models Llama BERT   some architectures
     python -m benchmarks.models --page                 write docs/models.md from the newest committed rows, without running
 
 Each model has its own attention, experts, norms and heads, and is two layers of width 64 on a batch of 2 x 32 tokens. At that width
 heads and attention weigh otherwise than in a real model: the column `of all but attention and heads` carries over. Counted by
-`narrowgauge.conversion.coverage` on the batch that trains; three steps of AdamW follow. Needs transformers, and no network.
+`narrowgauge.conversion.coverage` on the batch that trains; 20 steps of AdamW follow. Needs transformers, and no network.
+
+Signal to noise of a step, in dB: the gradient g of the first step in float32 against that of the recipe from the same weights
+and the same dropout, 10 log10(|g|^2 / |g - g_recipe|^2), over all parameters together.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from narrowgauge.conversion.coverage import Coverage, coverage
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 WIDTH, INNER, LAYERS, VOCABULARY, TOKENS = 64, 128, 2, 64, 32
-STEPS = 3
+STEPS = 20
+REACH = 0.85
 # Parts of the rest that no recipe is meant for: attention has no weight, heads and routers keep their precision on purpose.
 HEADS = ("lm_head", "classifier", "decoder", "embed_out", "gate", "router", "text_projection")
 
@@ -177,6 +181,7 @@ CASES: dict[str, Case] = {
         num_attention_heads=4, max_position_embeddings=128, word_embed_proj_dim=WIDTH, **TOKENS_OF,
     ),
     "BLOOM": of("BloomForCausalLM", "BloomConfig", vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=LAYERS, n_head=4),
+    "StarCoder2": of("Starcoder2ForCausalLM", "Starcoder2Config", **GROUPED),
     "SmolLM3": of("SmolLM3ForCausalLM", "SmolLM3Config", **GROUPED),
     "Cohere 2": of("Cohere2ForCausalLM", "Cohere2Config", **NARROW),
     "Mamba": of(
@@ -192,6 +197,7 @@ CASES: dict[str, Case] = {
         attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False, mamba_d_state=8,
     ),
     "BERT": of("BertForMaskedLM", "BertConfig", **BASE),
+    "ELECTRA": of("ElectraForMaskedLM", "ElectraConfig", **BASE, embedding_size=32),
     "RoBERTa": of("RobertaForMaskedLM", "RobertaConfig", **BASE),
     "ModernBERT": of("ModernBertForMaskedLM", "ModernBertConfig", **BASE),
     "DeBERTa-v2": of(
@@ -254,6 +260,27 @@ def of_weights(found: Coverage) -> float:
     return found.share / (1 - apart) if apart < 1 else 0.0
 
 
+def gradient(model: nn.Module, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradient by name) of one step. Dropout draws the same in each call."""
+    torch.manual_seed(2)
+    loss = loss_of(model(**batch))
+    loss.backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return float(loss.detach()), found
+
+
+def signal_to_noise_db(signal: dict[str, Tensor], other: dict[str, Tensor]) -> float | None:
+    """None if the two are equal, or one is not finite."""
+    power = sum(float(each.double().square().sum()) for each in signal.values())
+    noise = sum(
+        float((each.double() - other[name].double()).square().sum())
+        for name, each in signal.items()
+    )
+    is_known = math.isfinite(noise) and math.isfinite(power) and power > 0 and noise > 0
+    return 10 * math.log10(power / noise) if is_known else None
+
+
 def run(name: str, recipe: str) -> dict[str, Any]:
     """One row. Losses that are not finite are None."""
     case, begun = CASES[name], time.perf_counter()
@@ -261,12 +288,12 @@ def run(name: str, recipe: str) -> dict[str, Any]:
     model = case.build().train()
     torch.manual_seed(1)
     batch = case.batch()
-    with torch.no_grad():
-        wide = float(loss_of(model(**batch)))
+    wide, signal = gradient(model, batch)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         ng.convert(model, recipe)
         found = coverage(model, batch)
+    gradient_db = signal_to_noise_db(signal, gradient(model, batch)[1])
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     losses = []
     for _ in range(STEPS):
@@ -284,6 +311,7 @@ def run(name: str, recipe: str) -> dict[str, Any]:
         "sentence": str(found),
         "wide": {kind: dict(parts) for kind, parts in found.wide.items()},
         "loss_wide": wide,
+        "gradient_db": gradient_db,
         "losses": [each if math.isfinite(each) else None for each in losses],
         "finite": finite,
         "warnings": sorted({getattr(each.message, "code", "") for each in told} - {""}),
@@ -297,17 +325,24 @@ def page(rows: list[dict[str, Any]]) -> str:
     newest = {(row["model"], row["recipe"]): row for row in rows}
     recipes = list(dict.fromkeys(recipe for _, recipe in newest))
     first = [newest[name, recipes[0]] for name in CASES if (name, recipes[0]) in newest]
-    reached = sum(row["of_weights"] >= 0.85 for row in first)
+    reached = sum(row["of_weights"] >= REACH for row in first)
+    below = [
+        f"{row['model']} ({row['of_weights']:.2f})" for row in first if row["of_weights"] < REACH
+    ]
     lines = [
         "# Models",
         "",
         f"How much of {len(first)} architectures a recipe reaches, in tiny models of random weights (transformers "
         f"{first[0]['transformers']}): the share of",
         "matrix-product operations of a training step in low precision, and of all but attention, heads and routers, which keep",
-        f"their precision on purpose. {reached} of {len(first)} are at 0.85 or more there; what stays elsewhere are scans and",
-        "convolutions. The chunks of linear attention count as attention. A real model is wider, so its attention and head weigh less.",
+        f"their precision on purpose. {reached} of {len(first)} are at {REACH} or more there. Below are {', '.join(below) or 'none'}:",
+        "scans, and convolutions over time. The chunks of linear attention count as attention. A real model is wider, so its attention",
+        "and head weigh less.",
         "",
-        "`python -m benchmarks.models` measures and writes this page in a minute or two; `--recipes` names other recipes.",
+        "Signal to noise, in dB, compares the gradient of the first step with that of float32, over all parameters together. Random",
+        "weights say how the recipe rounds, not whether a model learns.",
+        "",
+        "`python -m benchmarks.models` measures and writes this page in three minutes; `--recipes` names other recipes.",
         "[Rows](../benchmarks/results/models.jsonl); [how operations are counted](recipes.md#how-much-is-in-low-precision).",
         "",
     ]
@@ -317,10 +352,10 @@ def page(rows: list[dict[str, Any]]) -> str:
         lines += [
             f"## {recipe}",
             "",
-            f"{finite} of {len(found)} train three steps of AdamW with finite losses.",
+            f"{finite} of {len(found)} train {len(found[0]['losses'])} steps of AdamW with finite losses.",
             "",
-            "| model | share | of all but attention and heads | what stays | loss in float32 | three steps | finite |",
-            "|---|---|---|---|---|---|---|",
+            "| model | share | of all but attention and heads | what stays | signal to noise | in float32 | first, last step | finite |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         lines += [_line(row) for row in found]
         lines.append("")
@@ -332,9 +367,11 @@ def _line(row: dict[str, Any]) -> str:
     left = ", ".join(
         f"{part} {share:.2f}" for share, part in sorted(parts, reverse=True)[:4] if share >= 0.005
     )
-    losses = ", ".join("not finite" if each is None else f"{each:.4f}" for each in row["losses"])
+    ends = (row["losses"][0], row["losses"][-1])
+    losses = ", ".join("not finite" if each is None else f"{each:.4f}" for each in ends)
+    decibels = "" if row["gradient_db"] is None else f"{row['gradient_db']:.1f}"
     return (
-        f"| {row['model']} | {row['share']:.2f} | {row['of_weights']:.2f} | {left} | {row['loss_wide']:.4f} | {losses} | "
+        f"| {row['model']} | {row['share']:.2f} | {row['of_weights']:.2f} | {left} | {decibels} | {row['loss_wide']:.4f} | {losses} | "
         f"{'yes' if row['finite'] else 'no'} |"
     )
 
@@ -353,9 +390,10 @@ def main() -> None:
         for recipe in given.recipes:
             rows = []
             for name in given.models:
-                rows.append(run(name, recipe))
+                row = run(name, recipe)
+                rows.append(row)
                 print(
-                    f"{name:22s} {recipe:12s} {rows[-1]['share']:.2f} {rows[-1]['of_weights']:.2f} {rows[-1]['seconds']:.1f} s",
+                    f"{name:22s} {recipe:12s} {row['share']:.2f} {row['of_weights']:.2f} {row['gradient_db']} {row['seconds']:.1f} s",
                     flush=True,
                 )
             record("models", rows, path)

@@ -252,6 +252,12 @@ def padded_to_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
     return torch.nn.functional.pad(x, fill) if any(fill) else x
 
 
+def _divides(tile: tuple[int, int], x: Tensor) -> bool:
+    """True if x [outer, inner] consists of whole tiles."""
+    a, b = tile_sizes(tuple(x.shape), tile)
+    return tile in _ONE_SCALE or not (x.shape[0] % a or x.shape[1] % b)
+
+
 def as_tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """View of a padded x as tiles; the module docstring lists the shapes.
 
@@ -286,7 +292,14 @@ def per_tile(scale: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def times_scale(values: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
-    """values [outer, inner] times the scale of their tile, in the dtype of values."""
+    """values [outer, inner] times the scale of their tile, in the dtype of values.
+
+    Row-major if the tiles do not divide values, else in the memory order of values.
+    """
+    is_transposed = values.stride(0) < values.stride(1)
+    if is_transposed and not torch.compiler.is_compiling() and not _divides(tile, values):
+        # torch pads a transposed matrix element by element, which takes four times as long.
+        return times_scale(values.T, scale.T, (tile[1], tile[0])).T.contiguous()
     full = padded_to_tiles(values, tile)
     scaled = as_tiles(full, tile) * per_tile(scale, tile).to(values.dtype)
     return from_tiles(scaled, full, values.shape[0], values.shape[1])

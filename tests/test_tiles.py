@@ -61,10 +61,10 @@ def test_each_element_meets_the_scale_of_its_tile(shape, tile):
         [[scale[i // a, j // b] for j in range(shape[1])] for i in range(shape[0])]
     ).reshape(shape)
     for dtype in (torch.float32, torch.bfloat16):
-        assert_same(
-            times_scale(torch.ones(shape, dtype=dtype), scale, tile).contiguous(),
-            expected.to(dtype),
-        )
+        ones = torch.ones(shape, dtype=dtype)
+        for values in (ones, torch.ones(shape[::-1], dtype=dtype).T):
+            found = times_scale(values, scale, tile)
+            assert_same(found.contiguous(), expected.to(dtype))
 
 
 @every_shape

@@ -218,8 +218,10 @@ def _parameter(each: Field[Any], name: str, key: str, **shape: Any) -> inspect.P
     readers = {bool: None, TABLE: _read_table, NUMBERS: _read_numbers}
     read = readers.get(each.type, _read_value)
     shape |= {"negative": f"--no-{flag(key)[2:]}"} if each.type is bool else {}
+    # Hidden parameters are former flags, or the full name beside a short one.
+    also = [each.metadata["also"]] if each.metadata["also"] and shape.get("show", True) else []
     parameter = Parameter(
-        name=flag(key), help=_help(each), negative_iterable=(), show_default=False, converter=read, **shape
+        name=[flag(key), *map(flag, also)], help=_help(each), negative_iterable=(), show_default=False, converter=read, **shape
     )  # fmt: skip
     # None stands for a table that was not given: a dict is no default of a signature.
     return inspect.Parameter(

@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from narrowgauge.conversion.attention_kernels import AttentionCall, sentence
 from narrowgauge.errors import ConfigError, warn
 from narrowgauge.nn.converted_model import quantized_linears, suspended
 from narrowgauge.nn.narrow_layer import matrices, narrow_layer, recipe_of
@@ -61,11 +62,13 @@ class Coverage:
     operations  their number: a multiplication and an addition are two
     narrow      bits -> share, of products in fewer than 16 bits
     wide        type ("bf16") -> part of the model ("lm_head") -> share
+    attention   the kernels that compute attention (`attention_kernels`); '' without attention
     """
 
     operations: int
     narrow: Mapping[int, float]
     wide: Mapping[str, Mapping[str, float]]
+    attention: str = ""
 
     @property
     def share(self) -> float:
@@ -79,6 +82,7 @@ class Coverage:
             "operations": self.operations,
             "narrow": {str(bits): share for bits, share in self.narrow.items()},
             "wide": {kind: dict(parts) for kind, parts in self.wide.items()},
+            "attention": self.attention,
         }
 
     def __str__(self) -> str:
@@ -139,7 +143,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
                 "Pass the arguments of its forward: a dict by name, or a tuple in order.",
                 code="coverage.batch",
             ) from error
-    return counter.coverage()
+    return counter.coverage(model)
 
 
 def recorded(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -277,6 +281,8 @@ class _Products(TorchDispatchMode):
         super().__init__()
         self.names, self.running = names, running
         self.in_attention = False
+        self.attention_calls: list[AttentionCall] = []
+        self.written_out: dict[nn.Module, None] = {}  # in the order of their first products
         self.narrow: Counter[int] = Counter()
         self.wide: Counter[tuple[str, str]] = Counter()
 
@@ -314,16 +320,21 @@ class _Products(TorchDispatchMode):
         if any(" experts of " in shape for _, shape, _ in other_weights(name, module)):
             return "experts"
         if operation in ("bmm", "baddbmm"):
-            return "attention" if "att" in f"{leaf} {kind}".lower() else f"products in {kind}"
+            if "att" not in f"{leaf} {kind}".lower():
+                return f"products in {kind}"
+            self.written_out[module] = None
+            return "attention"
         return leaf if leaf == kind else f"{leaf} ({kind})"
 
-    def coverage(self) -> Coverage:
+    def coverage(self, model: nn.Module) -> Coverage:
+        """The counts. Call it outside of the modes: torch is asked about attention."""
         total = self.narrow.total() + self.wide.total()
         wide: dict[str, dict[str, float]] = {}
         for (kind, part), flops in self.wide.most_common():
             wide.setdefault(kind or "other types", {})[part] = flops / total
         narrow = {bits: flops / total for bits, flops in sorted(self.narrow.items())}
-        return Coverage(operations=total, narrow=narrow, wide=wide)
+        attention = sentence(model, self.attention_calls, self.written_out)
+        return Coverage(operations=total, narrow=narrow, wide=wide, attention=attention)
 
 
 class _Attention(TorchFunctionMode):
@@ -340,9 +351,9 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        given = (
-            dict(zip(("query", "key", "value", "", "", "is_causal"), args, strict=False)) | kwargs
-        )
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        self.products.attention_calls.append(AttentionCall.of(given))
         self.products.in_attention = True
         try:
             found = func(*args, **kwargs)

@@ -149,6 +149,7 @@ class Description(list[Row]):
                     if (words := getattr(row, column))
                 ]
         if self.coverage is not None:
+            lines += [f"{self.coverage.attention}."] if self.coverage.attention else []
             lines.append(f"{self.coverage}.")
         if self.float32:
             lines.append(f"Weights and arithmetic in float32: {summary(self.float32)}")
@@ -168,7 +169,7 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     """Return a row for every Linear, quantized embedding, and weight multiplied as a Linear.
 
     batch  arguments of the model's forward, as for `coverage`: counts the share of matrix-product
-           operations in low precision. None: no count
+           operations in low precision, and names the kernels of attention. None: no count
 
     Linears with a forward of their own are included. Weights outside of Linears (see `structure`)
     have the recipe "none". Print the result for a table.

@@ -42,7 +42,8 @@ COUNT = number(0, whole=True)
 SIZE = number(0, finite=False)
 SECONDS = number(0)
 SHARE = number(0, 1, finite=False)
-LOSS = number(-0.01, finite=False)  # a mean of -log p: below zero by rounding alone
+# Any number: policy gradients, such as those of GRPO, lower a loss below zero.
+LOSS = number(finite=False)
 NOTHING = one_of(None)
 # Sizes of models: unknown for some, one per layer for others.
 SIZES = either(COUNT, NOTHING, listed(anything))
@@ -151,13 +152,16 @@ RUN = record(
     {
         **dict.fromkeys(("narrowgauge", "torch", "python", "device", "device_type", "started_at", "recipe", "precision"), text),
         **dict.fromkeys(("task", "loss_unit", "f1_over", "best", "loss", "embedding_codes"), text),
-        **dict.fromkeys(("command", "memory", "fused", "weight_casts"), listed(text)),
+        **dict.fromkeys(("command", "memory", "fused", "weight_casts", "unseen"), listed(text)),
         "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
         **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),
         "switches": listed(record({"step": COUNT, "switch": text})),
         "parent": record({"run": text, "from": text, "step": COUNT}, PARENT),
         "left_out": listed(COUNT),
-        "coverage": record({"sentence": text}, {"operations": COUNT, "narrow": table(SHARE), "wide": table(table(SHARE))}),
+        "coverage": record(
+            {"sentence": text},
+            {"operations": COUNT, "narrow": table(SHARE), "wide": table(table(SHARE)), "attention": text},
+        ),
         "trivial": record({}, {"predictor": text, "loss": SIZE, "perplexity": SIZE, **{name: score(name) for name in SCORES}}),
         "model": record({}, MODEL), "data": record({}, DATA), "describe": listed(table(either(text, NOTHING))),
     },

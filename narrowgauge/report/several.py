@@ -130,9 +130,17 @@ def page(found: Gathered, facts: Mapping[str, Any]) -> dict[str, Any]:
         "costs": costs(found),
         "runs": [run_row(found, each) for each in found.runs],
         "apart": found.apart,
+        "unseen": unseen(found),
         "limits": list(limits(found, facts)),
         "unit": cards.unit(first),
     }
+
+
+def unseen(found: Gathered) -> dict[str, Any]:
+    """Facts that callbacks in other loops could not see, and in how many folders; {} if in none."""
+    lists = [each.run["unseen"] for each in found.runs if each.run.get("unseen")]
+    listed = list(dict.fromkeys(entry for each in lists for entry in each))
+    return {"count": len(lists), "listed": listed} if lists else {}
 
 
 def title(found: Gathered) -> str:

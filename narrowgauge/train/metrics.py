@@ -13,8 +13,9 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 from narrowgauge import storage
 from narrowgauge.diagnose.metrics_table import METRICS
@@ -36,14 +37,26 @@ CURVES = {
 }
 
 
+class Curves(Protocol):
+    """Receives the events as well (`trackers`). Its methods do not raise."""
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def close(self, has_failed: bool) -> None: ...
+
+
 class MetricsLog:
     """Appends events to `path`.
 
     tensorboard  folder that receives the curves as well; None: no folder
+    trackers     experiment trackers that receive them as well; the log closes them
     """
 
-    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, tensorboard: Path | None = None, trackers: Curves | None = None
+    ) -> None:
         self.path = path
+        self._trackers = trackers
         self._board: Any = None
         self._board_folder = tensorboard or path
         if tensorboard:
@@ -81,14 +94,18 @@ class MetricsLog:
             for key in CURVES.get(event, ()):
                 if key in values:
                     self._board.add_scalar(f"{event}/{key}", values[key], step)
+        if self._trackers:
+            self._trackers.write(event, step, values)
 
     def sync(self) -> None:
         """Waits until all lines so far are on the disk."""
         with storage.refusals("append to", self.path):
             os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
         self._file.close()
+        if self._trackers:
+            self._trackers.close(has_failed)
         if self._board:
             self._board.close()
             with storage.refusals("write", self._board_folder):
@@ -98,8 +115,8 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self.close(has_failed=kind is not None)
 
 
 def _cut_torn_line(file: IO[bytes], path: Path) -> None:

@@ -41,7 +41,7 @@ def train_and_log(
     asked     settings to store as config.toml, once the trainer has accepted the checkpoint
     is_first  first run of this process: it prints an example of the data
     """
-    with followers.log_of(folder, config.tensorboard, ranks) as log:
+    with followers.log_of(folder, config, ranks) as log:
         device = ranks.device(config.device)
         freed_memory = keep_freed_memory(config.keep_freed, device)
         # The second run of a process has its own peak only if the system can reset the counter.

@@ -54,6 +54,8 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
         f"{trainer.setup.parameters:,} parameters, {trainer.task.summary()}{resumed}"
     )
     show.say(f"{trainer.setup.coverage['sentence'].removesuffix('.')}.")
+    if attention := trainer.setup.coverage.get("attention"):
+        show.say(f"{attention}.")
     if words := trainer.parallel.words():
         show.say(words)
     slow = [*emulated_on_gpu(model, device), *stepped_in_torch(trainer.optimizer)]

@@ -266,7 +266,7 @@ def other_value(each) -> tuple[str, object]:
         "optimizer": "lion", "states": "8bit", "embedding_states": "same", "master": "bf16-remainder", "checkpointing": "full",
         "hidden_size": 512, "heads": 4, "recipe": "bf16", "compare": "bf16", "betas": (0.5, 0.75), "augment": "crop=4,flip",
         "validation_fraction": 0.25, "rate_schedule": "warmup-stable-decay", "warmup_steps": 30, "decay_steps": 40,
-        "lora": "", "base": "",
+        "lora": "", "base": "", "log_to": "mlflow",
     }  # fmt: skip
     value = special.get(each.name, {int: 300, float: 0.0003, str: "x y=z é"}.get(each.type))
     if isinstance(each.metadata["rule"], OneOf) and each.name not in special:
@@ -376,6 +376,12 @@ def test_columns_of_a_file_and_flags_are_one_table(loop, tmp_path, capsys):
     assert "text, pair, label. Closest: 'label'." in refused
     arguments = ["train", "--prompt-column", "a", "--data.columns.prompt", "b"]
     cli_raises(arguments, ConfigError, "config.both-keys", "--prompt-column = 'a'")
+
+
+@pytest.mark.parametrize("name", ["--log-to", "--log.to"])
+def test_trackers_have_two_flags(loop, name):
+    assert cli.main(["train", name, "wandb,trackio"]) == 0
+    assert [each.log_to for each in loop] == ["wandb,trackio"]
 
 
 @pytest.mark.parametrize("name_of", [key_of, former_key, path_of])

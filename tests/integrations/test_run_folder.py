@@ -13,9 +13,9 @@ import narrowgauge as ng
 from narrowgauge.diagnose.runs import read_metrics, read_run
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.integrations import RunFolder
-from narrowgauge.integrations.run_folder import UNSEEN
+from narrowgauge.integrations.recorder import UNSEEN
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.report import page, run_data, several
+from narrowgauge.report import groups, page, run_data, several
 from narrowgauge.train import run_folder
 from tests.raising import raises
 
@@ -113,6 +113,41 @@ def test_a_report_is_drawn_of_one_run_and_of_two(two):
     written = several.write_folders((first, second), first.parent / "both.html", "bf16", "", "")
     text = Path(written).read_text(encoding="utf-8")
     assert "fp8-delayed" in text and "bf16" in text
+
+
+@pytest.mark.slow
+def test_pages_list_what_a_callback_could_not_see(two, tmp_path):
+    """Pages of our own loop have no such list: nothing is missing there."""
+    [first, second], _ = two
+    text = page.write(first).read_text(encoding="utf-8")
+    assert all(f"<li>{what}: " in text for what in UNSEEN) and "--guard every" not in text
+    both = several.write_folders((first, second), tmp_path / "both.html", "bf16", "", "")
+    assert all(f"<li>{what}: " in both.read_text(encoding="utf-8") for what in UNSEEN)
+
+
+def test_losses_of_policy_gradients_are_below_zero(tmp_path):
+    recorder = RunFolder(tmp_path, loss_unit="mean advantage")
+    with recorder.recording(torch.nn.Linear(4, 4), steps=3) as run:
+        for loss in (0.0, -0.25, -0.5):
+            run.step(loss)
+        run.evaluation(loss=-0.75)
+    assert [each["loss"] for each in events(tmp_path, "step")] == [0.0, -0.25, -0.5]
+    shown = page.page(run_data.read(tmp_path))
+    [card] = [each for each in shown["cards"] if each["label"] == "Validation loss"]
+    assert card["unit"] == "mean advantage" and "perplexity" not in card["note"]
+
+
+@pytest.mark.slow
+def test_runs_of_a_trainer_are_judged_over_seeds_as_a_study_judges(tmp_path):
+    folders = []
+    for recipe in ("bf16", "fp8-delayed"):
+        for seed in (0, 1):
+            folders.append(tmp_path / f"{recipe}-{seed}")
+            run = RunFolder(folders[-1], tensor_every=0)
+            trainer(tmp_path, recipe, run, save_strategy="no", seed=seed).train()
+    [verdict] = groups.gather(folders, "bf16").verdicts()
+    assert (verdict.runs.name, len(verdict.seeds)) == ("fp8-delayed", 2)
+    assert verdict.half_width is not None
 
 
 @pytest.mark.slow

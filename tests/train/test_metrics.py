@@ -164,7 +164,7 @@ def test_a_file_of_one_torn_line_becomes_empty(tmp_path):
         '{"event": "step", "step": 2}',
         '{"event": "stfp", "step": 2, "loss": 1.0}',
         '{"event": "step", "step": 2, "loss": "1.0"}',
-        '{"event": "step", "step": 2, "loss": -3.0}',
+        '{"event": "step", "step": 2, "loss": null}',
         '{"event": "step", "step": 1, "loss": 1.0}',
         '{"event": "step", "step": true, "loss": 1.0}',
         '{"event": "eval", "step": 1, "loss": 1.0, "accuracy": 1.5}',

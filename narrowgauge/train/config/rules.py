@@ -120,7 +120,7 @@ Rule = Range | TwoNumbers | OneOf | OneOrPair | Matching
 
 def setting(
     table: str, default: Any, help: str, rule: Rule | None = None, key: str = "", tasks: Sequence[str] = (), short: bool = False,
-    free: bool = False, parts: Mapping[str, str] | None = None,
+    free: bool = False, parts: Mapping[str, str] | None = None, also: str = "",
 ) -> Any:  # fmt: skip
     """Declares a setting as a dataclass field.
 
@@ -133,10 +133,11 @@ def setting(
     short    the table's name alone also means this setting: recipe = "bf16", --recipe bf16
     free     may change when a run resumes, and in a branch
     parts    {name: help text} of parts that have a key and a flag of their own, as guard.every
+    also     a second flag, without its dashes
     """
     metadata = {
         "table": table, "help": help, "rule": rule, "key": key, "tasks": tasks, "short": short, "free": free,
-        "parts": parts or {},
+        "parts": parts or {}, "also": also,
     }  # fmt: skip
     if isinstance(default, type):
         # hash=False: a dict would make the frozen configuration unhashable.

@@ -8,7 +8,15 @@ from functools import partial
 
 from narrowgauge.diagnose import guard_settings
 from narrowgauge.train.config.data_settings import GENERATING
-from narrowgauge.train.config.rules import COUNT, COUNT_OR_ZERO, NOT_EMPTY, OneOf, Range, setting
+from narrowgauge.train.config.rules import (
+    COUNT,
+    COUNT_OR_ZERO,
+    NOT_EMPTY,
+    Matching,
+    OneOf,
+    Range,
+    setting,
+)
 
 ROOT, EVALUATION, CHECKPOINT, LOG, GUARD = (
     partial(setting, name) for name in ("", "evaluation", "checkpoint", "log", "guard")
@@ -67,6 +75,9 @@ class LogSettings:
     launches_at: int = LOG(30, "Step whose idle time on a GPU is measured, or the next if its tensors are read; 0: none.",
         COUNT_OR_ZERO, free=True)
     tensorboard: bool = LOG(False, "Write TensorBoard events to the run folder too.", free=True)
+    log_to: str = LOG("", "Send the curves to trackers too: wandb, mlflow or trackio, or several with commas.",
+        Matching(r"|(wandb|mlflow|trackio)(,(wandb|mlflow|trackio))*", "wandb, mlflow or trackio, or several of these with commas"),
+        key="to", also="log-to", free=True)
     # fmt: on
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.train import trackers
 from narrowgauge.train.console import Console
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.run_folder import RunFolder
@@ -41,7 +42,7 @@ class FollowersLog(MetricsLog):
     def sync(self) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
         pass
 
 
@@ -67,11 +68,12 @@ def claimed(path: Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
         yield own or FollowersFolder(path)
 
 
-def log_of(folder: RunFolder, tensorboard: bool, ranks: Ranks) -> MetricsLog:
+def log_of(folder: RunFolder, config: TrainConfig, ranks: Ranks) -> MetricsLog:
     """Metrics log of this rank."""
     if not ranks.is_first:
         return FollowersLog(folder.metrics)
-    return MetricsLog(folder.metrics, folder.tensorboard if tensorboard else None)
+    board = folder.tensorboard if config.tensorboard else None
+    return MetricsLog(folder.metrics, board, trackers.of_run(config, folder.path))
 
 
 def console_of(total_steps: int, log_every: int, start_step: int, ranks: Ranks) -> Console:

@@ -11,6 +11,7 @@ import torch
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.registry import Device
+from narrowgauge.optim.precision import PRECISIONS
 from narrowgauge.plan.trace import recording
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.planning import command, counts
@@ -76,6 +77,13 @@ def test_a_mixture_of_experts_is_planned_in_the_default_precision(
 @pytest.mark.parametrize("kind", FUSED)
 def test_every_mixture_of_experts_is_planned(kind: str, tmp_path: Path) -> None:
     assert planned(kind, tmp_path, recipe="fp8-delayed")["allocated_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_mixture_of_experts_is_planned_in_every_precision(precision: str, tmp_path: Path) -> None:
+    found = planned("mixtral", tmp_path, recipe="fp8-current", precision=precision)
+    assert found["allocated_bytes"] > 0
 
 
 def test_a_model_that_takes_no_step_is_a_sentence(
