@@ -16,7 +16,7 @@ by a bias of the router (arXiv 2412.19437, 2.1.2), which moves by 0.01 a step he
 
 A choice differs if an expert of a token's top k is not in the other top k. `bf16-nudged` is the control: `bf16` from weights
 that differ by one part in a million. Training amplifies any difference, so two trained routers differ anyway.
-Finished runs are kept in OUTPUT and not repeated.
+Finished runs are kept in OUTPUT and not repeated; `--finished` judges them and trains none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def main() -> None:
             "folder": str(folder.resolve()),
         }
         runs = Experiment(train, options.recipes, options.seeds, settings, folder)
-        found = judged(runs.results(options.jobs), folder)
+        results = runs.finished() if options.finished else runs.results(options.jobs)
+        if not any(each["recipe"] == REFERENCE for each in results):
+            raise SystemExit(f"{folder}: has no finished run of {REFERENCE}. Leave --finished out.")
+        found = judged(results, folder)
         rows += [row | {"model": model, "data": data, "steps": options.steps} for row in found]
     print(markdown(rows))
     if not options.quick:
@@ -284,6 +287,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/mixture_convergence"))
     parser.add_argument("--results", type=Path, default=RESULTS / "mixture_convergence.jsonl")
+    parser.add_argument("--finished", action="store_true", help="judge the runs that are there")
     parser.add_argument("--quick", action="store_true", help="nothing is recorded")
     options = parser.parse_args()
     if options.quick:

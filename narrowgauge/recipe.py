@@ -265,6 +265,12 @@ class Cast:
             self.rounding in ("nearest", "stochastic"),
             "choose 'nearest' or 'stochastic'.",
         )
+        if self.scale.reads_elements and (WHOLE in self.tile or self.headroom != 1):
+            raise ConfigError(
+                f"Cast: {self.scale} compares the errors of scales tile by tile, but the tile is {self.tile} with a headroom of "
+                f"{self.headroom:g}. Use a tile of two sizes, such as (1, 16), without headroom.",
+                code="cast.compared-scales",
+            )
         headroom = is_positive(self.headroom) and 1 <= self.headroom <= LARGEST_HEADROOM
         wanted = f"it must be a number from 1 (none) to {LARGEST_HEADROOM}: more than the rules can saturate by would only"
         _require(self, "headroom", headroom, f"{wanted} waste resolution.")

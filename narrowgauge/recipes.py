@@ -27,6 +27,7 @@ from narrowgauge.recipe import (
     Recipe,
 )
 from narrowgauge.scaling import (
+    E4M3_FOUR_OVER_SIX,
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
     E8M0_CEIL,
@@ -261,6 +262,22 @@ NVFP4 = Recipe(
     grad_input=Gemm(lhs=_NV_GRADIENT, rhs=_NV_SQUARE),
     grad_weight=Gemm(lhs=_NV_GRADIENT, rhs=_NV_VECTOR, rotate=Hadamard(block=16, signs="fixed")),
     wide_blocks=HighPrecisionBlocks(),
+)
+
+# The same with four over six ("Four Over Six", arXiv 2512.02010) wherever operands are rounded to
+# nearest: each tile's largest element goes to 6 or to 4, whichever leaves the smaller error. Of a
+# normal operand in 1x16 the squared error falls from 0.0092 to 0.0076 of its square, of a sparse
+# one further; of a weight in 16x16, where one of 256 elements decides, it hardly falls. Gradients
+# are rounded stochastically by scales rounded up, as above.
+_NV46_VECTOR = replace(_NV_VECTOR, scale=E4M3_FOUR_OVER_SIX)
+_NV46_SQUARE = replace(_NV_SQUARE, scale=E4M3_FOUR_OVER_SIX)
+NVFP4_46 = replace(
+    NVFP4,
+    name="nvfp4-46",
+    summary="as nvfp4, weights and activations in the better of two scales a tile (four over six)",
+    output=Gemm(lhs=_NV46_VECTOR, rhs=_NV46_SQUARE),
+    grad_input=replace(NVFP4.grad_input, rhs=_NV46_SQUARE),
+    grad_weight=replace(NVFP4.grad_weight, rhs=_NV46_VECTOR),
 )
 
 # OCP MXFP4: E2M1 in 1x32 tiles with power-of-two scales, all six operands, after Hadamard

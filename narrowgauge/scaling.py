@@ -14,6 +14,8 @@ the last place of float32, which moves a code only next to a tie.
                      tile may saturate
     E4M3_TWO_LEVEL_CEIL   the same, the e4m3 number rounded up: nothing saturates
     E4M3_TWO_LEVEL_POW2   as E4M3_TWO_LEVEL, the float32 rounded up to a power of two
+    E4M3_FOUR_OVER_SIX    as E4M3_TWO_LEVEL, for e2m1: of two scales of a tile, which put its largest
+                     element at 6 or at 4, the one with the smaller squared error
 
     amax              FP32            POW2, E8M0_CEIL  E8M0_FLOOR      E4M3_TWO_LEVEL (_CEIL)
     0 or subnormal    1               1                1               0 (codes are zero)
@@ -31,6 +33,14 @@ Two-level scales follow the order of NVFP4 (arXiv 2509.25149, appendix C; bit-id
     whole   = max amax / (448 * max)                     the float32 of the tensor
     scale   = e4m3((amax / max) / whole)                 the number of a tile
     codes   = encode(x * ((1 / whole) / scale))          rounded reciprocal, as in hardware
+
+Four over six (arXiv 2512.02010) exists because e2m1 has no number between 4 and 6: elements just
+below the largest are far from any code. A tile tries the scales of amax and of 1.5 amax. So that
+the larger one is an e4m3 number too, the largest tile is at 256 and not at 448.
+
+    scale   = the first of e4m3(f * (amax / max) / whole), f = 1 and 1.5, with the least
+              sum((x - decode(codes) * (scale * whole))**2), codes rounded to nearest
+    sum     differences in float32, subnormal ones as zero; squares in float64, by `halved_sum`
 
 e4m3's subnormals down to 2**-9 are used, as in TransformerEngine. torchao raises smaller scales to
 2**-6, which quantizes tiles with an amax below 2**-14.8 of the tensor's more coarsely.
@@ -84,6 +94,9 @@ class ScaleRule:
                   takes the desired scales relative to the per-tensor scale (see `two_level_scales`)
     power_of_two_whole  True if that per-tensor scale is a power of two. Tensors can then share the
                   largest of their scales, exactly: the numbers of their tiles shift by a power of two
+    largest_tile  number of the tile with the largest amax, relative to the per-tensor scale
+    tries         factors of amax, each of which gives a candidate for the scale of a tile. The one
+                  with the least error is taken, so a rule with more than one reads all elements
     """
 
     name: str
@@ -91,6 +104,8 @@ class ScaleRule:
     power_of_two: bool = False
     two_level: bool = False
     power_of_two_whole: bool = False
+    largest_tile: float = E4M3.max
+    tries: tuple[float, ...] = (1.0,)
 
     def __str__(self) -> str:
         return self.name
@@ -101,6 +116,11 @@ class ScaleRule:
 
     def __call__(self, amax: Tensor, format: Format) -> Tensor:
         return self.function(amax.to(torch.float32), format)
+
+    @property
+    def reads_elements(self) -> bool:
+        """True if the scale of a tile depends on more than its amax."""
+        return len(self.tries) > 1
 
 
 def smallest_scale(format: Format) -> float:
@@ -146,23 +166,39 @@ def _power_of_two_floor(amax: Tensor, format: Format, carry: int = 0) -> Tensor:
 def two_level_scales(amax: Tensor, format: Format, rule: ScaleRule) -> tuple[Tensor, Tensor]:
     """Scales of a two-level rule: (e4m3 numbers of the tiles, 0-d float32 of the tensor).
 
-    The float32 places the largest tile at e4m3's largest number; the module docstring has the
-    equations.
+    The float32 places the largest tile at `rule.largest_tile`; the module docstring has the
+    equations. A rule that tries several factors gets the numbers of the first.
     """
+    whole = whole_scale(amax, format, rule)
+    return relative_scales(amax, whole, format, rule), whole
+
+
+def whole_scale(amax: Tensor, format: Format, rule: ScaleRule) -> Tensor:
+    """Float32 of a tensor under a two-level rule, 0-d, from the amax of its tiles."""
     if amax.numel() == 0:
-        return rule(amax, format), amax.new_ones(())
+        return amax.new_ones(())
     largest = amax.amax()
-    whole = _quotient(largest, E4M3.max * format.max).clamp(
+    whole = _quotient(largest, rule.largest_tile * format.max).clamp(
         min=smallest_scale(format) / E4M3.smallest
     )
     if rule.power_of_two_whole:
         # On the bits, as `_power_of_two_floor`: any mantissa carries into the exponent.
         bits = whole.view(torch.int32) + _MANTISSA_BITS
         whole = (bits & _EXPONENT_BITS).view(torch.float32)
-    whole, wanted = _guard(whole, largest), _quotient(amax, format.max)
+    return _guard(whole, largest)
+
+
+def relative_scales(
+    amax: Tensor, whole: Tensor, format: Format, rule: ScaleRule, factor: float = 1.0
+) -> Tensor:
+    """E4M3 numbers of tiles under a two-level rule, relative to the float32 of the tensor.
+
+    factor  one of `rule.tries`
+    """
+    wanted = _quotient(amax, format.max)
     # Subnormals are set to zero, whether or not the division flushes them: rounding up would
     # otherwise turn a surviving subnormal into 2**-9.
-    return rule(torch.where(wanted < SMALLEST_NORMAL, 0.0, wanted) / whole, format), whole
+    return rule(torch.where(wanted < SMALLEST_NORMAL, 0.0, wanted) * factor / whole, format)
 
 
 def _e4m3_relative(wanted: Tensor, format: Format) -> Tensor:
@@ -205,6 +241,9 @@ E4M3_TWO_LEVEL_CEIL = ScaleRule("e4m3-two-level-ceil", _e4m3_relative_ceil, two_
 E4M3_TWO_LEVEL_POW2 = ScaleRule(
     "e4m3-two-level-pow2", _e4m3_relative, two_level=True, power_of_two_whole=True
 )
+E4M3_FOUR_OVER_SIX = ScaleRule(
+    "e4m3-four-over-six", _e4m3_relative, two_level=True, largest_tile=256.0, tries=(1.0, 1.5)
+)
 RULES: tuple[ScaleRule, ...] = (
     FP32,
     POW2,
@@ -213,6 +252,7 @@ RULES: tuple[ScaleRule, ...] = (
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
     E4M3_TWO_LEVEL_POW2,
+    E4M3_FOUR_OVER_SIX,
 )
 
 
@@ -289,6 +329,23 @@ def per_tile(scale: Tensor, tile: tuple[int, int]) -> Tensor:
     if tile in _ONE_SCALE:
         return scale
     return scale[:, :, None] if tile[0] == 1 else scale[:, None, :, None]
+
+
+def halved_sum(tiles: Tensor) -> Tensor:
+    """Sum over the elements of each tile, in one order on every device: [A, B].
+
+    tiles  in a shape of `as_tiles` for tiles of fixed sizes. The later half of a tile's elements,
+           row by row, is added to the earlier half until one is left. Of an odd number, the middle
+           one stays as it is
+    """
+    if tiles.ndim == 4:
+        tiles = tiles.transpose(1, 2)
+    left = tiles.flatten(2)
+    while left.shape[2] > 1:
+        half = -(-left.shape[2] // 2)
+        first, second = left[:, :, :half], left[:, :, half:]
+        left = torch.nn.functional.pad(second, (0, half - second.shape[2])) + first
+    return left[:, :, 0]
 
 
 def times_scale(values: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:

@@ -130,6 +130,62 @@ class Float8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+class MXCodes(torch.Tensor):
+    """A matrix as codes and a power of two for 32 elements of its contracted axis, as torchao's MXTensor."""
+
+    qdata: Tensor
+    scale: Tensor
+    block_size = 32
+
+    @staticmethod
+    def __new__(cls, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> MXCodes:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, qdata.size(), strides=qdata.stride(), dtype=dtype
+        )
+        made.qdata, made.scale = qdata, scale
+        return made
+
+    def decoded(self) -> Tensor:
+        across = self.qdata.shape[1] != self.scale.shape[1]
+        scale = self.scale.float().repeat_interleave(32, 1 if across else 0)
+        return self.qdata.float() * scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.t.default:
+            return MXCodes(args[0].qdata.t(), args[0].scale.t(), args[0].dtype)
+        assert func is torch.ops.aten.mm.default, func
+        return (args[0].decoded() @ args[1].decoded()).to(args[0].dtype)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class MXFP8Linear(nn.Linear):
+    """shift   binary digits by which the scale of x in `output` is too small"""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features)
+        self.weight, self.bias, self.shift = layer.weight, layer.bias, 0
+        self.kernel_preference = SimpleNamespace(name="EMULATED")
+        self.scale_calculation_mode = SimpleNamespace(name="RCEIL")
+
+    def product(self, gemm: str, lhs: Tensor, rhs: Tensor) -> Tensor:
+        shift = self.shift if gemm == "output" else 0
+        return torch.mm(mx_cast(lhs, shift), mx_cast(rhs).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Products.apply(x, self.weight, self) + self.bias
+
+
+def mx_cast(x: Tensor, shift: int = 0) -> MXCodes:
+    """x [outer, contracted] with the smallest powers of two under which no element saturates; E8M0's smallest for zeros."""
+    blocks = x.float().reshape(len(x), -1, 32)
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 448)).clamp(min=-127) - shift
+    codes = (blocks * torch.exp2(-exponent)[..., None]).clamp(-448, 448).to(E4M3).reshape(x.shape)
+    biased = (exponent + 127).clamp(min=0).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return MXCodes(codes, biased, x.dtype)
+
+
 def converted(
     model: nn.Module,
     make: Callable[[nn.Linear], nn.Module] = Float8Linear,
@@ -229,6 +285,7 @@ NF4Linear.__module__ = "hqq.core.quantize"
 __all__ = [
     "Float8Linear",
     "Linear8bitLt",
+    "MXFP8Linear",
     "NF4Linear",
     "TELinear",
     "converted",

@@ -190,6 +190,7 @@ def test_scale_rules_are_values():
         "e4m3-two-level",
         "e4m3-two-level-ceil",
         "e4m3-two-level-pow2",
+        "e4m3-four-over-six",
     }
 
 

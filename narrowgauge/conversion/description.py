@@ -223,12 +223,15 @@ def _wide_row(name: str, shape: str, words: str, note: str) -> Row:
 def _foreign_row(name: str, layer: Any) -> Row:
     """Row of a module of another library. The backend is that library."""
     recipe = layer.recipe
+    # A weight of codes may have any shape; the features tell the matrix.
+    is_plain = isinstance(layer.module, nn.Linear)
     matrices = [f"{each.shape[1]} -> {each.shape[0]}" for each in layer.matrices().values()]
+    shape = _shape(layer.module) if is_plain else ", ".join(matrices)
     notes = [Note.of(layer.unobserved)] if layer.unobserved else []
     if layer.is_suspended:
         notes.append(Note("suspended", code="suspended"))
     return Row(
-        name=name, shape=", ".join(matrices) or "codes", recipe=recipe.name, output=str(recipe.output), grad_input=str(recipe.grad_input),
+        name=name, shape=shape, recipe=recipe.name, output=str(recipe.output), grad_input=str(recipe.grad_input),
         grad_weight=str(recipe.grad_weight), backend=layer.library, notes=tuple(notes),
     )  # fmt: skip
 

@@ -27,7 +27,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import Reason, warn
-from narrowgauge.nn.foreign_modules import why_foreign
 from narrowgauge.ops import rng
 from narrowgauge.structure import is_conv1d
 
@@ -45,8 +44,6 @@ def reason_to_leave(layer: nn.Module) -> Reason | None:
     layer  not adopted yet
     """
     kind = type(layer).__name__
-    if (reason := why_foreign(layer)) is not None:
-        return reason
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return Reason(
             "own-class", f"{kind} is read without a call, by torch's attention that holds it"

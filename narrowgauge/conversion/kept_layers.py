@@ -13,6 +13,7 @@ from torch import nn
 
 from narrowgauge.conversion.disguises import reason_to_leave
 from narrowgauge.errors import Reason
+from narrowgauge.nn.foreign_modules import why_foreign
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm.cublas import ALIGNMENT
 from narrowgauge.structure import blocks, expanded, features
@@ -63,6 +64,8 @@ def reason_to_keep(
     matching  patterns that match it
     head      the model's output head, if it declares one
     """
+    if not isinstance(layer, QLinear) and (reason := why_foreign(layer)) is not None:
+        return reason
     is_disguised = type(layer) is not nn.Linear and not isinstance(layer, QLinear)
     if is_disguised and (reason := reason_to_leave(layer)) is not None:
         return reason

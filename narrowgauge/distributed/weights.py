@@ -579,6 +579,8 @@ def _reason_against_codes(layer: QLinear) -> str:
     for product, cast in casts.items():
         if cast.rounding != "nearest":
             return f"{product} rounds the original stochastically"
+        if cast.scale.reads_elements:
+            return f"{product} chooses the scales of tiles by the elements of the original"
         if isinstance(cast.calibrate, LearnedStep):
             return "the gradient of its learned step needs the rounding errors of the original"
     if recipe.output.rotate is not None and recipe.output.rotate.signs == "random":

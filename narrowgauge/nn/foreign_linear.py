@@ -103,9 +103,13 @@ class ForeignLinear:
         return {name for name, own in self._own.gemms().items() if now[name] != own}
 
     def matrices(self) -> dict[str, nn.Parameter]:
-        """Trained matrices by their name in the module."""
+        """Matrices of 16 bits or more, by their name in the module."""
         own = self.module._parameters
-        return {name: each for name, each in own.items() if each is not None and each.ndim == 2}
+        return {
+            name: each
+            for name, each in own.items()
+            if each is not None and each.ndim == 2 and each.dtype.itemsize > 1
+        }
 
     # --- for subclasses
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,11 +77,11 @@ def why_unknown(module: nn.Module) -> Reason | None:
             "foreign.no-adapter",
             f"no adapter knows {library}'s {type(module).__name__}, which computes alike in a run and in its reference",
         )
-    for each in matrices:
-        if library := _library(type(each.data).__module__):
+    for kind in (type(tensor) for each in matrices for tensor in (each, each.data)):
+        if library := _library(kind.__module__):
             return Reason(
                 "foreign.weight-class",
-                f"its weight is a {type(each.data).__name__} of {library}, which multiplies by itself, alike in a run and in its reference",
+                f"its weight is a {kind.__name__} of {library}, which multiplies by itself, alike in a run and in its reference",
             )
     return None
 
@@ -142,6 +142,24 @@ TORCHAO_FP32 = ScaleRule("fp32-floored", _floored_fp32)
 TORCHAO_POW2 = ScaleRule("pow2-floored", _floored_pow2, power_of_two=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FactoredQTensor(QTensor):
+    """Codes of x times a factor, of which `scale` is the reciprocal.
+
+    factor    float32, one number or [outer, 1]
+
+    The reciprocal of the reciprocal is another float32 now and then. In 16-bit tensors many elements
+    lie half-way between two codes: there the last bit of the factor decides (0.9 % of the codes
+    of one tensor, docs/log.md), so a fresh cast multiplies by the factor itself.
+    """
+
+    factor: Tensor
+
+    def cast_again(self, x: Tensor) -> Tensor:
+        """A fresh cast of x [outer, contracted], decoded: float32."""
+        return self.cast.format.round(x.to(torch.float32) * self.factor) * self.full_scale()
+
+
 class _OfFloat8Linear(ForeignLinear):
     """torchao.float8's Float8Linear: dynamic scales per tensor or row, in three GEMMs."""
 
@@ -184,12 +202,15 @@ class _OfFloat8Linear(ForeignLinear):
         made: Any = stored
         if made._data.dtype not in FORMATS:
             return None
-        data, scale = made._data, made._scale.to(torch.float32).reciprocal()
+        data, factor = made._data, made._scale.to(torch.float32)
         if is_rhs:
-            data, scale = data.t(), scale.t() if scale.ndim == 2 else scale
-        tile = (1, WHOLE) if scale.ndim == 2 else (WHOLE, WHOLE)
+            data, factor = data.t(), factor.t() if factor.ndim == 2 else factor
+        tile = (1, WHOLE) if factor.ndim == 2 else (WHOLE, WHOLE)
         cast = Cast(format=FORMATS[data.dtype], tile=tile, scale=self._rule)
-        return _qtensor(data, scale, cast)
+        found = _qtensor(data, factor.reciprocal(), cast)
+        return (
+            None if found is None else FactoredQTensor(**vars(found), factor=factor, checked=True)
+        )
 
 
 class _OfMXLinear(ForeignLinear):
@@ -214,9 +235,13 @@ class _OfMXLinear(ForeignLinear):
             return super().operand(stored, is_rhs)
         if made.qdata.dtype not in FORMATS or getattr(made, "is_swizzled_scales", False):
             return None
+        if made.qdata.numel() != made.scale.numel() * made.block_size:
+            return None
         data, scale = (each.t() if is_rhs else each for each in (made.qdata, made.scale))
         cast = self._cast(FORMATS[data.dtype], made.block_size)
-        return _qtensor(data, scale.to(torch.float32), cast)
+        # A block of zeros has the smallest E8M0 there, 2**-127, and 1 by the rules here.
+        zeros = data.to(torch.float32).reshape(*scale.shape, -1).abs().amax(-1) == 0
+        return _qtensor(data, torch.where(zeros, 1.0, scale.to(torch.float32)), cast)
 
 
 def _qtensor(data: Tensor, scale: Tensor, cast: Cast) -> QTensor | None:

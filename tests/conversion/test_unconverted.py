@@ -34,6 +34,8 @@ def test_a_weight_that_its_owner_multiplies_by_is_told_of():
     model = nn.Sequential(Attention(), Attention())
     with warns("convert.bypassed", "Attention.forward", "'0.qkv'", "3 more"):
         ng.convert(model, "fp8-current")
+    with warns("convert.bypassed", "'qkv'", "1 more"):
+        ng.convert(Attention(), "fp8-current")
     for row in ng.describe(model):
         read = "qkv" in row.name or "tied" in row.name
         assert bool(with_code(row.notes, "read-by-owner")) == read

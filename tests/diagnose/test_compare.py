@@ -119,6 +119,13 @@ def test_equal_losses_are_called_identical_and_nothing_more():
     assert "identical at 40 common steps" in found.verdict.sentence
 
 
+def test_the_interval_of_a_verdict_is_around_its_estimate():
+    found = compared(0.1)
+    low, high = found.verdict.interval
+    assert low < found.verdict.estimate < high
+    assert high - low == pytest.approx(2 * found.tail.half_width)
+
+
 def test_every_verdict_says_that_it_is_one_pair():
     for found in (compared(0.0), compared(0.1), compared(0.1, count=3)):
         said = found.verdict.sentence

@@ -43,6 +43,12 @@ def moved(by: float, noise: float, count: int = 5, seed: int = 0) -> list[float]
     ]
 
 
+def test_two_values_have_an_interval_and_one_has_none():
+    found = stats.ttest_1samp([1.0, 3.0], 0.0).confidence_interval(0.95)
+    assert paired_tests.half_width([1.0, 3.0]) == pytest.approx((found.high - found.low) / 2)
+    assert paired_tests.half_width([1.0]) is None
+
+
 def test_intervals_and_tests_are_scipys():
     values = [0.003, -0.001, 0.004, 0.0, 0.002]
     margin = 0.005

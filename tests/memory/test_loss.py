@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from narrowgauge.errors import ConfigError, DataError, ShapeError
 from narrowgauge.memory import chunked_cross_entropy
+from narrowgauge.memory.loss_options import LossOptions
 from narrowgauge.ops.registry import Device
 from tests.compare import assert_same, assert_sqnr
 from tests.raising import coded, raises
@@ -124,6 +125,18 @@ def test_any_sizes(tokens, vocabulary, chunk, ignored):
         gradients(loss, (x, weight)), gradients(expected, (x, weight)), strict=True
     ):
         torch.testing.assert_close(found, reference)
+
+
+def test_logits_are_rounded_as_an_unfused_head_returns_them():
+    """Exact: to bfloat16, also where the products are computed in float32."""
+    options = LossOptions(
+        rows=8, vocab_slice=0, compute_dtype=torch.bfloat16, gemm_dtype=torch.float32, softcap=0.0,
+        z_loss=0.0, needs_gradients=False, has_ignored=False,
+    )  # fmt: skip
+    lhs, rhs = (options.operand(torch.randn(size, 16)) for size in (8, 12))
+    logits = options.logits(lhs, rhs, None)
+    assert logits.dtype == torch.float32
+    assert_same(logits, (lhs @ rhs.T).bfloat16().float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -149,6 +149,7 @@ def test_codes_of_a_block_fp8_checkpoint_are_taken_as_they_are(tmp_path, scales,
     layer, name = model.model.layers[1].mlp.up_proj, "model.layers.1.mlp.up_proj.weight"
     scale = stored[f"{name}_scale_inv"]
     decoded = dequantize(QTensor(data=stored[name], scale=scale, cast=cast, inner=128))
+    assert layer.frozen.quantized.shape == layer.weight.shape and len(set(layer.weight.shape)) == 2
     if is_taken:
         assert_same(layer.frozen.codes.view(torch.float8_e4m3fn), stored[name])
         assert_same(layer.weight.detach().clone(), decoded)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import dequantize
-from narrowgauge.ops.quantize.definition import calibrated_amax, encoded, filled, scales
+from narrowgauge.ops.quantize.definition import calibrated_amax, encoded, filled, scales_of
 from narrowgauge.recipe import Cast, DelayedScaling, LearnedStep
 from narrowgauge.scaling import times_scale
 
@@ -136,6 +136,9 @@ def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tenso
     x      [outer, inner], the shape of `like`
     noise  the noise that `like` was rounded with, if its cast rounds stochastically
     """
+    # Operands of other libraries (nn.foreign_modules) round by the arithmetic of their library.
+    if (cast_again := getattr(like, "cast_again", None)) is not None:
+        return cast_again(x)
     cast = like.cast
     data = encoded(
         filled(x, cast.tile), like.shape, like.scale, like.global_scale, cast, noise, torch.float32
@@ -150,7 +153,7 @@ def own_scale(x: Tensor, cast: Cast) -> Tensor | None:
     """
     if isinstance(cast.calibrate, DelayedScaling | LearnedStep):
         return None
-    scale, shared = scales(calibrated_amax(x, cast), cast)
+    scale, shared = scales_of(filled(x, cast.tile), calibrated_amax(x, cast), cast)
     return scale if shared is None else scale * shared
 
 

@@ -52,7 +52,7 @@ constexpr uint32_t SMALLEST_NORMAL = 0x00800000, NOT_A_NUMBER = 0x7FC00000;
 constexpr int32_t LARGEST_SCALE = 0x7E800000;  // 2**126
 
 // `Cast.rule`. OTHER is a rule that the kernel does not know: its scales are passed in.
-enum Rule : int32_t { OTHER, FP32, POWER_OF_TWO_CEIL, POWER_OF_TWO_FLOOR, TWO_LEVEL, TWO_LEVEL_CEIL };
+enum Rule : int32_t { OTHER, FP32, POWER_OF_TWO_CEIL, POWER_OF_TWO_FLOOR, TWO_LEVEL, TWO_LEVEL_CEIL, FOUR_OVER_SIX };
 
 // Must match `FormatConstants` in ops/quantize/cpp_constants.py.
 struct Format {
@@ -72,6 +72,7 @@ struct Cast {
     int32_t two_level;     // true of a rule that is OTHER too
     Rule rule;
     float smallest_scale, smallest_whole, headroom;  // smallest_whole: of the tensor's own scale
+    float largest_tile;  // scale of the largest tile, relative to the tensor's own
 };
 
 // Saturate y and round it. noise is read by stochastic rounding alone: the upper neighbour is taken
@@ -127,14 +128,14 @@ inline float scale_of(uint32_t amax, const Cast& cast) {
 inline float whole_scale(uint32_t largest, const Cast& cast) {
     if (largest >= EXPONENT) return float_of(NOT_A_NUMBER);
     if (largest < SMALLEST_NORMAL) return float_of(ONE);
-    return std::max(quotient(float_of(largest), double(cast.of_scales.max) * cast.format.max), cast.smallest_whole);
+    return std::max(quotient(float_of(largest), double(cast.largest_tile) * cast.format.max), cast.smallest_whole);
 }
 
-// The scale of a tile relative to the float32 of its tensor.
-inline float relative_scale(float amax, float whole, const Cast& cast) {
+// The scale of a tile relative to the float32 of its tensor, for `factor` times its amax.
+inline float relative_scale(float amax, float whole, const Cast& cast, float factor = 1.f) {
     const float smallest = float_of(SMALLEST_NORMAL), wanted = quotient(amax, cast.format.max);
     // Subnormals count as zero, whether or not the division flushes them.
-    const float relative = (wanted < smallest ? 0.f : wanted) / whole;
+    const float relative = (wanted < smallest ? 0.f : wanted) * factor / whole;
     const float scale = cast.rule == TWO_LEVEL_CEIL ? rounded<false, true>(relative, 0.f, cast.of_scales)
                                                     : rounded<false, false>(relative, 0.f, cast.of_scales);
     return relative < smallest ? 0.f : relative < float_of(EXPONENT) ? scale : float_of(NOT_A_NUMBER);
@@ -186,6 +187,51 @@ template <typename In> void amax_of(const In* x, const Matrix& matrix, int64_t f
 inline float reciprocal_of(float scale, float shared, bool two_level) {
     if (!two_level) return 1.f / (scale * shared);
     return scale == 0.f ? 0.f : (1.f / shared) / scale;
+}
+
+// Sum of so many numbers, which are overwritten: the later half is added to the earlier one until
+// one is left (`halved_sum` in scaling.py).
+inline double halved_sum(double* left, int64_t count) {
+    while (count > 1) {
+        const int64_t half = (count + 1) / 2;
+        for (int64_t i = half; i < count; ++i) left[i - half] += left[i];
+        count = half;
+    }
+    return left[0];
+}
+
+// Replace each amax of the tiles `first` to `last` of rows of tiles by the scale of amax or of 1.5
+// amax, whichever has the smaller squared error (`least_error` in quantize/definition.py).
+//
+// transposed  the elements of a tile are added up column by column
+template <bool integers, typename In>
+void choose_scales(const In* x, const Matrix& matrix, int64_t first, int64_t last, float whole, bool transposed, float* amax,
+                   const Cast& cast) {
+    const Format format = cast.format;
+    const int64_t height = matrix.tile_rows, width = matrix.tile_columns;
+    std::vector<float> values(height * width);
+    std::vector<double> squares(height * width);
+    for (int64_t row = first; row < last; ++row) {
+        for (int64_t tile = 0; tile < matrix.tiles_per_row(); ++tile, ++amax) {
+            const int64_t rows = std::min(height, matrix.rows - row * height);
+            const int64_t columns = std::min(width, matrix.columns - tile * width);
+            std::fill(values.begin(), values.end(), 0.f);  // a short tile is padded with zeros
+            for (int64_t i = 0; i < rows; ++i) {
+                const In* from = x + (row * height + i) * matrix.stride + tile * width;
+                for (int64_t j = 0; j < columns; ++j) values[transposed ? j * height + i : i * width + j] = load(from + j);
+            }
+            const auto error = [&](float scale) {
+                const float reciprocal = reciprocal_of(scale, whole, true), full = scale * whole;
+                for (int64_t i = 0; i < height * width; ++i) {
+                    const float off = values[i] - rounded<integers, false>(values[i] * reciprocal, 0.f, format) * full;
+                    squares[i] = std::fabs(off) < float_of(SMALLEST_NORMAL) ? 0. : double(off) * double(off);
+                }
+                return halved_sum(squares.data(), height * width);
+            };
+            const float six = relative_scale(*amax, whole, cast), four = relative_scale(*amax, whole, cast, 1.5f);
+            *amax = error(four) < error(six) ? four : six;
+        }
+    }
 }
 
 template <bool whole, bool stochastic, typename In, typename Out>
@@ -254,6 +300,22 @@ void narrowgauge_two_level(int64_t first, int64_t last, const Cast* given, const
     const Cast cast = *given;
     const float whole = whole_scale(bits_of(*largest), cast);
     for (int64_t i = first; i < last; ++i) amax[i] = relative_scale(amax[i], whole, cast);
+    if (first == 0) *shared = whole * cast.headroom;
+}
+
+// The same for the rule that chooses between two scales of a tile. `first` and `last` count rows of
+// tiles.
+void narrowgauge_four_over_six(int64_t first, int64_t last, const Cast* given, const void* x, int64_t stride, int64_t rows,
+                               int64_t columns, int64_t tile_rows, int64_t tile_columns, const float* largest, int32_t transposed,
+                               float* amax, float* shared) {
+    const Cast cast = *given;
+    const Matrix matrix{stride, rows, columns, tile_rows, tile_columns};
+    const float whole = whole_scale(bits_of(*largest), cast);
+    with_dtype(x, cast, [&](const auto* from) {
+        float* scales = amax + first * matrix.tiles_per_row();
+        if (cast.format.whole) choose_scales<true>(from, matrix, first, last, whole, transposed, scales, cast);
+        else choose_scales<false>(from, matrix, first, last, whole, transposed, scales, cast);
+    });
     if (first == 0) *shared = whole * cast.headroom;
 }
 

@@ -38,7 +38,7 @@ def quantize_chunked(
     definition  the functions of the definition of a whole tensor
     given       amax of each tile, or None
     """
-    calibrated_amax, filled, amax, scales, encoded = definition
+    calibrated_amax, filled, amax, scales, least_error, encoded = definition
     if given is None and cast.tile == (WHOLE, WHOLE):
         given = calibrated_amax(x, cast)
     elif given is None:
@@ -49,13 +49,13 @@ def quantize_chunked(
         # maxima.
         given = given.amax(dim=0, keepdim=True) if cast.tile[0] == WHOLE else given
     scale, global_scale = scales(given, cast)
-    parts = []
+    parts, taken = [], []
     for each in chunks:
         chunk, height = x[each], 1 if cast.tile[0] == WHOLE else cast.tile[0]
-        own = (
-            scale
+        tiles = (
+            slice(None)
             if cast.tile[0] == WHOLE
-            else scale[each.start // height : -(-each.stop // height)]
+            else slice(each.start // height, -(-each.stop // height))
         )
         # Element 0 of the chunk has the noise of its place in the whole tensor.
         some = (
@@ -64,8 +64,12 @@ def quantize_chunked(
             else noise and noise.after(each.start * x.shape[1])
         )
         full = filled(chunk, cast.tile)
+        own = least_error(full, given[tiles], scale[tiles], global_scale, cast)
+        taken.append(own)
         parts.append(encoded(full, tuple(chunk.shape), own, global_scale, cast, some, expand))
     data = torch.cat(parts)
+    if cast.scale.reads_elements:
+        scale = torch.cat(taken)
     return QTensor(
         data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=global_scale, checked=True
     )

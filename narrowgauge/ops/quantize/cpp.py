@@ -21,6 +21,7 @@ from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import (
+    E4M3_FOUR_OVER_SIX,
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
     E8M0_CEIL,
@@ -38,7 +39,15 @@ if TYPE_CHECKING:
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of x; others are read as float32
 KINDS = {**DTYPES, torch.int8: 2}
 # Must match `Rule` in cast.cpp; 0: a rule that it does not know, whose scales are passed in.
-RULES = {FP32: 1, POW2: 2, E8M0_CEIL: 2, E8M0_FLOOR: 3, E4M3_TWO_LEVEL: 4, E4M3_TWO_LEVEL_CEIL: 5}
+RULES = {
+    FP32: 1,
+    POW2: 2,
+    E8M0_CEIL: 2,
+    E8M0_FLOOR: 3,
+    E4M3_TWO_LEVEL: 4,
+    E4M3_TWO_LEVEL_CEIL: 5,
+    E4M3_FOUR_OVER_SIX: 6,
+}
 _P, _L, _U = c_void_p, c_int64, c_uint32
 _MATRIX = (_P, _L, _L, _L, _L, _L)  # `layout` of `run`
 LIBRARY = cpp.Library(
@@ -47,6 +56,7 @@ LIBRARY = cpp.Library(
     {
         "amax": (_P, *_MATRIX, _P),
         "two_level": (_P, _P, _P, _P),
+        "four_over_six": (_P, *_MATRIX, _P, c_int32, _P, _P),
         "cast": (_P, *_MATRIX, _P, _P, _U, _U, c_int32, _P),
     },
 )
@@ -59,7 +69,9 @@ def refuse(spec: Spec) -> Refusal | None:
         return Refusal("shape", "there is nothing to round")
     if spec.noise == "tensor":
         return Refusal("noise", "generates the noise of a key, and reads no tensor of noise")
-    if not rounds(format, stochastically=spec.noise is not None):
+    # Candidates for a scale are compared by rounding to nearest.
+    to_nearest = spec.noise is None or spec.cast.scale.reads_elements
+    if not rounds(format, stochastically=not to_nearest):
         return Refusal(
             "format", "rounds integers and floats; to nearest, only floats with a mantissa"
         )
@@ -105,7 +117,7 @@ def run(
         if cast.headroom != 1:
             shared = torch.full((), cast.headroom, device="cpu")
     else:
-        scale, shared = _two_level_scales(tiles, constants, layout)
+        scale, shared = _two_level_scales(tiles, constants, layout, cast, transposed)
     data = torch.empty((rows, columns), dtype=dtype, device="cpu")
     words = (0, 0) if noise is None else noise.words
     assert isinstance(words, tuple)
@@ -134,14 +146,19 @@ def _makes_scales(cast: Cast, rows_of_tiles: int, elements: int) -> bool:
 
 
 def _two_level_scales(
-    tiles: tuple[int, int], constants: Any, layout: tuple[Any, ...]
+    tiles: tuple[int, int], constants: Any, layout: tuple[Any, ...], cast: Cast, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the scales of the tiles, and the factor that all tiles share."""
     scale = torch.empty(tiles, dtype=torch.float32, device="cpu")
     shared = torch.empty((), dtype=torch.float32, device="cpu")
     LIBRARY.call("amax", tiles[0], layout[0].numel(), constants, *layout, scale)
     number, largest = scale.numel(), scale.amax()
-    LIBRARY.call("two_level", number, number, constants, largest, scale, shared)
+    if cast.scale.reads_elements:
+        LIBRARY.call(
+            "four_over_six", tiles[0], layout[0].numel(), constants, *layout, largest, transposed, scale, shared
+        )  # fmt: skip
+    else:
+        LIBRARY.call("two_level", number, number, constants, largest, scale, shared)
     return scale, shared
 
 
@@ -158,6 +175,8 @@ def _scales_by_definition(
         amax = amax.to(torch.float32)
         if cast.tile != (WHOLE, WHOLE):
             amax = amax.expand(scale_shape((x.shape[0], x.shape[1]), cast.tile))
+    if cast.scale.reads_elements:
+        return definition.scales_of(definition.filled(x, cast.tile), amax, cast)
     return definition.scales(amax, cast)
 
 

@@ -53,7 +53,10 @@ class CppCast(Structure):
                 "rule",
             )
         ),
-        *((name, c_float) for name in ("smallest_scale", "smallest_whole", "headroom")),
+        *(
+            (name, c_float)
+            for name in ("smallest_scale", "smallest_whole", "headroom", "largest_tile")
+        ),
     )
 
 
@@ -72,5 +75,6 @@ def constants_of(cast: Cast, makes_scales: bool, rule: int, x_narrow: int, out_k
         smallest_scale=smallest,
         smallest_whole=smallest / E4M3.smallest,
         headroom=cast.headroom,
+        largest_tile=cast.scale.largest_tile,
     )
     return pointer(found)

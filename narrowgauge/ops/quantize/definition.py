@@ -17,11 +17,14 @@ from narrowgauge.errors import ShapeError
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import (
+    SMALLEST_NORMAL,
     WHOLE,
     as_tiles,
     from_tiles,
+    halved_sum,
     padded_to_tiles,
     per_tile,
+    relative_scales,
     scale_shape,
     tile_sizes,
     times_scale,
@@ -170,7 +173,7 @@ def quantize(
 
         if len(slices := chunks_of(x, cast)) > 1:
             return quantize_chunked(
-                (calibrated_amax, filled, _amax, scales, encoded),
+                (calibrated_amax, filled, _amax, scales, least_error, encoded),
                 slices,
                 x,
                 cast,
@@ -179,7 +182,8 @@ def quantize(
                 expand,
             )
     full = filled(x, cast.tile)
-    scale, global_scale = scales(_amax(full, shape, cast) if given is None else given, cast)
+    given = _amax(full, shape, cast) if given is None else given
+    scale, global_scale = scales_of(full, given, cast)
     data = encoded(full, shape, scale, global_scale, cast, noise, expand)
     return QTensor(
         data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True
@@ -228,13 +232,52 @@ def dequantize(q: QTensor) -> Tensor:
 def scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
     """Return the scales of the tiles, and the factor that all tiles share, or None.
 
-    The factor is the second level of a two-level rule, or headroom, or both.
+    A rule that reads elements gets its first candidates, and `scales_of` chooses. The factor is the
+    second level of a two-level rule, or headroom, or both.
     """
     if not cast.scale.two_level:
         shared = amax.new_full((), cast.headroom) if cast.headroom != 1 else None
         return cast.scale(amax, cast.format), shared
     scale, whole = two_level_scales(amax, cast.format, cast.scale)
     return scale, whole * cast.headroom
+
+
+def scales_of(full: Tensor, amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
+    """Return the same for the result of `filled`, whose elements a rule may compare."""
+    scale, shared = scales(amax, cast)
+    return least_error(full, amax, scale, shared, cast), shared
+
+
+def least_error(
+    full: Tensor, amax: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast
+) -> Tensor:
+    """Return the scales of the tiles after all of the rule's candidates were tried, [A, B].
+
+    full          the result of `filled`
+    amax          of each tile
+    scale         the rule's first candidates, which `scales` has computed with global_scale
+    ->            `scale` itself for a rule that reads no elements. Of equal errors the first wins;
+                  tiles that are not finite keep their NaN
+    """
+    rule, format = cast.scale, cast.format
+    if not rule.reads_elements:
+        return scale
+    assert global_scale is not None and cast.headroom == 1  # see Cast
+    tiles = as_tiles(full, cast.tile)
+
+    def squared_error(scale: Tensor) -> Tensor:
+        codes = format.round(_times_reciprocal(tiles, scale, global_scale, cast), None)
+        off = tiles - codes * per_tile(scale * global_scale, cast.tile)
+        # Subnormal differences count as zero, whether or not the subtraction flushes them.
+        off = torch.where(off.abs() < SMALLEST_NORMAL, 0.0, off)
+        return halved_sum(off.to(torch.float64).square())
+
+    least = squared_error(scale)
+    for factor in rule.tries[1:]:
+        other = relative_scales(amax, global_scale, format, rule, factor)
+        error = squared_error(other)
+        scale, least = torch.where(error < least, other, scale), torch.minimum(error, least)
+    return scale
 
 
 def _times_reciprocal(

@@ -10,6 +10,7 @@ from narrowgauge.lab.blame import Blame, blame
 from narrowgauge.recipe import GEMMS
 from tests.foreign import (
     Float8Linear,
+    MXFP8Linear,
     NF4Linear,
     TELinear,
     converted,
@@ -66,6 +67,16 @@ def test_codes_of_an_older_weight_stand_first():
     found = blame(model, compute(model), confirm=0)
     [suspect] = found.suspects
     assert suspect.name == "layers.0.up_proj:output" and suspect.worse.role == "w"
+
+
+def test_blocks_of_32_with_a_row_of_zeros_are_sound_and_a_small_scale_stands_first():
+    """The last token of each sequence has no loss, so rows of grad_output are zeros: E8M0's smallest scale."""
+    model = converted(Model(), MXFP8Linear)
+    assert not blame(model, compute(model)).suspects
+    model.layers[1].down_proj.shift = 1
+    [suspect] = blame(model, compute(model), confirm=0).suspects
+    assert suspect.name == "layers.1.down_proj:output" and suspect.worse.role == "x"
+    assert suspect.worse.scale_off == 0.5 and suspect.worse.saturated > 0
 
 
 def test_gemms_that_stay_wide_are_no_suspects():

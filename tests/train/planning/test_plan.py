@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,26 @@ def test_a_plan_on_the_command_line(tmp_path, capsys, own_cache):
         entry.write_text(entry.read_text()[:100])
     assert main(arguments) == 0 and capsys.readouterr().out == first
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("fixed", [0.0, 0.3])
+@pytest.mark.parametrize("most", [0, 1, 2, 5, 100, 3001, 40_000])
+def test_the_largest_batch_is_found_in_few_traces(settings, most, fixed):
+    """Of memory that grows by the row: exact where rows are few, else within 0.1 %; each trace is new."""
+    answers = Answers(settings(), Room.of("", "1GiB"), Counts(cpu_facts()))
+    limit = int(answers.room.usable / (1 + KEPT_FREE))
+    row = limit * (1 - fixed) / (most + 0.5)
+    traced: list[int] = []
+
+    class Linear:
+        def of(self, config, shape):
+            traced.append(shape.rows)
+            return SimpleNamespace(allocated=int(limit * fixed + row * shape.rows))
+
+    answers = replace(answers, counts=Linear())
+    rows = answers.largest_batch(answers.shape())["rows"]
+    assert rows <= most and rows >= most - (most * 0.002 if most > 500 else 0)
+    assert len(set(traced)) == len(traced) <= 6
 
 
 @pytest.mark.slow

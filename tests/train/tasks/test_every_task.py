@@ -102,6 +102,15 @@ def test_a_plan_has_batches_of_the_same_form(make_task, name):
     assert batch.keys() >= {key for key in drawn if key != "token_type_ids"}
 
 
+@pytest.mark.parametrize(("batch_size", "parts", "rows"), [(5, 2, 3), (4, 2, 2), (3, 3, 1)])
+def test_the_largest_micro_batch_has_the_rows_that_do_not_divide(
+    make_task, batch_size, parts, rows
+):
+    """The first micro-batch of a step has one row more where the rows do not divide."""
+    planned, _ = task_of(make_task("classification", batch_size=batch_size))
+    assert planned.largest_micro_batch(parts).rows == rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_stopped_run_goes_on_to_the_bit(make_task, before_step, name):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from narrowgauge.train.tasks.confusion import Confusion
+from narrowgauge.train.tasks.confusion import Confusion, predicted
 from narrowgauge.train.tasks.table import perplexity
 
 
@@ -65,3 +65,9 @@ def test_squares_of_large_counts_do_not_overflow():
 def test_perplexity_of_any_loss():
     assert perplexity(0.0) == 1.0 and perplexity(1e4) == math.inf
     assert math.isnan(perplexity(math.nan)) and perplexity(math.inf) == math.inf
+
+
+def test_the_predicted_class_is_the_first_of_the_largest_logits_of_each_example():
+    logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 9.0]])
+    found, labels = predicted({"labels": torch.tensor([1, 0])}, logits)
+    assert found.tolist() == [1, 2] and labels.tolist() == [1, 0]
