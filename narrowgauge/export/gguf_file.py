@@ -65,13 +65,19 @@ class GgufFile(WeightFiles):
     def read(self, name: str) -> Tensor:
         """A tensor as the file holds it now, float32, decoded by gguf, rows in the model's order."""
         import gguf
+        import numpy
 
         if self._tensors is None:
             self._tensors = {
                 each.name: each for each in gguf.GGUFReader(self.folder / NAME).tensors
             }
         each = self._tensors[name]
-        found = torch.from_numpy(gguf.dequantize(each.data, each.tensor_type).copy())
+        # From the file: pages of gguf's own map would stay in memory, in the end the whole file.
+        data = numpy.fromfile(
+            self.folder / NAME, each.data.dtype, each.data.size, offset=each.data_offset
+        )
+        decoded = gguf.dequantize(data.reshape(each.data.shape), each.tensor_type)
+        found = torch.from_numpy(decoded.copy())
         heads = self.heads.get(name)
         return found if heads is None else in_halves(found, heads)
 
