@@ -67,6 +67,13 @@ def test_an_encoder_with_a_padding_mask_hands_no_nested_tensor_to_its_linears():
             )
 
 
+def test_one_weight_that_is_read_is_one_and_no_more():
+    with pytest.warns(UserWarning) as told:
+        ng.convert(Attention(), {"qkv": "fp8-current", "proj": "fp8-current"})
+    [warning] = with_code([each.message for each in told], "convert.bypassed")
+    assert "'qkv'" in str(warning) and "more layers" not in str(warning)
+
+
 def relu(x):
     return x.clamp(min=-1.0)
 

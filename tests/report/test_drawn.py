@@ -38,8 +38,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
 
 def test_a_check_of_the_guard_has_a_bar_of_its_noise_and_a_band_of_its_margin(drawn):
     """The bar ends WIDTH standard deviations below and above the difference; the band has no edge."""
-    guard.section(recorded(check(8, 0.02, "unknown"), check(16, -0.01, "unknown")))
+    checks = [check(8, 0.02, "unknown"), check(16, -0.01, "unknown")]
+    guard.section(recorded(*(each | {"same": 0.005} for each in checks)))
     [axes] = drawn
+    [crosses] = [line for line in axes.lines if line.get_marker() == "x"]
+    assert crosses.get_linewidth() == 0 and list(crosses.get_ydata()) == [0.005, 0.005]
     bars = [
         list(line.get_ydata())
         for line in axes.lines
