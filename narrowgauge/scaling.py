@@ -66,7 +66,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -96,7 +96,8 @@ class ScaleRule:
                   largest of their scales, exactly: the numbers of their tiles shift by a power of two
     largest_tile  number of the tile with the largest amax, relative to the per-tensor scale
     tries         factors of amax, each of which gives a candidate for the scale of a tile. The one
-                  with the least error is taken, so a rule with more than one reads all elements
+                  with the least error is taken
+    reads_elements  True if there are several: the scale of a tile depends on more than its amax
     """
 
     name: str
@@ -106,6 +107,11 @@ class ScaleRule:
     power_of_two_whole: bool = False
     largest_tile: float = E4M3.max
     tries: tuple[float, ...] = (1.0,)
+    reads_elements: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # An attribute and no property: every cast of every step asks for it.
+        object.__setattr__(self, "reads_elements", len(self.tries) > 1)
 
     def __str__(self) -> str:
         return self.name
@@ -116,11 +122,6 @@ class ScaleRule:
 
     def __call__(self, amax: Tensor, format: Format) -> Tensor:
         return self.function(amax.to(torch.float32), format)
-
-    @property
-    def reads_elements(self) -> bool:
-        """True if the scale of a tile depends on more than its amax."""
-        return len(self.tries) > 1
 
 
 def smallest_scale(format: Format) -> float:

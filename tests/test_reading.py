@@ -41,7 +41,7 @@ from narrowgauge.lab.study.plan import Job
 from narrowgauge.ops.cpp import build
 from narrowgauge.report import run_data
 from narrowgauge.storage import reading
-from narrowgauge.train import adapter, coded_base, model_files, run_folder
+from narrowgauge.train import adapter, coded_base, model_files, run_folder, trackers
 from narrowgauge.train.checkpoint import store
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig
@@ -444,6 +444,12 @@ def base_of_an_adapter(folder: Path) -> Case:
 
 
 @case
+def runs_in_trackers(folder: Path) -> Case:
+    path = put(folder / trackers.FILE, json.dumps({"wandb": "abc"}))
+    return Case(path, lambda: reading.json_of(path, trackers.STATE), is_json=True)
+
+
+@case
 def weights_of_an_adapter(folder: Path) -> Case:
     path = put(folder / adapter.WEIGHTS, safetensors.torch.save({"a": torch.ones(2)}))
 
@@ -792,6 +798,8 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("snapshot/block_storage.py", "os.open"): "makes a new file in shared memory",
     ("ops/cpp/build.py", "read_text"): f"{SOURCES}; {KERNEL}",
     ("ops/cpp/build.py", "ctypes.CDLL"): "a library whose bytes `is_whole` compared, in a folder that nobody else may write to",
+    ("export/gguf_file.py", "fromfile"): "tensors of the file that it has just written, one at a time",
+    ("export/gguf_tokenizer.py", "json.loads"): "what a tokenizer that is loaded says of itself",
     ("ops/nvrtc.py", "read_text"): SOURCES,
     ("ops/nvrtc.py", "ctypes.CDLL"): "the driver's and the compiler's own libraries",
     ("conversion/measure.py", "read_bytes"): SOURCES,
@@ -891,6 +899,7 @@ def test_every_kind_of_file_is_searched_above() -> None:
         "lab/ladder_of_run.py:RUNGS",
         "train/model_files.py:OF_MODELS", "data/cache.py:ENTRY", "data/cache.py:ARRAY", "data/tokenizer.py:OF_TOKENIZERS",
         "export/__init__.py:OF_REPORTS", "export/writing.py:OF_FILES", "export/writing.py:OF_TOKENIZERS", "train/adapter.py:BASE_FILE",
+        "train/trackers.py:STATE",
         "train/adapter.py:OF_ADAPTERS", "train/coded_base.py:OF_WEIGHTS", "conversion/pretrained_folder.py:OF_STATES",
         "data/text.py:USERS", "data/squad.py:WHOLE", "data/image_files.py:PICTURE", "data/image_sizes.py:SETTINGS",
     }  # fmt: skip

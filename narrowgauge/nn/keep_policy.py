@@ -19,7 +19,7 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
     recipe                                                CPU      GPU
     fp8-current, fp8-delayed, fp8-current-fast            values   codes
     fp8-row, fp8-block, mxfp8, int8                       x        codes
-    bf16, nvfp4, mxfp4                                    x        x
+    bf16, nvfp4, nvfp4-46, mxfp4                          x        x
     int4-*                                                packed   packed
 
     values  the elements that `output` read, before scales, and the scale: a transposed view, in

@@ -76,7 +76,7 @@ class LogSettings:
         COUNT_OR_ZERO, free=True)
     tensorboard: bool = LOG(False, "Write TensorBoard events to the run folder too.", free=True)
     log_to: str = LOG("", "Send the curves to trackers too: wandb, mlflow or trackio, or several with commas.",
-        Matching(r"|(wandb|mlflow|trackio)(,(wandb|mlflow|trackio))*", "wandb, mlflow or trackio, or several of these with commas"),
+        Matching(r"|(wandb|mlflow|trackio)( ?, ?(wandb|mlflow|trackio))*", "wandb, mlflow or trackio, or several of these with commas"),
         key="to", also="log-to", free=True)
     # fmt: on
 

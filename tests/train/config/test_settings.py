@@ -410,6 +410,8 @@ def values(each: dataclasses.Field) -> st.SearchStrategy:
         return st.sampled_from(
             ["none", "full", "every-2", "sqrt", "auto", "selective", "budget:1.5GiB", "budget:9"]
         )
+    if each.name == "log_to":
+        return st.sampled_from(["", "wandb", "mlflow, trackio"])
     if each.name == "augment":
         return st.sampled_from(["", "flip", "crop=4", "flip, crop=4", "crop=0,flip"])
     if isinstance(rule, TwoNumbers):
