@@ -93,9 +93,7 @@ def metadata(tokenizer: Any, config: Any, rows: int) -> dict[str, Any]:
 def _changes(state: Mapping[str, Any]) -> str:
     """What a tokenizer.json does to words beside splitting and merging, a clause, or ''."""
     normalizer = state.get("normalizer") or {}
-    parts = (
-        normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
-    )
+    parts = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
     other = [each["type"] for each in parts if each.get("type", "NFC") != "NFC"]
     if other:
         return f"normalizes text by {', '.join(other)}"

@@ -64,7 +64,9 @@ def convert_trainer(trainer: Any, recipe: Patterns | None, **options: Any) -> An
             "narrowgauge.convert on the model.",
             code="convert-trainer.no-model",
         )
-    if recipe is not None and getattr(getattr(trainer, "args", None), "precompute_ref_log_probs", False):
+    if recipe is not None and getattr(
+        getattr(trainer, "args", None), "precompute_ref_log_probs", False
+    ):
         raise ConfigError(
             f"convert_trainer: {type(trainer).__name__} computed the reference's log-probabilities when "
             "it was made (precompute_ref_log_probs = True), by a model without a recipe. Set "

@@ -200,7 +200,10 @@ def test_what_llama_cpp_would_not_do_to_text_is_refused():
     from tokenizers import normalizers
 
     made = llama()
-    for other in (normalizers.Lowercase(), normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])):
+    for other in (
+        normalizers.Lowercase(),
+        normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]),
+    ):
         tokenizer = byte_level()
         tokenizer.backend_tokenizer.normalizer = other
         with raises(ConfigError, "export.gguf-tokenizer", "normalizes"):
