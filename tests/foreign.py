@@ -285,6 +285,7 @@ NF4Linear.__module__ = "hqq.core.quantize"
 __all__ = [
     "Float8Linear",
     "Linear8bitLt",
+    "MXCodes",
     "MXFP8Linear",
     "NF4Linear",
     "TELinear",

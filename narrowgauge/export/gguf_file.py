@@ -121,13 +121,15 @@ def _refuse(why: str) -> None:
 def _frequency_factors(model: Any) -> Tensor | None:
     """Divisors of the rotary frequencies [head_dim / 2], or None if all are 1. Llama 3.1 has some."""
     rotary = model.model.rotary_emb
-    found = rotary.inv_freq.detach().float().cpu()
+    held = rotary.inv_freq.detach().cpu()
+    found = held.float()
     base = _theta(model.config) ** -(torch.arange(len(found)) / len(found))
     if 2 * len(found) != _head_dim(model.config):
         _refuse("its heads are rotated in part")
     if getattr(rotary, "rope_type", "default") not in ("default", "linear", "llama3"):
         _refuse(f"its rotary embedding is {rotary.rope_type!r}, which is not known here")
-    if torch.allclose(found, base, rtol=1e-5, atol=0):
+    # model.bfloat16() rounds this buffer too, and every reader computes it anew.
+    if torch.allclose(found, base, rtol=max(1e-5, torch.finfo(held.dtype).eps), atol=0):
         return None
     if not ARCHITECTURES[type(model).__name__][1]:
         _refuse("llama.cpp has scaled rotary frequencies for Llama alone")

@@ -55,6 +55,8 @@ def metadata(tokenizer: Any, config: Any, rows: int) -> dict[str, Any]:
     if backend is None:
         _refuse("has no tokenizer.json, which names its rules")
     state = json.loads(backend.to_str())
+    if changed := _changes(state):
+        _refuse(f"{changed}, which llama.cpp does not")
     rule = split_rule(state)
     if not rule:
         _refuse(f"is no byte-level BPE that is known here ({state['model'].get('type')})")
@@ -73,8 +75,9 @@ def metadata(tokenizer: Any, config: Any, rows: int) -> dict[str, Any]:
         if token is None:
             token = getattr(config, f"{role}_token_id", None)
         if isinstance(token, list):  # several ends: the first is the one of texts
-            token = token[0]
-        if token is not None:
+            token = token[0] if token else None
+        # Older configurations write -1 for a token that they do not have.
+        if token is not None and 0 <= int(token) < rows:
             found[f"tokenizer.ggml.{name}_token_id"] = int(token)
     # What the tokenizer does, however its files say it.
     bos = found.get("tokenizer.ggml.bos_token_id")
@@ -85,6 +88,19 @@ def metadata(tokenizer: Any, config: Any, rows: int) -> dict[str, Any]:
     if isinstance(template, str):
         found["tokenizer.chat_template"] = template
     return found
+
+
+def _changes(state: Mapping[str, Any]) -> str:
+    """What a tokenizer.json does to words beside splitting and merging, a clause, or ''."""
+    normalizer = state.get("normalizer") or {}
+    parts = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
+    other = [each["type"] for each in parts if each.get("type", "NFC") != "NFC"]
+    if other:
+        return f"normalizes text by {', '.join(other)}"
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if added := state["model"].get(name):
+            return f"adds {added!r} to words ({name})"
+    return ""
 
 
 def split_rule(state: Mapping[str, Any]) -> str:
@@ -102,8 +118,11 @@ def split_rule(state: Mapping[str, Any]) -> str:
     if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits"):
         return "smollm" if last.get("use_regex", True) else ""
     if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True):
-        pattern = parts[0].get("pattern", {}).get("Regex", "")
-        return SPLITS.get(pattern, "")
+        first = parts[0]
+        # Otherwise the matches would be dropped, joined, or taken as what is between the words.
+        if first.get("behavior", "Isolated") != "Isolated" or first.get("invert"):
+            return ""
+        return SPLITS.get(first.get("pattern", {}).get("Regex", ""), "")
     return ""
 
 
@@ -131,9 +150,14 @@ def _tokens(state: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
 def _of_folder(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((folder / name).is_file() for name in names):
         return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of files that are damaged, many classes
+        words = (str(error).strip().splitlines() or [""])[0]
+        _refuse(f"in {folder} cannot be loaded ({type(error).__name__}: {words[:200]})")
 
 
 def _refuse(why: str) -> NoReturn:

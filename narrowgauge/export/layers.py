@@ -322,6 +322,7 @@ def calibrated(
 
     That is NVFP4's second scale, as modelopt takes it from its calibration. One forward pass.
     """
+    _refuse_ids(ids, model.get_input_embeddings().weight.shape[0])
     largest: dict[str, float] = {}
 
     def looking(name: str) -> Any:
@@ -353,6 +354,22 @@ def calibrated(
         name: replace(each, input_scale=scales[name]) if name in scales else each
         for name, each in choices.items()
     }
+
+
+def _refuse_ids(ids: Any, rows: int) -> None:
+    """rows: of the embedding."""
+    if not isinstance(ids, Tensor):
+        what = f"is a {type(ids).__name__}"
+    elif ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2 or not ids.numel():
+        what = f"is {str(ids.dtype).removeprefix('torch.')} of shape {list(ids.shape)}"
+    elif int(ids.min()) < 0 or int(ids.max()) >= rows:
+        what = f"holds ids from {int(ids.min())} to {int(ids.max())}, and the model knows {rows}"
+    else:
+        return
+    raise ConfigError(
+        f"calibration: {what}. Pass token ids [rows, positions] of ordinary text, int64, as the model's own tokenizer gives them.",
+        code="export.calibration",
+    )
 
 
 def input_amax(layer: Any) -> Tensor | None:

@@ -53,7 +53,8 @@ def convert_trainer(trainer: Any, recipe: Patterns | None, **options: Any) -> An
 
     A trainer without a reference has its model converted alone. Raises ConfigError, with both
     models as they were: as `convert` and `convert_like` do, and if the trainer computed
-    log-probabilities of its reference already (`precompute_ref_log_probs`).
+    log-probabilities of its reference already (`precompute_ref_log_probs`). Only a model that was
+    converted before keeps the new recipe if its reference is another model.
     """
     model = _module(trainer, "model")
     if model is None:
@@ -63,7 +64,9 @@ def convert_trainer(trainer: Any, recipe: Patterns | None, **options: Any) -> An
             "narrowgauge.convert on the model.",
             code="convert-trainer.no-model",
         )
-    if recipe is not None and getattr(trainer.args, "precompute_ref_log_probs", False):
+    if recipe is not None and getattr(
+        getattr(trainer, "args", None), "precompute_ref_log_probs", False
+    ):
         raise ConfigError(
             f"convert_trainer: {type(trainer).__name__} computed the reference's log-probabilities when "
             "it was made (precompute_ref_log_probs = True), by a model without a recipe. Set "

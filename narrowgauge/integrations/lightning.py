@@ -63,7 +63,7 @@ class LightningRunFolder:
         self.state_key = self._legacy_state_key = type(self).__qualname__
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._fields: dict[str, Any] = {}  # lr and grad_norm of this step
-        self._steps = 0
+        self._steps = self._written = 0
 
     def __getattr__(self, name: str) -> Any:
         """Lightning looks up every hook on every callback; those left out here do nothing."""
@@ -79,7 +79,7 @@ class LightningRunFolder:
         pass
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self._losses, self._fields = [], {}
+        self._losses, self._fields, self._written = [], {}, 0
         steps = trainer.estimated_stepping_batches  # inf if time alone ends the run
         # "finished" needs the number of steps; without one every ordinary end is the end.
         self._steps = int(steps) if steps != float("inf") and steps > 0 else 0
@@ -133,6 +133,7 @@ class LightningRunFolder:
             mean = trainer.strategy.reduce(mean, reduce_op="mean")
         fields = {name: float(each) for name, each in self._fields.items()}
         self.recorder.write_step(float(mean), fields)
+        self._written += 1
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         # Lightning evaluates two batches before the first step, to find errors early.
@@ -152,6 +153,13 @@ class LightningRunFolder:
         self.recorder.evaluation(loss=found[self.validation_loss], **known)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
+        if not self._written:
+            warn(
+                "LightningRunFolder: training_step returned no loss in any step, so that the folder has no curve. Return it, also with "
+                "manual optimization.",
+                code="run-folder.no-loss",
+                stacklevel=2,
+            )
         done = self.recorder.number >= self._steps
         self.recorder.end("finished" if done else "interrupted", 0)
 

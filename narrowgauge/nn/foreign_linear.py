@@ -59,42 +59,51 @@ class ForeignLinear:
     # --- the verbs
 
     @property
+    def _current(self) -> ForeignLinear:
+        """The adapter in charge. One made earlier may outlive the one that the module holds now."""
+        held: ForeignLinear = vars(self.module).get(HELD, self)
+        return held
+
+    @property
     def recipe(self) -> Recipe:
-        return self._recipe
+        return self._current._recipe
 
     @property
     def is_suspended(self) -> bool:
-        return self._is_suspended
+        return self._current._is_suspended
 
     @is_suspended.setter
     def is_suspended(self, value: bool) -> None:
-        self._is_suspended = value
-        self._put()
+        current = self._current
+        current._is_suspended = value
+        current._put()
 
     @property
     def observer(self) -> Any:
-        return self._observer
+        return self._current._observer
 
     @observer.setter
     def observer(self, value: Any) -> None:
-        self._observer = value
-        self._put()
+        current = self._current
+        current._observer = value
+        current._put()
 
     def compute_as(self, recipe: Recipe | None) -> None:
         """Compute by the module's own recipe, or by one that has some of its GEMMs in 16 bits.
 
         Raises ConfigError for another recipe: the module has no kernels for it.
         """
-        gemms = self._own.gemms() if recipe is None else recipe.gemms()
-        for name, own in self._own.gemms().items():
+        current = self._current
+        gemms = current._own.gemms() if recipe is None else recipe.gemms()
+        for name, own in current._own.gemms().items():
             if gemms[name] != own and (gemms[name].lhs or gemms[name].rhs) is not None:
                 raise ConfigError(
                     f"{self.library}: {name} cannot be computed as {gemms[name]}: another library computes it, as {own}. "
                     "Name its own recipe, or 16 bits.",
                     code="foreign.other-recipe",
                 )
-        self._recipe = self._own if recipe is None else recipe
-        self._put()
+        current._recipe = current._own if recipe is None else recipe
+        current._put()
 
     @property
     def wide_gemms(self) -> set[str]:
@@ -153,26 +162,26 @@ class ForeignLinear:
             self._before = None
 
     def _forward(self, *given: Any, **named: Any) -> Any:
+        if not given:  # x by its name, of which each library has its own
+            found = next((key for key, each in named.items() if isinstance(each, Tensor)), None)
+            if found is None:
+                return self.narrow(**named)
+            given = (named.pop(found),)
         if self._is_suspended:
             return self.wide(*given, **named)
-        x = given[0] if given else None
+        x, *rest = given
         # A library whose operands are hidden has nothing to observe, and keeps its own graph.
         is_seen = self._observer is not None and not self.unobserved
-        if (
-            named
-            or len(given) != 1
-            or not isinstance(x, Tensor)
-            or not (is_seen or self.wide_gemms)
-        ):
+        if not isinstance(x, Tensor) or not (is_seen or self.wide_gemms):
             return self.narrow(*given, **named)
         if not torch.is_grad_enabled():
             if "output" in self.wide_gemms:
-                return self.wide(x)
+                return self.wide(*given, **named)
             with self._seen(x) as seen:
-                y = self.narrow(x)
+                y = self.narrow(*given, **named)
             self._tell(seen, ("output",), x, None)
             return y
-        return _InParts.apply(self, x, *self._trained())
+        return _InParts.apply(self, rest, named, x, *self._trained())
 
     def _trained(self) -> list[nn.Parameter]:
         return [each for each in self.module.parameters() if each.requires_grad]
@@ -217,17 +226,22 @@ class ForeignLinear:
 
 
 class _InParts(torch.autograd.Function):
-    """Forward and backward of a module, observed, or with some GEMMs in 16 bits."""
+    """Forward and backward of a module, observed, or with some GEMMs in 16 bits.
+
+    rest, named  further arguments of the module
+    """
 
     @staticmethod
-    def forward(context: Any, layer: ForeignLinear, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        context: Any, layer: ForeignLinear, rest: Any, named: Any, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         # The inner graph ends at a leaf in place of x, and at the parameters themselves, whose
         # `.grad` autograd.grad leaves alone.
         with torch.enable_grad():
             leaf = x.detach().requires_grad_(x.requires_grad)
             with layer._seen(x) as seen:
-                narrow = layer.narrow(leaf)
-            wide = layer.wide(leaf) if layer.wide_gemms else None
+                narrow = layer.narrow(leaf, *rest, **named)
+            wide = layer.wide(leaf, *rest, **named) if layer.wide_gemms else None
         layer._tell(seen, ("output",), x, None)
         context.layer, context.leaf, context.parts = layer, leaf, (narrow, wide)
         context.wide_gemms, context.parameters = layer.wide_gemms, parameters
@@ -247,7 +261,7 @@ class _InParts(torch.autograd.Function):
             for place, other in enumerate(_gradients(wide, leaves, gy)):
                 if ("grad_input" if leaves[place] is leaf else "grad_weight") in wide_gemms:
                     found[place] = other
-        return None, *([] if leaf.requires_grad else [None]), *found
+        return None, None, None, *([] if leaf.requires_grad else [None]), *found
 
 
 def _gradients(y: Tensor, leaves: list[Tensor], gy: Tensor) -> list[Tensor | None]:

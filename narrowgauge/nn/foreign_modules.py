@@ -240,7 +240,7 @@ class _OfMXLinear(ForeignLinear):
         data, scale = (each.t() if is_rhs else each for each in (made.qdata, made.scale))
         cast = self._cast(FORMATS[data.dtype], made.block_size)
         # A block of zeros has the smallest E8M0 there, 2**-127, and 1 by the rules here.
-        zeros = data.to(torch.float32).reshape(*scale.shape, -1).abs().amax(-1) == 0
+        zeros = data.to(torch.float32).unflatten(1, (scale.shape[1], -1)).abs().amax(-1) == 0
         return _qtensor(data, torch.where(zeros, 1.0, scale.to(torch.float32)), cast)
 
 

@@ -173,11 +173,11 @@ class Trackers:
                 for event in past:
                     if values := scalars(event["event"], event):
                         self._send(name, values, event["step"])
+            runs = known | {name: tracker.id for name, tracker in self._open.items()}
+            storage.replace_file(path, encode(runs, indent=1) + "\n")
         except BaseException:
             self.close(has_failed=True)
             raise
-        runs = known | {name: tracker.id for name, tracker in self._open.items()}
-        storage.replace_file(path, encode(runs, indent=1) + "\n")
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Sends the scalars of an event to all trackers that have not failed."""

@@ -196,6 +196,60 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused():
         gguf_tokenizer.metadata(words, llama().config, 96)
 
 
+def test_what_llama_cpp_would_not_do_to_text_is_refused():
+    from tokenizers import normalizers
+
+    made = llama()
+    for other in (
+        normalizers.Lowercase(),
+        normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]),
+    ):
+        tokenizer = byte_level()
+        tokenizer.backend_tokenizer.normalizer = other
+        with raises(ConfigError, "export.gguf-tokenizer", "normalizes"):
+            gguf_tokenizer.metadata(tokenizer, made.config, 300)
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    assert gguf_tokenizer.metadata(tokenizer, made.config, 300)["tokenizer.ggml.pre"] == "gpt-2"
+    tokenizer.backend_tokenizer.model.end_of_word_suffix = "</w>"
+    with raises(ConfigError, "export.gguf-tokenizer", "</w>"):
+        gguf_tokenizer.metadata(tokenizer, made.config, 300)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    pattern = {"Regex": next(iter(gguf_tokenizer.SPLITS))}
+    for other in ({"behavior": "Removed"}, {"behavior": "Isolated", "invert": True}):
+        parts = [{"type": "Split", "pattern": pattern, **other}, level]
+        split = {"type": "Sequence", "pretokenizers": parts}
+        assert gguf_tokenizer.split_rule({"pre_tokenizer": split, "model": {"type": "BPE"}}) == ""
+
+
+def test_tokens_that_a_configuration_does_not_have_are_left_out():
+    made, tokenizer = llama(), byte_level()
+    tokenizer.eos_token = None
+    made.config.pad_token_id, made.config.eos_token_id = -1, []
+    found = gguf_tokenizer.metadata(tokenizer, made.config, 300)
+    assert "tokenizer.ggml.padding_token_id" not in found
+    assert "tokenizer.ggml.eos_token_id" not in found and "tokenizer.ggml.bos_token_id" in found
+
+
+def test_a_folder_with_a_damaged_or_an_older_tokenizer_is_not_taken_for_one_without(tmp_path):
+    made = llama()
+    assert gguf_tokenizer.metadata(tmp_path, made.config, 300) == {"tokenizer.ggml.model": "none"}
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with raises(ConfigError, "export.gguf-tokenizer", "cannot be loaded"):
+        gguf_tokenizer.metadata(tmp_path, made.config, 300)
+    (tmp_path / "tokenizer.json").unlink()
+    # Files of GPT-2's first tokenizer.
+    (tmp_path / "vocab.json").write_text(byte_level().backend_tokenizer.to_str())
+    with raises(ConfigError, "export.gguf-tokenizer"):
+        gguf_tokenizer.metadata(tmp_path, made.config, 300)
+
+
+@pytest.mark.parametrize("model", [llama, qwen2])
+def test_rotary_frequencies_rounded_with_the_model_are_not_scaled_ones(model):
+    assert gguf_file._frequency_factors(model()) is None
+    assert gguf_file._frequency_factors(model().bfloat16()) is None
+
+
 # --- the file ------------------------------------------------------------------------------------
 
 

@@ -362,6 +362,24 @@ def test_calibration_is_of_one_format(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (torch.tensor([[96]]), "96"),
+        (torch.tensor([[-1, 5]]), "-1"),
+        (torch.ones(1, 4), "float32"),
+        (torch.ones(4, dtype=torch.long), "[4]"),
+        (torch.ones(0, 4, dtype=torch.long), "[0, 4]"),
+        ([[1, 2]], "list"),
+    ],
+)
+def test_calibration_takes_token_ids_of_the_model_alone(ids, words, tmp_path):
+    made = ng.convert(llama(), "nvfp4", share_scales=True)
+    with raises(ConfigError, "export.calibration", words):
+        ng.export.save(made, tmp_path / "out", format="nvfp4-modelopt", calibration=ids)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_global_scale_is_rescaled_exactly_or_not_at_all():
     cast = recipes.NVFP4.output.rhs
     x = torch.zeros(16, 32)

@@ -48,6 +48,8 @@ def test_a_trainer_without_a_reference_and_a_wrapped_one():
     alone = trainer(reference=False)
     convert_trainer(alone, "fp8-current")
     assert not is_plain(alone.model)
+    bare = SimpleNamespace(model=trainer().model)  # of another library, without args
+    assert not is_plain(convert_trainer(bare, "fp8-current").model)
     wrapped = trainer()
     inner, wrapped.ref_model = wrapped.ref_model, nn.Sequential(wrapped.ref_model)
     wrapped.accelerator = SimpleNamespace(

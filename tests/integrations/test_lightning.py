@@ -123,3 +123,19 @@ def test_an_evaluation_without_its_loss_is_told_of(tmp_path):
     with warns("run-folder.no-validation-loss", "val_loss"):
         fit(tmp_path, Regression(), callback, max_epochs=1)
     assert not events(tmp_path / "run", "eval") and not events(tmp_path / "run", "tensor")
+
+
+def test_a_loop_that_returns_no_loss_is_told_of(tmp_path):
+    class Silent(Regression):
+        automatic_optimization = False
+
+        def training_step(self, x):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(x))
+            optimizer.step()
+
+    callback = LightningRunFolder(tmp_path / "run", tensor_every=0)
+    with warns("run-folder.no-loss"):
+        fit(tmp_path, Silent(), callback, max_epochs=1)
+    assert not events(tmp_path / "run", "step") and len(events(tmp_path / "run", "eval")) == 1

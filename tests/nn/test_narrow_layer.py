@@ -22,6 +22,8 @@ from narrowgauge.recipes import BF16
 from tests.foreign import (
     Float8Linear,
     Linear8bitLt,
+    MXCodes,
+    MXFP8Linear,
     NF4Linear,
     TELinear,
     converted,
@@ -288,3 +290,52 @@ def test_torchao_itself_is_observed_to_the_bit(name):
             assert torch.equal(own_scale(rows, side), operand.full_scale()), (gemm, role)
             assert torch.equal(recast(rows, operand), ng.dequantize(operand)), (gemm, role)
     assert set(seen[1].results) == set(GEMMS)
+
+
+def test_an_adapter_made_earlier_speaks_for_the_one_that_the_module_holds():
+    """Two adapters of a module, of which neither ends what the other one asked for."""
+    layer, x, seen = Float8Linear(nn.Linear(32, 16)), torch.randn(4, 32), Seen()
+    narrow, wide = layer(x), nn.functional.linear(x, layer.weight, layer.bias)
+    earlier = narrow_layer(layer)
+    with ng.suspended(layer):
+        earlier.observer = seen
+        assert earlier.is_suspended and torch.equal(layer(x), wide)
+    assert torch.equal(layer(x), narrow) and ("output", "w") in seen.operands
+    earlier.observer = None
+    other = narrow_layer(layer)
+    other.compute_as(other.recipe.with_gemm(output=BF16.output))
+    assert earlier.recipe == other.recipe
+    earlier.compute_as(None)
+    assert torch.equal(layer(x), narrow) and "forward" not in vars(layer)
+
+
+def test_arguments_beside_x_change_nothing():
+    """TransformerEngine's modules get is_first_microbatch, and some loops name x."""
+    x = torch.randn(4, 32)
+    with transformer_engine(), fp8_autocast():
+        layer = TELinear(nn.Linear(32, 16))
+        narrow, wide = layer(x), nn.functional.linear(x, layer.weight, layer.bias)
+        held = narrow_layer(layer)
+        held.compute_as(held.recipe.with_gemm(output=BF16.output))
+        assert not torch.equal(narrow, wide)
+        for y in (layer(x, True), layer(x, is_first_microbatch=True), layer(x=x)):
+            assert torch.equal(y, wide)
+        with torch.no_grad():
+            assert torch.equal(layer(x, is_first_microbatch=True), wide)
+        held.compute_as(None)
+        with ng.suspended(layer):
+            assert torch.equal(layer(is_first_microbatch=True, x=x), wide)
+            with pytest.raises(TypeError, match="x"):
+                layer()
+    layer, seen = Float8Linear(nn.Linear(32, 16)), Seen()
+    narrow_layer(layer).observer = seen
+    layer(x=x).sum().backward()
+    assert {gemm for gemm, _ in seen.operands} == {"output", "grad_weight"}
+
+
+def test_an_expert_without_tokens_has_operands_of_no_rows():
+    layer = MXFP8Linear(nn.Linear(64, 32))
+    scale = torch.zeros(0, 2, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    codes = MXCodes(torch.zeros(0, 64).to(torch.float8_e4m3fn), scale, torch.float32)
+    operand = adapter(layer).operand(codes, is_rhs=False)
+    assert operand.shape == (0, 64) and ng.dequantize(operand).shape == (0, 64)

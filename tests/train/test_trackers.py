@@ -15,7 +15,7 @@ import warnings
 import pytest
 
 from narrowgauge.diagnose.runs import read_metrics
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, StorageError
 from narrowgauge.train import trackers
 from narrowgauge.train.config.settings import TrainConfig
 from narrowgauge.train.metrics import MetricsLog
@@ -115,6 +115,17 @@ def test_a_tracker_that_fails_is_dropped_once_and_training_goes_on(recording, tm
     logged(tmp_path, *steps(5))
     assert sent(run) == [(1, 1.0), (5, 0.2)]
     assert "did not end" in capsys.readouterr().err
+
+
+def test_a_disk_that_refuses_the_ids_ends_the_runs_too(recording, tmp_path, monkeypatch):
+    def refuse(*given):
+        raise StorageError("the disk is full", code="storage.full")
+
+    monkeypatch.setattr(trackers.storage, "replace_file", refuse)
+    with raises(StorageError, "storage.full"):
+        logged(tmp_path, *steps(1))
+    [opened] = OPENED
+    assert opened.closed is True
 
 
 def test_a_run_that_ends_by_an_error_says_so(recording, tmp_path):
