@@ -235,7 +235,7 @@ def test_a_folder_with_a_damaged_or_an_older_tokenizer_is_not_taken_for_one_with
     made = llama()
     assert gguf_tokenizer.metadata(tmp_path, made.config, 300) == {"tokenizer.ggml.model": "none"}
     (tmp_path / "tokenizer.json").write_text("{broken")
-    with raises(ConfigError, "export.gguf-tokenizer", "cannot be loaded"):
+    with raises(ConfigError, "export.gguf-tokenizer", tmp_path):
         gguf_tokenizer.metadata(tmp_path, made.config, 300)
     (tmp_path / "tokenizer.json").unlink()
     # Files of GPT-2's first tokenizer.
