@@ -130,10 +130,12 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
         with (
             _uncompiled(),
             _shapes_alone(model) as (stand_in, as_fake),
-            _counting(stand_in) as counter,
+            _counting(stand_in, elsewhere=frozenset(model.modules())) as counter,
         ):
             _call(stand_in, tree_map(as_fake, batch))
-    except Exception:  # it reads values, an operator has no fake form, or the batch does not fit
+    # It reads values, an operator has no fake form, the batch does not fit, or a copy of the model
+    # runs the model itself.
+    except Exception:
         try:
             with _uncompiled(), _undisturbed(model), _counting(model) as counter:
                 _call(model, batch)
@@ -245,12 +247,20 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _counting(model: nn.Module) -> Iterator[_Products]:
-    """Count the products of the forward passes inside, and which module computes each."""
+def _counting(
+    model: nn.Module, elsewhere: frozenset[nn.Module] = frozenset()
+) -> Iterator[_Products]:
+    """Count the products of the forward passes inside, and which module computes each.
+
+    elsewhere  modules that must not run: of the model of which this one is a copy. A forward that
+               was put on a model as a function (TRL does) still calls the original's modules
+    """
     names = {module: name for name, module in model.named_modules()}
     running: list[nn.Module] = [model]
 
     def enter(module: nn.Module, arguments: Any) -> None:
+        if module in elsewhere:
+            raise _RunsTheOriginalError
         running.append(module if module in names else running[-1])
 
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -268,6 +278,10 @@ def _counting(model: nn.Module) -> Iterator[_Products]:
         products = stack.enter_context(_Products(names, running))
         stack.enter_context(_Attention(products))
         yield products
+
+
+class _RunsTheOriginalError(Exception):
+    """Raised where the forward of a copied model runs modules of the original."""
 
 
 class _Products(TorchDispatchMode):
@@ -315,6 +329,8 @@ class _Products(TorchDispatchMode):
         """Part of the model under which a product in high precision is listed."""
         name, kind = self.names.get(module, ""), type(module).__name__
         leaf = next((part for part in reversed(name.split(".")) if not part.isdigit()), "") or kind
+        if any(each.startswith("lora_") for each in name.split(".")):  # of peft
+            return "adapters"
         if is_linear(module):
             return leaf
         if any(" experts of " in shape for _, shape, _ in other_weights(name, module)):

@@ -91,6 +91,8 @@ class ExportReport:
                     if bits["equal"] < own
                     else "."
                 )
+                if own
+                else "Read back: as written. No weight is the forward's operand, since all were cast anew."
             )
         if bits["requantized"]:
             lines.append(

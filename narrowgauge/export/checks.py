@@ -121,7 +121,7 @@ def loading(
         words = "accelerate" if package == "fp8" else package
         return {
             "checked": False,
-            "why": f"transformers was not asked to load it: {words} is not installed.",
+            "why": f"transformers was not asked to load it: {words} is not installed (pip install {words}).",
         }
     if form.is_gguf and any("scale" in part for each in files.layers.values() for part in each):
         return {

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
 
 NAME = "default"  # peft's name of a single adapter
+KEPT_AT_LEAST = (
+    0.5  # share of the adapters' change below which a merge into codes is advised against
+)
 WEIGHTS, BASE = "adapter_model.safetensors", "base.json"
 BASE_FILE = reading.Kind(
     most_bytes=reading.MIB,
@@ -200,6 +203,12 @@ class MergeReport:
             f"Merged and cast anew: {self.layers} layers. {100 * self.survives:.1f} % of the adapters' change survives the rounding, with "
             f"an error of {self.error:.2f} times the change; {100 * self.moved:.1f} % of the weights moved. Least survives in "
             f"{self.lowest[0]} ({100 * self.lowest[1]:.1f} %)."
+            + (
+                ""
+                if self.survives >= KEPT_AT_LEAST
+                else " Most of what was learned is below a step of these codes: keep the adapter beside its base (merge = false), or "
+                "take a base of more bits, as --base int8 or none."
+            )
         )
 
 

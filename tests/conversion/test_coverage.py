@@ -221,3 +221,15 @@ def test_a_compiled_model_is_counted_as_it_was_written(whole: bool) -> None:
     assert not graphs
     compiled(x)
     assert graphs  # it compiles as before
+
+
+def test_a_forward_that_was_put_on_a_model_as_a_function_is_counted_too() -> None:
+    """As TRL does: a copy of the model keeps the function, which runs the original's layers."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    ng.convert(model, "fp8-current")
+    x = torch.randn(4, 32)
+    expected = coverage(model, x)
+    plain = type(model).forward.__get__(model)
+    model.forward = lambda *arguments: plain(*arguments)
+    found = coverage(model, x)
+    assert found.share == expected.share == 1.0 and found.operations == expected.operations

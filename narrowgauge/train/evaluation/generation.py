@@ -139,7 +139,7 @@ def _writer(place: Path, asked: GenerationOptions, device: torch.device) -> Iter
     else:
         raise ConfigError(
             f"'{place}': holds neither a run (config.toml) nor a model (config.json). Name a folder that narrowgauge train wrote, or "
-            "its final/.",
+            "its final/. An export in GGUF is read by llama.cpp, or by transformers with gguf_file='model.gguf'.",
             code="generate.place",
         )
 
