@@ -23,6 +23,8 @@ from typing import Any, Literal, NoReturn
 from narrowgauge.errors import ConfigError
 from narrowgauge.formats import Format, IntFormat
 from narrowgauge.scaling import (
+    E4M3_FOUR_OVER_SIX,
+    E4M3_FOUR_OVER_SIX_POW2,
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_POW2,
     FP32,
@@ -699,7 +701,11 @@ class Recipe:
                 return gemm
             return replace(gemm, rhs=replace(gemm.rhs, scale=rules[gemm.rhs.scale]))
 
-        two_level, cast = {E4M3_TWO_LEVEL: E4M3_TWO_LEVEL_POW2}, self.output.rhs
+        two_level = {
+            E4M3_TWO_LEVEL: E4M3_TWO_LEVEL_POW2,
+            E4M3_FOUR_OVER_SIX: E4M3_FOUR_OVER_SIX_POW2,
+        }
+        cast = self.output.rhs
         is_int8 = cast is not None and cast.format.name == "int8" and cast.calibrate == CURRENT
         found = replace(
             self,

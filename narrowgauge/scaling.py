@@ -16,6 +16,7 @@ the last place of float32, which moves a code only next to a tie.
     E4M3_TWO_LEVEL_POW2   as E4M3_TWO_LEVEL, the float32 rounded up to a power of two
     E4M3_FOUR_OVER_SIX    as E4M3_TWO_LEVEL, for e2m1: of two scales of a tile, which put its largest
                      element at 6 or at 4, the one with the smaller squared error
+    E4M3_FOUR_OVER_SIX_POW2   the same, the float32 rounded up to a power of two
 
     amax              FP32            POW2, E8M0_CEIL  E8M0_FLOOR      E4M3_TWO_LEVEL (_CEIL)
     0 or subnormal    1               1                1               0 (codes are zero)
@@ -66,7 +67,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -245,6 +246,9 @@ E4M3_TWO_LEVEL_POW2 = ScaleRule(
 E4M3_FOUR_OVER_SIX = ScaleRule(
     "e4m3-four-over-six", _e4m3_relative, two_level=True, largest_tile=256.0, tries=(1.0, 1.5)
 )
+E4M3_FOUR_OVER_SIX_POW2 = replace(
+    E4M3_FOUR_OVER_SIX, name="e4m3-four-over-six-pow2", power_of_two_whole=True
+)
 RULES: tuple[ScaleRule, ...] = (
     FP32,
     POW2,
@@ -254,6 +258,7 @@ RULES: tuple[ScaleRule, ...] = (
     E4M3_TWO_LEVEL_CEIL,
     E4M3_TWO_LEVEL_POW2,
     E4M3_FOUR_OVER_SIX,
+    E4M3_FOUR_OVER_SIX_POW2,
 )
 
 

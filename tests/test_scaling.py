@@ -191,6 +191,7 @@ def test_scale_rules_are_values():
         "e4m3-two-level-ceil",
         "e4m3-two-level-pow2",
         "e4m3-four-over-six",
+        "e4m3-four-over-six-pow2",
     }
 
 

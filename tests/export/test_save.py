@@ -293,11 +293,12 @@ def test_power_of_two_global_scales_are_rescaled_exactly(tmp_path):
         assert_same(decoded(found, name), expected[name], at=name)
 
 
-def test_shared_scales_let_all_of_nvfp4_out(tmp_path):
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-46"])
+def test_shared_scales_let_all_of_nvfp4_out(recipe, tmp_path):
     """Trained a step; all seven Linears go out, each group under one scale, with the forward's numbers."""
     ids = torch.arange(24).reshape(2, 12)
     made = llama().train()
-    ng.convert(made, "nvfp4", share_scales=True)
+    ng.convert(made, recipe, share_scales=True)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     made(ids, labels=ids).loss.backward()
     optimizer.step()
