@@ -45,6 +45,8 @@ UNSEEN = {
     "the loss in 16 bits": "evaluations have the loss of the recipe alone",
     "the state of a step": "no guard, blame, branch or rewind, and --resume of narrowgauge train does not apply",
     "samples": "the page shows no generated text",
+    "the products of a batch": "no share of operations in low precision; describe(model, batch=...) counts it",
+    "other metrics of the loop": "rewards, entropies and the like are not drawn",
     "idle time of the GPU": "no launches event",
     "config.toml": "the page shows no settings; command and recipe are known",
 }

@@ -204,7 +204,9 @@ class Trackers:
             self._open[name].log(values, step)
         # Anything at all: a tracker must not end a training.
         except Exception as error:
-            del self._open[name]
+            # Its run would look alive for ever; that it cannot be ended either is no news.
+            with contextlib.suppress(Exception):
+                self._open.pop(name).close(has_failed=True)
             tell(
                 f"log.to = {name!r}: the tracker failed at step {step} and gets nothing more from this process ({_words(error)}). "
                 "Training goes on, and metrics.jsonl has everything."

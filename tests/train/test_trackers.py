@@ -108,6 +108,7 @@ def test_a_tracker_that_fails_is_dropped_once_and_training_goes_on(recording, tm
     [run] = RUNS
     assert sent(run) == [(1, 1.0)]
     assert len([each for each in read_metrics(tmp_path / "metrics.jsonl")]) == 4
+    assert OPENED[-1].closed is True  # as failed: it gets no end otherwise
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and "step 2" in told[0] and "ConnectionError: no route (" not in told[0]
     FAILS_AT.clear()
