@@ -323,9 +323,12 @@ def _compiled_layer(recipe: str, backend: str) -> Callable[[Note], None]:
 
 
 def difference(base: dict[str, str], here: dict[str, str]) -> str:
-    """The first number that differs, in words; '' if every bit is equal."""
+    """The first number that differs, in words; '' if every bit is equal.
+
+    Numbers of a recipe that BASE does not know are left out.
+    """
     missing = [key for key in base if key not in here]
-    if missing or len(base) != len(here):
+    if missing:
         return f"{len(base)} numbers at BASE, {len(here)} here; missing {missing[:1]}"
     differing = [key for key in base if base[key] != here[key]]
     return (

@@ -20,7 +20,7 @@ from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.embedding import QEmbedding
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.narrow_layer import narrow_layers, resume
+from narrowgauge.nn.narrow_layer import narrow_layers, resumption
 from narrowgauge.structure import require_module
 
 
@@ -49,14 +49,14 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
     require_module(model, "suspended")
     layers: list[Any] = [layer for _, layer in narrow_layers(model)]
     layers += [layer for _, layer in quantized_embeddings(model)]
-    before = [layer.is_suspended for layer in layers]
+    resumptions = [resumption(layer) for layer in layers]
     try:
         for layer in layers:
             layer.is_suspended = True
         yield model
     finally:
-        for layer, was in zip(layers, before, strict=True):
-            resume(layer, was)
+        for resume in resumptions:
+            resume()
 
 
 def advance(model: nn.Module) -> None:

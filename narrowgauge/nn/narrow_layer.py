@@ -12,7 +12,8 @@ the module holds while it is suspended or observed, and at no other time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -31,7 +32,7 @@ __all__ = [
     "narrow_layer",
     "narrow_layers",
     "recipe_of",
-    "resume",
+    "resumption",
     "unknown_layers",
     "unobserved",
     "words_on_unknown",
@@ -97,11 +98,20 @@ def unobserved(layer: NarrowLayer) -> str:
     return layer.unobserved if isinstance(layer, ForeignLinear) else ""
 
 
-def resume(layer: Any, was_suspended: bool) -> None:
-    """Set `is_suspended` back to an earlier value, also at interpreter exit."""
-    # Not `layer.is_suspended`: nn.Module.__setattr__ fails at interpreter exit. A layer that
-    # was turned back inside a `suspended` block has no state.
+def resumption(layer: Any) -> Callable[[], None]:
+    """Return a function that sets `is_suspended` back to its present value.
+
+    It works at interpreter exit too, where names of modules may be None already.
+    """
+    was = layer.is_suspended
     if isinstance(layer, ForeignLinear):
-        layer.is_suspended = was_suspended
-    elif (state := vars(layer).get("state")) is not None:
-        state.is_suspended = was_suspended
+        return partial(setattr, layer, "is_suspended", was)
+    fields = vars(layer)
+
+    def back() -> None:
+        # Not `layer.is_suspended`: nn.Module.__setattr__ fails at interpreter exit. A layer that
+        # was turned back inside a `suspended` block has no state.
+        if (state := fields.get("state")) is not None:
+            state.is_suspended = was
+
+    return back
