@@ -118,9 +118,9 @@ def memory_case(case: str, folder: Path) -> dict[str, Any]:
     found["held"] = sum(each.nbytes for each in model.parameters())
     out = folder.with_name("exported")
     with peak(found):
-        report = ng.export.save(model, out, format=case, load=False, shard_bytes=SHARD)
+        written = ng.export.save(model, out, format=case, load=False, shard_bytes=SHARD)
     # GGUF is one file, written tensor by tensor: its shard is one tensor.
-    sizes = {name: each["bytes"] for name, each in report.facts["files"].items()}
+    sizes = {name: each["bytes"] for name, each in written.facts["files"].items()}
     tensor = max(each.nbytes for each in model.parameters())
     shard = (
         max(size for name, size in sizes.items() if name.endswith(".safetensors"))
@@ -128,7 +128,7 @@ def memory_case(case: str, folder: Path) -> dict[str, Any]:
         else tensor
     )
     shutil.rmtree(out)
-    return found | {"largest_shard": shard, "coded": len(report.narrow)}
+    return found | {"largest_shard": shard, "coded": len(written.narrow)}
 
 
 def memory(cases: list[str], place: Path) -> Iterator[dict[str, Any]]:
