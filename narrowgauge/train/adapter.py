@@ -206,8 +206,8 @@ class MergeReport:
             + (
                 ""
                 if self.survives >= KEPT_AT_LEAST
-                else " Most of what was learned is below a step of these codes: keep the adapter beside its base (merge = false), or "
-                "take a base of more bits, as --base int8 or none."
+                else " Most of what was learned is below a step of these codes: keep the adapter beside its base, without --merge, or "
+                "take a base of more bits, as --base int8, or a wide one without --base."
             )
         )
 

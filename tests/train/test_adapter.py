@@ -21,6 +21,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.lab import training
 from narrowgauge.memory.freezing import store_as_codes
 from narrowgauge.train import adapter_state, loop
+from narrowgauge.train.adapter import MergeReport
 from narrowgauge.train.config.settings import resolved
 from narrowgauge.train.evaluation.command import Asked, evaluate
 from narrowgauge.train.evaluation.generation import GenerationOptions, generate
@@ -279,3 +280,11 @@ def test_an_export_of_adapters_names_the_merged_model(trained, tmp_path):
     refused(copy / "final", "merged/")
     (copy / "merged").mkdir()
     refused(copy, f"Name {copy / 'merged'}")
+
+
+@pytest.mark.parametrize(("survives", "advises"), [(0.4, True), (0.6, False)])
+def test_a_merge_that_loses_most_of_the_change_says_what_to_do(survives, advises):
+    report = MergeReport(
+        layers=2, survives=survives, error=1.0, moved=0.9, lowest=("a", 0.1), is_coded=True
+    )
+    assert ("without --merge" in str(report)) == advises

@@ -13,8 +13,10 @@ from narrowgauge.train.liveness import sentinel
 @pytest.mark.parametrize(("waited_s", "kills"), [(1.0, False), (9.0, False), (11.0, True)])
 def test_a_rank_that_was_told_to_end_has_its_time(monkeypatch, waited_s, kills):
     sent = []
-    monkeypatch.setattr(sentinel.os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(sentinel.time, "monotonic", lambda: 1000.0 + waited_s)
+    # The names of the module alone: the process and its plugins go on by the real clock.
+    kill = SimpleNamespace(kill=lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr(sentinel, "os", kill)
+    monkeypatch.setattr(sentinel, "time", SimpleNamespace(monotonic=lambda: 1000.0 + waited_s))
     told = SimpleNamespace(
         ending_since_s=1000.0, kill_s=10.0, setting=SimpleNamespace(pid=77), _lives=lambda pid: True
     )
