@@ -31,6 +31,7 @@ from narrowgauge.scaling import (
     POW2,
     WHOLE,
     ScaleRule,
+    scale_shape,
 )
 
 __all__ = [
@@ -92,6 +93,11 @@ def _require(owner: object, name: str, valid: bool, wanted: str) -> None:
 def is_whole(value: object, least: float = 1) -> bool:
     # bool is a subclass of int: True would pass as 1.
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_block(value: int) -> bool:
+    """True for the block of a rotation: a power of two from 2 to LARGEST_BLOCK."""
+    return is_whole(value, 2) and value <= LARGEST_BLOCK and not value & (value - 1)
 
 
 def is_positive(value: object) -> bool:
@@ -217,8 +223,14 @@ class Cast:
     scale      rule that turns a tile's amax into its scale
     calibrate  source of amax: CURRENT, DelayedScaling, ClippedRms or LearnedStep. DelayedScaling
                and LearnedStep need per-tensor tiles
-    rounding   "nearest" (ties to even) or "stochastic" (draws from torch's generator; unbiased
-               where no element saturates)
+    rounding   "nearest" (ties to even), "stochastic" (draws from torch's generator; unbiased
+               where no element saturates), or "eden": to nearest, then the scales are corrected
+               block by block, which is unbiased over the random signs of the GEMM's rotation
+               (ops/quantize/eden.py)
+    block      elements along the contracted axis that share a correction, the block of the GEMM's
+               rotation; "eden" alone reads it
+    draws      (derived) the cast needs a random number for each of its "elements" or "scales", in the
+               shape of `noise_shape`; "": it needs none
     headroom   factor by which the tensor is scaled down before the cast and scaled up after
                decoding. Rules that may saturate the top of a tile need headroom for unbiased
                stochastic rounding: 4/3 with E8M0_FLOOR (arXiv 2502.20586), 17/16 with
@@ -230,8 +242,10 @@ class Cast:
     tile: tuple[int, int] = (WHOLE, WHOLE)
     scale: ScaleRule = FP32
     calibrate: Calibrate = CURRENT
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic", "eden"] = "nearest"
     headroom: float = 1.0
+    block: int = 128
+    draws: Literal["", "elements", "scales"] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         wanted = "it must be a Format. Take a constant of narrowgauge.formats, or look a name up with formats.get."
@@ -264,9 +278,15 @@ class Cast:
         _require(
             self,
             "rounding",
-            self.rounding in ("nearest", "stochastic"),
-            "choose 'nearest' or 'stochastic'.",
+            self.rounding in ("nearest", "stochastic", "eden"),
+            "choose 'nearest', 'stochastic' or 'eden'.",
         )
+        self._check_block()
+        # An attribute and no property: every cast of every step reads it. Float32 scales take a
+        # correction without another rounding.
+        rounds_scales = self.rounding == "eden" and self.scale.two_level
+        drawn_for = {"stochastic": "elements", "eden": "scales" if rounds_scales else ""}
+        object.__setattr__(self, "draws", drawn_for.get(self.rounding, ""))
         if self.scale.reads_elements and (WHOLE in self.tile or self.headroom != 1):
             raise ConfigError(
                 f"Cast: {self.scale} compares the errors of scales tile by tile, but the tile is {self.tile} with a headroom of "
@@ -276,6 +296,25 @@ class Cast:
         headroom = is_positive(self.headroom) and 1 <= self.headroom <= LARGEST_HEADROOM
         wanted = f"it must be a number from 1 (none) to {LARGEST_HEADROOM}: more than the rules can saturate by would only"
         _require(self, "headroom", headroom, f"{wanted} waste resolution.")
+
+    def _check_block(self) -> None:
+        wanted = f"it must be a power of two from 2 to {LARGEST_BLOCK}, such as 128."
+        _require(self, "block", _is_block(self.block), wanted)
+        outer, inner = self.tile
+        divides = outer == 1 and inner != WHOLE and self.block % inner == 0
+        is_corrected = divides and self.headroom == 1 and not self.scale.power_of_two
+        if self.rounding == "eden" and not is_corrected:
+            raise ConfigError(
+                f"Cast: rounding='eden' multiplies the scales within {self.block} elements of a row by one correction, but the "
+                f"tile is {self.tile}, the scale {self.scale} and the headroom {self.headroom:g}. Use a tile (1, n) where n "
+                "divides the block, a scale of float32 or E4M3, and no headroom.",
+                code="cast.corrected-scales",
+            )
+
+    def noise_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the random numbers that a cast of a matrix [outer, inner] takes."""
+        is_for_scales = self.draws == "scales"
+        return scale_shape((shape[0], shape[1]), self.tile) if is_for_scales else shape
 
     @property
     def is_per_tensor(self) -> bool:
@@ -307,7 +346,7 @@ class Cast:
         if self.calibrate != CURRENT:
             words.append(str(self.calibrate))
         if self.rounding != "nearest":
-            words.append(self.rounding)
+            words.append("eden " + str(self.block) if self.rounding == "eden" else self.rounding)
         if self.headroom != 1:
             words.append(f"headroom {Fraction(self.headroom).limit_denominator(64)}")
         return " ".join(words)
@@ -333,11 +372,7 @@ class Hadamard:
     signs: Literal["none", "fixed", "random"] = "none"
 
     def __post_init__(self) -> None:
-        power = (
-            is_whole(self.block, 2)
-            and self.block <= LARGEST_BLOCK
-            and not self.block & (self.block - 1)
-        )
+        power = _is_block(self.block)
         wanted = f"it must be a power of two from 2 to {LARGEST_BLOCK}. Gemm(rotate=None) does not rotate."
         _require(self, "block", power, wanted)
         _require(
@@ -421,6 +456,20 @@ class Gemm:
                 "Gemm: DelayedScaling keeps the amax history of the tensor itself, and the rotated one has another amax. "
                 "Use calibrate=CURRENT or rotate=None.",
                 code="gemm.rotated-window",
+            )
+        for name in ("lhs", "rhs"):
+            self._check_correction(name, getattr(self, name))
+
+    def _check_correction(self, name: str, cast: Cast | None) -> None:
+        """Refuse an "eden" cast without its rotation: rounded to nearest as it stands, it is biased."""
+        if cast is None or cast.rounding != "eden":
+            return
+        rotate = self.rotate
+        if rotate is None or rotate.signs != "random" or rotate.block != cast.block:
+            raise ConfigError(
+                f"Gemm: {name} is cast with rounding='eden', which is unbiased over random signs of a rotation of "
+                f"{cast.block}, but rotate is {rotate}. Use rotate=Hadamard(block={cast.block}, signs='random').",
+                code="gemm.unrotated-correction",
             )
 
     def __str__(self) -> str:

@@ -19,8 +19,8 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
     recipe                                                CPU      GPU
     fp8-current, fp8-delayed, fp8-current-fast            values   codes
     fp8-row, fp8-block, mxfp8, int8                       x        codes
-    bf16, nvfp4, nvfp4-46, mxfp4                          x        x
-    int4-*                                                packed   packed
+    bf16, nvfp4, nvfp4-46, mxfp4, quartet2-46, int4-eden  x        x
+    int4-hq-*, int4-lsq-luq, int4-minmax-sr, int4-row-sr  packed   packed
 
     values  the elements that `output` read, before scales, and the scale: a transposed view, in
             bfloat16. In float32 if the CPU has no bfloat16 instructions. In float32 too if x, the

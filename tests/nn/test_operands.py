@@ -44,6 +44,8 @@ CALLS = {
     "int4-row-sr": (246, 140),
     "nvfp4": (243, 103),
     "nvfp4-46": (243, 103),
+    "quartet2-46": (688, 348),
+    "int4-eden": (449, 243),
     "mxfp4": (268, 138),
 }
 
@@ -81,9 +83,9 @@ def test_importing_the_linear_brings_few_statements():
         [sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True
     )
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
-    # 2,950 before the plan chose the kernels of rotations and of the amax. Docstrings and comments may
-    # grow.
-    assert int(done.stdout) <= 3120
+    # 2,950 before the plan chose the kernels of rotations and of the amax. 3,120 before a cast could
+    # correct its scales. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3165
 
 
 class Gathered:
