@@ -457,20 +457,6 @@ class Gemm:
                 "Use calibrate=CURRENT or rotate=None.",
                 code="gemm.rotated-window",
             )
-        for name in ("lhs", "rhs"):
-            self._check_correction(name, getattr(self, name))
-
-    def _check_correction(self, name: str, cast: Cast | None) -> None:
-        """Refuse an "eden" cast without its rotation: rounded to nearest as it stands, it is biased."""
-        if cast is None or cast.rounding != "eden":
-            return
-        rotate = self.rotate
-        if rotate is None or rotate.signs != "random" or rotate.block != cast.block:
-            raise ConfigError(
-                f"Gemm: {name} is cast with rounding='eden', which is unbiased over random signs of a rotation of "
-                f"{cast.block}, but rotate is {rotate}. Use rotate=Hadamard(block={cast.block}, signs='random').",
-                code="gemm.unrotated-correction",
-            )
 
     def __str__(self) -> str:
         wide = self.lhs is None and self.rhs is None
@@ -531,12 +517,14 @@ class Recipe:
 
     name         name that users pass
     summary      one line for lists of recipes. Two recipes that differ in it alone are equal
-    save         form in which x is saved for `grad_weight`. The gradients are bit-identical.
+    save         form in which x is saved for `grad_weight`, unless backward="recast-codes". The
+                 gradients are bit-identical.
                  "original": the tensor itself, which its producer often saves anyway; cast again in
                  backward. "quantized": its 8-bit codes, a quarter to half of the bytes, without a
                  second cast
     backward     "recast": the backward GEMMs cast x and w again, from the originals and along their
-                 own contracted axis. "straight-through": they use the codes of `output` in its
+                 own contracted axis. "recast-codes": they cast the decoded x and w of `output` again,
+                 so x is saved as its codes (nn/recast_codes.py). "straight-through": they use the codes of `output` in its
                  rotated basis; clipped elements get no gradient, and results are rotated back. A
                  LearnedStep has a gradient only then
     wide_blocks  Transformer blocks that `convert` leaves in bf16, found by the model's structure;
@@ -555,7 +543,7 @@ class Recipe:
     grad_input: Gemm = Gemm()
     grad_weight: Gemm = Gemm()
     save: Literal["original", "quantized"] = "original"
-    backward: Literal["recast", "straight-through"] = "recast"
+    backward: Literal["recast", "recast-codes", "straight-through"] = "recast"
     wide_blocks: HighPrecisionBlocks | None = None
 
     def __post_init__(self) -> None:
@@ -578,10 +566,9 @@ class Recipe:
             self.save in ("original", "quantized"),
             "choose 'original' or 'quantized'.",
         )
-        choices = ("recast", "straight-through")
-        _require(
-            self, "backward", self.backward in choices, "choose 'recast' or 'straight-through'."
-        )
+        choices = ("recast", "recast-codes", "straight-through")
+        wanted = "choose 'recast', 'recast-codes' or 'straight-through'."
+        _require(self, "backward", self.backward in choices, wanted)
         self._check_operands()
         if self.backward == "straight-through":
             self._check_straight_through()
@@ -595,6 +582,8 @@ class Recipe:
                 "recipe.learned-step-recast",
                 "a LearnedStep has a gradient with backward='straight-through' only. Choose that, or ClippedRms.",
             )
+        if self.backward == "recast-codes":
+            self._check_recast_codes()
 
     def _refuse(self, code: str, why: str) -> NoReturn:
         raise ConfigError(f"Recipe {self.name!r}: {why}", code=code)
@@ -606,6 +595,18 @@ class Recipe:
                     "recipe.unsigned-format",
                     f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.",
                 )
+        for product, gemm in self.gemms().items():
+            rotate = gemm.rotate
+            for cast in (gemm.lhs, gemm.rhs):
+                if cast is None or cast.rounding != "eden":
+                    continue
+                # Rounded to nearest as they stand, operands are biased: the expectation is over signs.
+                if rotate is None or rotate.signs != "random" or rotate.block != cast.block:
+                    self._refuse(
+                        "recipe.unrotated-correction",
+                        f"{product} casts with rounding='eden', which is unbiased over random signs of a rotation of "
+                        f"{cast.block}, but rotates by {rotate}. Use rotate=Hadamard(block={cast.block}, signs='random').",
+                    )
         if self.save == "quantized" and self.grad_weight.rhs is None:
             self._refuse(
                 "recipe.quantized-uncast",
@@ -678,6 +679,38 @@ class Recipe:
                     f"{role} is calibrated by '{cast.calibrate}', for which backward='straight-through' has no place. "
                     "Use CURRENT or ClippedRms.",
                 )
+
+    def _check_recast_codes(self) -> None:
+        """Check that `output` has the same codes in a repeated pass, and that backward casts anew."""
+        output, casts = self.output, (self.output.lhs, self.output.rhs)
+        is_repeatable = all(
+            cast is not None
+            and cast.rounding == "nearest"
+            and not isinstance(cast.calibrate, DelayedScaling)
+            for cast in casts
+        )
+        if not is_repeatable or (output.rotate is not None and output.rotate.signs == "random"):
+            self._refuse(
+                "recipe.recast-codes-output",
+                f"backward='recast-codes' decodes x and w of output, which is {output}. Cast both to nearest by their own "
+                "magnitudes, without random signs, or choose backward='recast'.",
+            )
+        if self.grad_input.rotate is None or self.grad_weight.rotate is None:
+            self._refuse(
+                "recipe.recast-codes-rotation",
+                "backward='recast-codes' casts decoded operands again for products that rotate them. Rotate grad_input and "
+                "grad_weight, or choose backward='recast'.",
+            )
+        if self.save == "quantized":
+            self._refuse(
+                "recipe.recast-codes-save",
+                "save='quantized' keeps codes of x.T, and backward='recast-codes' those of output. Leave save at 'original'.",
+            )
+
+    @property
+    def saves_codes(self) -> bool:
+        """True if backward has codes of x, and not x."""
+        return self.save == "quantized" or self.backward == "recast-codes"
 
     def _casts(self) -> list[tuple[str, Cast]]:
         """(role, cast) of all operands that are cast."""
@@ -767,9 +800,9 @@ class Recipe:
     def with_gemm(self, **changes: Gemm) -> Recipe:
         """Copy of this recipe with some GEMMs replaced: `recipe.with_gemm(grad_weight=Gemm())`.
 
-        Replacing `output` of a straight-through recipe makes it a "recast" recipe, because the
-        codes for backward are gone: rotation and sampling are dropped, and a LearnedStep becomes
-        ClippedRms.
+        Replacing any of a "recast-codes" recipe makes it a "recast" recipe. Replacing `output` of a
+        straight-through recipe makes it one too, because the codes for backward are gone: rotation
+        and sampling are dropped, and a LearnedStep becomes ClippedRms.
         """
         unknown = set(changes) - set(GEMMS)
         if unknown:
@@ -783,7 +816,8 @@ class Recipe:
             f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items()
         )
         gemms: dict[str, Any] = self.gemms() | changes
-        backward = self.backward
+        # The decoded operands of forward serve two products with rotations, and no other one.
+        backward = "recast" if self.backward == "recast-codes" and changes else self.backward
         if backward == "straight-through" and gemms["output"] != self.output:
             backward = "recast"
             gemms |= {

@@ -307,7 +307,8 @@ class GatheredWeight:
             return None
         casts = Casts(amax=operand.casts.amax)
         operand.is_carrier = True
-        if operand.is_restored and not operand.needs[0] and self.recipe.backward == "recast":
+        recasts = self.recipe.backward != "straight-through"
+        if operand.is_restored and not operand.needs[0] and recasts:
             return casts
         orientation = "cols" if operand.is_restored and self.coder.has_two_sets else "rows"
         use_history = operand.context.records

@@ -90,6 +90,7 @@ class Operand:
     sampled      [n] int64, the rows of t that the sampler selected; None: all rows
     is_restored  True in backward for an operand that `restore` rebuilt
     is_carrier   True if the tensor has no data: its codes were gathered or frozen
+    is_decoded   (w) True in backward if the tensor holds decoded codes of a frozen weight
     after        (backward) the incoming gradient, which orders work of gathered codes after it
     pending_recompute  (backward) (Recompute, saved tensors) that recompute cols on first use
     waiting      noise of rows or cols that was drawn earlier than used (noise.py)
@@ -99,6 +100,7 @@ class Operand:
     sampled: Tensor | None = None
     is_restored = False
     is_carrier = False
+    is_decoded = False
     after: Tensor | None = None
     pending_recompute: tuple[Recompute, Saved] | None = None
     drawn: dict[str, Any] | None = None

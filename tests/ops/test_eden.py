@@ -18,7 +18,7 @@ from narrowgauge.ops.quantize import definition, dequantize, quantize
 from narrowgauge.ops.quantize.eden import corrections
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.triton import cast_constants
-from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard
+from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, Recipe
 from narrowgauge.scaling import (
     E4M3_EDEN,
     E4M3_EDEN_FOUR_OVER_SIX,
@@ -218,9 +218,9 @@ def test_what_cannot_be_corrected_is_refused():
 )
 def test_a_product_without_its_rotation_is_refused(rotate):
     """Without new signs the correction is no expectation over anything."""
-    with raises(ConfigError, "gemm.unrotated-correction"):
-        Gemm(lhs=EDEN, rhs=EDEN, rotate=rotate)
-    assert Gemm(lhs=EDEN, rhs=EDEN, rotate=ROTATION).rotate == ROTATION
+    for product in ("output", "grad_input", "grad_weight"):
+        with raises(ConfigError, "recipe.unrotated-correction", product):
+            Recipe(name="r", **{product: Gemm(lhs=EDEN, rhs=EDEN, rotate=rotate)})
 
 
 def test_a_sum_over_128_is_in_one_order():
