@@ -597,15 +597,15 @@ class Recipe:
                 )
         for product, gemm in self.gemms().items():
             rotate = gemm.rotate
-            for cast in (gemm.lhs, gemm.rhs):
-                if cast is None or cast.rounding != "eden":
+            for operand in (gemm.lhs, gemm.rhs):
+                if operand is None or operand.rounding != "eden":
                     continue
                 # Rounded to nearest as they stand, operands are biased: the expectation is over signs.
-                if rotate is None or rotate.signs != "random" or rotate.block != cast.block:
+                if rotate is None or rotate.signs != "random" or rotate.block != operand.block:
                     self._refuse(
                         "recipe.unrotated-correction",
                         f"{product} casts with rounding='eden', which is unbiased over random signs of a rotation of "
-                        f"{cast.block}, but rotates by {rotate}. Use rotate=Hadamard(block={cast.block}, signs='random').",
+                        f"{operand.block}, but rotates by {rotate}. Use rotate=Hadamard(block={operand.block}, signs='random').",
                     )
         if self.save == "quantized" and self.grad_weight.rhs is None:
             self._refuse(

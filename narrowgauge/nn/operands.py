@@ -195,7 +195,7 @@ class Operand:
     def _casts_both(self, cast: Cast) -> bool:
         """True if cols made now will still exist when a GEMM reads them."""
         is_recomputed, cache = self.casts.source is not None, self.context.sources.weight_cache
-        is_stochastic = cast.draws
+        is_stochastic = cast.draws != ""
         if not self.context.keep.casts_both(
             self.plan.role, self.needs, is_stochastic, is_recomputed
         ):
