@@ -29,7 +29,7 @@ def decode(instruction: Instruction, kernel: Kernel) -> Execute | None:
     if name in ("ld", "st"):
         space = words[0].split("::")[0]
         if space not in ("global", "shared"):
-            raise PtxError(f"The state space {words[0]} is not known.")
+            raise PtxError(f"Accesses to {words[0]} are not known here.")
         return {"ld": _load, "st": _store}[name](instruction, words, space == "shared", kernel)
     if name in ("atom", "red"):
         return _atomic(instruction, name, words, kernel)

@@ -54,7 +54,7 @@ def reader(operand: Operand, bits: int, kernel: Kernel) -> Read:
             return (whole if lanes is None else whole[lanes]).astype(dtype)
 
         if not name.startswith("%"):
-            raise PtxError(f"{name} is not known.")
+            raise PtxError(f"The name {name} is not known here.")
         return special
     raise PtxError(f"{operand} cannot be read as a number.")
 

@@ -174,7 +174,7 @@ def _strided() -> Iterator[Case]:
         cast = CASTS[name]
         for words, x in (
             ("a view with gaps", base[3:67, 5:133]),
-            ("x.T in memory", sample((96, 144)).T),
+            ("transposed memory", sample((96, 144)).T),
             ("float32", sample((49, 144), torch.float32)),
             ("NaN and infinity", sample((49, 144), poisoned=True)),
         ):
