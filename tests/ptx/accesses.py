@@ -36,7 +36,7 @@ def decode(instruction: Instruction, kernel: Kernel) -> Execute | None:
     if name == "cp" and words[0] == "async":
         return _copy(instruction, words[1:], kernel)
     if name == "fence" and words[0] == "proxy":
-        return lambda machine, lanes: None  # products read shared memory when they are issued
+        return lambda machine, lanes: machine.shared.fence(machine.threads_of(lanes))
     return None
 
 

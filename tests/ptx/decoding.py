@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from tests.ptx import accesses, matrices, warp
+from tests.ptx import accesses, matrices, warp, warpgroup
 from tests.ptx.numerics import UNSIGNED
 from tests.ptx.opcodes import operation
 from tests.ptx.operands import Execute, Lanes, Machine, reader, writer
@@ -61,7 +61,7 @@ def _nothing(machine: Machine, lanes: Lanes) -> None:
 
 
 def _execution(instruction: Instruction, kernel: Kernel) -> Execute:
-    for decode in (accesses.decode, warp.decode, matrices.decode):
+    for decode in (accesses.decode, warp.decode, matrices.decode, warpgroup.decode):
         if (execute := decode(instruction, kernel)) is not None:
             return execute
     if instruction.opcode.split(".")[0] == "mov":

@@ -41,6 +41,13 @@ def decode(instruction: Instruction, kernel: Kernel) -> Execute | None:
     return _product(instruction, int(shape[1]), kinds, kernel)
 
 
+def width_of(kind: str) -> int:
+    """Bits of an element. Raises PtxError for one that is not known."""
+    if kind not in _WIDTHS:
+        raise PtxError(f"Products of {kind} are unknown.")
+    return _WIDTHS[kind]
+
+
 def elements(words: Any, kind: str) -> Any:
     """Values of registers [..., n] -> [..., n, per], float64; the first element is in the low bits."""
     bits = _WIDTHS[kind]
@@ -58,7 +65,7 @@ def elements(words: Any, kind: str) -> Any:
     )
 
 
-def _fragment(is_lhs: bool, bits: int, registers: int) -> tuple[Any, Any]:
+def fragment(is_lhs: bool, bits: int, registers: int) -> tuple[Any, Any]:
     """(row, column) of each element [32, registers, per], see the module."""
     per = 32 // bits
     lane, j, e = LANE[:, None, None], np.arange(registers)[None, :, None], np.arange(per)
@@ -75,7 +82,7 @@ def _product(instruction: Instruction, k: int, kinds: list[str], kernel: Kernel)
     writes = [writer(each, 32) for each in operands[0]]
     lhs, rhs, start = ([reader(each, 32, kernel) for each in part] for part in operands[1:])
     sides = [
-        _fragment(place == 0, _WIDTHS[kinds[1 + place]], len(part))
+        fragment(place == 0, _WIDTHS[kinds[1 + place]], len(part))
         for place, part in enumerate((lhs, rhs))
     ]
     sizes = ((16, k), (k, 8))

@@ -132,6 +132,7 @@ class SharedMemory:
         self.written, self.warp_written = (np.zeros(len(self.data), np.int32) for _ in range(2))
         self.reader = np.full(len(self.data), -1, np.int32)
         self.read, self.warp_read = (np.zeros(len(self.data), np.int32) for _ in range(2))
+        self.unfenced = np.zeros(len(self.data), bool)  # stored, and unseen by asynchronous reads
 
     def place(self, address: Bits, size: int, threads: Places) -> Places:
         """[n, size] indices into `data`."""
@@ -147,8 +148,19 @@ class SharedMemory:
         program = self.order.program_of(threads) - self.first
         return (program * self.size + at)[:, None] + np.arange(size)
 
-    def load(self, at: Places, threads: Places) -> Array:
-        """Bytes [n, size] at indices."""
+    def fence(self, threads: Places) -> None:
+        """fence.proxy.async: what these threads stored, or what a barrier put before them."""
+        first = self.order.program_of(threads) - self.first
+        for program in np.unique(first):
+            area = slice(program * self.size, (program + 1) * self.size)
+            before = self.written[area] < self.order.epoch[self.first + program]
+            seen = before | np.isin(self.writer[area], threads)
+            self.unfenced[area] &= ~seen
+
+    def load(self, at: Places, threads: Places, asynchronous: bool = False) -> Array:
+        """Bytes [n, size] at indices. asynchronous: read by wgmma, which needs a proxy fence."""
+        if asynchronous and self.unfenced[at].any():
+            raise Fault("race: no proxy fence between a store and an asynchronous product")
         me = np.broadcast_to(threads[:, None], at.shape)
         self._check(self.writer[at], self.written[at], self.warp_written[at], me, "load")
         self._note_reader(at, me)
@@ -167,7 +179,7 @@ class SharedMemory:
         self.data[at] = raw
         if (self.data[at] != raw).any():
             raise Fault("race: threads of one instruction store different values in one place")
-        self.writer[at] = me
+        self.writer[at], self.unfenced[at] = me, True
         self.written[at] = self.order.epoch_of(threads)[:, None]
         self.warp_written[at] = self.order.warp_epoch_of(threads)[:, None]
 
