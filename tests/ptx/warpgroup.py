@@ -129,7 +129,7 @@ def _from_memory(
         fields = int(descriptor)
         width = _WIDTHS.get(fields >> 62 & 3, 0)
         if length > width or fields >> 49 & 7:
-            raise PtxError(f"The descriptor {fields:#x} is not known.")
+            raise PtxError(f"Descriptors like {fields:#x} are unknown.")
         stride = 16 * (fields >> 32 & 0x3FFF)
         place = 16 * (fields & 0x3FFF) + line // 8 * stride + line % 8 * width + byte
         place = place ^ (((place >> 7) & (width // 16 - 1)) << 4)
