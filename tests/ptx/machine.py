@@ -37,8 +37,8 @@ class Launch:
     """programs, threads: of the launch and of a program; shared: bytes of a program.
 
     first, count  programs that this machine runs; the others run before or after them
-    patience      instructions without a store, a barrier or an end, after which the launch is said
-                  to hang; a loop body of these kernels has below 5,000
+    patience      instructions of a thread without a store, a barrier or an end of any thread, after
+                  which the launch is said to hang; a loop body of these kernels has below 5,000
     """
 
     programs: int
@@ -70,6 +70,8 @@ class Machine:
         self.steps = self.idle = 0
         self._together: int | None = 0 if launch.schedule is Schedule.TOGETHER else None
         self._warp, self._burst = 0, 0
+        # Warps that take turns need so many instructions for one of each.
+        self._turns = 1 if launch.schedule is Schedule.TOGETHER else self.lanes // 32
 
     def _junk(self, bits: int) -> Any:
         if bits == 1:
@@ -112,7 +114,7 @@ class Machine:
         step = self.code.steps[at]
         self.steps += 1
         self.idle += 1
-        if self.idle > self.launch.patience:
+        if self.idle > self.launch.patience * self._turns:
             raise Fault(f"hang: {self.idle} instructions without a store, a barrier or an end")
         taken = lanes if step.guard is None else self._guarded(step.guard, lanes)
         if step.control == "":

@@ -403,7 +403,7 @@ def test_without_a_part_of_it_a_fault_is_told(what, schedule):
         return body.replace(before, after)
 
     with pytest.raises(Fault, match=words):
-        meet(change, schedule=schedule, patience=400)
+        meet(change, schedule=schedule, patience=100)
 
 
 def test_a_barrier_that_some_threads_skip_faults():
