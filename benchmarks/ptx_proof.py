@@ -27,9 +27,9 @@ from narrowgauge.ops.cpp.build import cache_folder
 # Set before Triton is imported: the binaries of the tests.
 os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "tests" / "triton"))
 
-from narrowgauge.ops import triton  # noqa: E402
-from tests.ptx import mutants, proof  # noqa: E402
-from tests.ptx.launching import CAPABILITIES  # noqa: E402
+from narrowgauge.ops import triton
+from tests.ptx import mutants, proof
+from tests.ptx.launching import CAPABILITIES
 
 # Cases whose kernels are changed: one of each kind of kernel, those that wait for each other first.
 CHANGED = (
