@@ -68,14 +68,14 @@ _FP4, _INT4 = recipes.QUARTET2_46.grad_input, recipes.INT4_EDEN.grad_input
 BACKWARD = {
     "nvfp4": replace(recipes.NVFP4.grad_input, rotate=None),
     "NVIDIA's scales": Gemm(lhs=replace(recipes.NVFP4.grad_input.lhs, scale=E4M3_TWO_LEVEL)),  # type: ignore[type-var]
-    "MS-EDEN, 128": blocks_of(_FP4, 128, scale=E4M3_EDEN),
-    "MS-EDEN, 16": blocks_of(_FP4, 16, scale=E4M3_EDEN),
+    "quartet2": blocks_of(_FP4, 128, scale=E4M3_EDEN),
+    "quartet2, blocks of 16": blocks_of(_FP4, 16, scale=E4M3_EDEN),
     "quartet2-46": _FP4,
-    "quartet2-46, 16": blocks_of(_FP4, 16),
+    "quartet2-46, blocks of 16": blocks_of(_FP4, 16),
     "int4-hq-bs": recipes.INT4_HQ_BS.grad_input,
     "int4-row-sr": recipes.get("int4-row-sr").grad_input,
     "int4-eden": _INT4,
-    "int4-eden, 2.475 rms": blocks_of(_INT4, 128, calibrate=ClippedRms()),
+    "int4-eden, scale 2.475 rms": blocks_of(_INT4, 128, calibrate=ClippedRms()),
 }
 
 
@@ -124,13 +124,19 @@ STEPS, SEQUENCES, LENGTH, GRADIENTS = 120, 8, 128, 8
 
 def variants() -> dict[str, Recipe]:
     """Name -> recipe, without blocks in 16 bits."""
-    nvfp4 = recipes.NVFP4
+    quartet = recipes.QUARTET2_46
     other = {
-        "quartet2-46 backward alone": replace(recipes.QUARTET2_46, output=Gemm()),
-        "nvfp4 backward alone": replace(nvfp4, output=Gemm()),
-        "four over six forward alone": replace(recipes.NVFP4_46, grad_input=Gemm(), grad_weight=Gemm()),
-    }  # fmt: skip
-    named = ("nvfp4", "nvfp4-46", "quartet2-46", "mxfp4", "int4-hq-bs", "int4-row-sr", "int4-eden", "fp8-current")  # fmt: skip
+        "quartet2, from 16-bit originals": replace(recipes.QUARTET2, backward="recast"),
+        "quartet2-46, from 16-bit originals": replace(quartet, backward="recast"),
+        "int4-eden, from 16-bit originals": replace(recipes.INT4_EDEN, backward="recast"),
+        "nvfp4, backward alone": replace(recipes.NVFP4, output=Gemm()),
+        "quartet2-46, backward alone": replace(quartet, backward="recast", output=Gemm()),
+        "four over six, forward alone": quartet.with_gemm(grad_input=Gemm(), grad_weight=Gemm()),
+    }
+    named = (
+        "nvfp4", "nvfp4-46", "quartet2", "quartet2-46", "mxfp4", "int4-hq-bs", "int4-row-sr", "int4-eden",
+        "fp8-current",
+    )  # fmt: skip
     return {name: recipes.get(name) for name in named} | other
 
 
