@@ -28,7 +28,8 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from benchmarks.harness import RESULTS, record
 from narrowgauge import recipes
-from narrowgauge.ops.hadamard import draw_signs, rotate, unrotate
+from narrowgauge.nn.rotation import Rotation
+from narrowgauge.ops.hadamard import unrotate
 from narrowgauge.ops.quantize import dequantize, quantize
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, Recipe
 from narrowgauge.scaling import E4M3_EDEN, E4M3_TWO_LEVEL
@@ -71,21 +72,25 @@ BACKWARD = {
     "quartet2": blocks_of(_FP4, 128, scale=E4M3_EDEN),
     "quartet2, blocks of 16": blocks_of(_FP4, 16, scale=E4M3_EDEN),
     "quartet2-46": _FP4,
+    "quartet2-46, one round": blocks_of(_FP4, 128),
     "quartet2-46, blocks of 16": blocks_of(_FP4, 16),
     "int4-hq-bs": recipes.INT4_HQ_BS.grad_input,
     "int4-row-sr": recipes.get("int4-row-sr").grad_input,
     "int4-eden": _INT4,
+    "int4-eden, two rounds": replace(_INT4, rotate=Hadamard(block=128, signs="random", rounds=2)),
     "int4-eden, scale 2.475 rms": blocks_of(_INT4, 128, calibrate=ClippedRms()),
 }
 
 
 def once(x: Tensor, cast: Cast, rotation: Hadamard | None) -> Tensor:
     """x cast and decoded, in x's own basis."""
-    signs = None if rotation is None else draw_signs(rotation, x.shape[1], x.device)
-    turned = x if rotation is None else rotate(x, rotation, signs)
+    drawn = Rotation.draw(rotation, x)
+    turned = drawn(x)
     shape = cast.noise_shape((turned.shape[0], turned.shape[1]))
     made = dequantize(quantize(turned, cast, noise=torch.rand(shape) if cast.draws else None))
-    return made if rotation is None else unrotate(made, rotation, x.shape[1], signs)
+    for signs in (drawn.second, drawn.signs):
+        made = made if signs is None else unrotate(made, rotation, x.shape[1], signs)
+    return made
 
 
 def cast_row(name: str, gemm: Gemm, distribution: str) -> dict[str, Any]:
@@ -128,6 +133,11 @@ def variants() -> dict[str, Recipe]:
     other = {
         "quartet2, from 16-bit originals": replace(recipes.QUARTET2, backward="recast"),
         "quartet2-46, from 16-bit originals": replace(quartet, backward="recast"),
+        "quartet2-46, one round": replace(
+            quartet,
+            grad_input=blocks_of(_FP4, 128),
+            grad_weight=blocks_of(_FP4, 128),
+        ),
         "int4-eden, from 16-bit originals": replace(recipes.INT4_EDEN, backward="recast"),
         "nvfp4, backward alone": replace(recipes.NVFP4, output=Gemm()),
         "quartet2-46, backward alone": replace(quartet, backward="recast", output=Gemm()),

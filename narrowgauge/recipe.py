@@ -363,13 +363,17 @@ class Hadamard:
     H_block is the orthonormal Sylvester matrix, so H is symmetric and its own inverse. An axis that
     the block does not divide is padded with zeros.
 
-    block  size of a block of contiguous elements: a power of two
-    signs  s: "none" (all +1), "fixed" (the same at every call), or "random" (drawn at every call,
-           the same for both operands)
+    block   size of a block of contiguous elements: a power of two
+    signs   s: "none" (all +1), "fixed" (the same at every call), or "random" (drawn at every call,
+            the same for both operands)
+    rounds  rotations in a row, each with random signs of its own. One round spreads a block that
+            one element dominates to numbers of one magnitude; the second makes these nearly normal,
+            which casts by rounding="eden" need to be unbiased (docs/four-bit.md)
     """
 
     block: int = 32
     signs: Literal["none", "fixed", "random"] = "none"
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         power = _is_block(self.block)
@@ -381,9 +385,14 @@ class Hadamard:
             self.signs in ("none", "fixed", "random"),
             "choose 'none', 'fixed' or 'random'.",
         )
+        # Without new signs H H is the identity.
+        most = 2 if self.signs == "random" else 1
+        rounds = is_whole(self.rounds) and self.rounds <= most
+        _require(self, "rounds", rounds, "it must be 1, or 2 with signs='random'.")
 
     def __str__(self) -> str:
-        return f"Hadamard {self.block}" + (f", {self.signs} signs" if self.signs != "none" else "")
+        signs = f", {self.signs} signs" if self.signs != "none" else ""
+        return f"Hadamard {self.block}{signs}" + (" twice" if self.rounds == 2 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -637,6 +646,11 @@ class Recipe:
             self._refuse(
                 "recipe.sampled-output",
                 "output samples rows. Only the products of the gradient can; use sample=None.",
+            )
+        if self.output.rotate is not None and self.output.rotate.rounds > 1:
+            self._refuse(
+                "recipe.rotated-twice",
+                f"output rotates by {self.output.rotate}. Results are rotated back by one round; use rounds=1 there.",
             )
 
     def _check_straight_through(self) -> None:
