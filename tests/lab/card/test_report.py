@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from narrowgauge.errors import ConfigError
 from narrowgauge import cli
+from narrowgauge.errors import ConfigError
 from narrowgauge.lab import card
 from narrowgauge.lab.card import (
     archive,
