@@ -51,24 +51,21 @@ def card_report(
     hangs is named, and the rest goes on. Nothing is sent anywhere. Exit code 0, or 5 if a process
     computed wrong numbers, faulted, hung or failed.
     """
+    from narrowgauge.lab import card
+
     if read is not None:
         if only or limit_s is not None or minutes != 30.0:
             raise ConfigError(
                 "card-report: minutes, limit-s and only are of a new report, and --read reads one. Leave them out.",
                 code="card-report.read-options",
             )
-        from narrowgauge.lab.card import archive, page
-
-        found = archive.read(read)
-        print(page.write(found, output or read.with_suffix(".html")))
+        print(card.write_page(read, output))
         return 0
     if sys.platform != "linux":
         raise ConfigError(
             f"card-report: it starts its processes as Linux does, and this is {sys.platform}. Run it on Linux, or in WSL 2.",
             code="card-report.system",
         )
-    from narrowgauge.lab import card
-
     chosen = tuple(only or card.PARTS)
     if unknown := [each for each in chosen if each not in card.PARTS]:
         raise ConfigError(

@@ -28,7 +28,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.diagnose.runs import encode
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.card import archive, checks, steps, timings, two_cards
 from narrowgauge.lab.card.conditions import Sampler
@@ -102,9 +101,9 @@ def report(
     facts = _facts(settings)
     # Without a card nothing is left behind; with one, every end writes the archive.
     try:
-        _store(folder, facts)
+        archive.store(folder, facts)
         uuid = _machine(runner, settings, facts)
-        _store(folder, facts)
+        archive.store(folder, facts)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -121,6 +120,17 @@ def report(
         facts["seconds"] = time.monotonic() - started_at_s
         _pack(folder, path, facts, runner)
     return path, runner.lines
+
+
+def write_page(path: Path, output: Path | None) -> Path:
+    """Write the page of an archive, or of a report that was cut off, and return its path.
+
+    output  None: beside the archive, as .html
+    """
+    # Imported here: the page needs jinja2, and a machine with a card may lack it.
+    from narrowgauge.lab.card import page
+
+    return page.write(archive.read(path), output or path.with_suffix(".html"))
 
 
 def all_jobs(card: Device, cards: int, settings: CardSettings) -> list[CardJob]:
@@ -185,10 +195,6 @@ def _device(facts: dict[str, Any]) -> Device:
     major, minor = facts["card"]["capability"]
     cuda = str(facts["versions"].get("cuda") or "0.0").split(".")
     return Device("cuda", (int(major), int(minor)), cuda=(int(cuda[0]), int(cuda[1])))
-
-
-def _store(folder: Path, facts: dict[str, Any]) -> None:
-    (folder / archive.REPORT).write_text(encode(facts, indent=1), encoding="utf-8")
 
 
 def _pack(folder: Path, path: Path, facts: dict[str, Any], runner: Runner) -> None:

@@ -91,6 +91,11 @@ def write(path: Path, facts: Mapping[str, Any], lines: Iterable[Mapping[str, Any
     return len(data)
 
 
+def store(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write report.json of a report that runs."""
+    (folder / REPORT).write_text(encode(facts, indent=1), encoding="utf-8")
+
+
 def _cut(line: Mapping[str, Any], output: int, named: int) -> dict[str, Any]:
     found = dict(line)
     if "output" in found:

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge import __version__
 from narrowgauge.lab.card.process import NotHere, Tell
 
-PACKAGES = ("triton", "torchao", "transformer-engine", "bitsandbytes", "numpy")
+PACKAGES = ("narrowgauge", "triton", "torchao", "transformer-engine", "bitsandbytes", "numpy")
 ASKED = {
     "driver": "driver_version",
     "sm_mhz": "clocks.sm",
@@ -59,7 +58,7 @@ def of_machine(tell: Tell) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {
-        "narrowgauge": __version__, "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}",
         "processors": str(os.cpu_count()), "torch": torch.__version__, "cuda": torch.version.cuda,
     }  # fmt: skip
     for name in PACKAGES:

@@ -16,7 +16,6 @@ import torch
 
 from narrowgauge.conversion.measure import LinearWorkload
 from narrowgauge.conversion.predict import predicted
-from narrowgauge.diagnose.format_text import duration
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.card import contenders, steps
 from narrowgauge.lab.card.process import (
@@ -90,7 +89,7 @@ def row(line: Line) -> dict[str, Any]:
     units = ("MHz", "°C", "W")
     return {
         "job": line["job"], "status": line["status"], "why": line.get("why", ""), "at": line.get("at", ""),
-        "seconds": duration(line.get("seconds", 0.0)), "output": line.get("output", ""),
+        "seconds": line.get("seconds", 0.0), "output": line.get("output", ""),
         "clocks": ", ".join(f"{value:.0f} {unit}" for value, unit in zip(clocks, units, strict=False)),
         "kernels": [f"{each['count']} × {each['name']}" for each in line.get("kernels", [])[:8]],
         "backend": "; ".join(dict.fromkeys(line.get("backend", []))),
