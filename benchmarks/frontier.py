@@ -64,6 +64,11 @@ def blocks_of(gemm: Gemm, block: int, **changes: Any) -> Gemm:
     return Gemm(lhs=cast, rhs=cast, rotate=Hadamard(block=block, signs="random"))
 
 
+def twice(gemm: Gemm) -> Gemm:
+    """The same product with two rounds of random signs."""
+    return replace(gemm, rotate=Hadamard(block=128, signs="random", rounds=2))
+
+
 _FP4, _INT4 = recipes.QUARTET2_46.grad_input, recipes.INT4_EDEN.grad_input
 # Name -> product whose lhs is cast, under its rotation.
 BACKWARD = {
@@ -72,12 +77,12 @@ BACKWARD = {
     "quartet2": blocks_of(_FP4, 128, scale=E4M3_EDEN),
     "quartet2, blocks of 16": blocks_of(_FP4, 16, scale=E4M3_EDEN),
     "quartet2-46": _FP4,
-    "quartet2-46, one round": blocks_of(_FP4, 128),
+    "quartet2-46, two rounds": twice(_FP4),
     "quartet2-46, blocks of 16": blocks_of(_FP4, 16),
     "int4-hq-bs": recipes.INT4_HQ_BS.grad_input,
     "int4-row-sr": recipes.get("int4-row-sr").grad_input,
     "int4-eden": _INT4,
-    "int4-eden, two rounds": replace(_INT4, rotate=Hadamard(block=128, signs="random", rounds=2)),
+    "int4-eden, two rounds": twice(_INT4),
     "int4-eden, scale 2.475 rms": blocks_of(_INT4, 128, calibrate=ClippedRms()),
 }
 
@@ -133,10 +138,8 @@ def variants() -> dict[str, Recipe]:
     other = {
         "quartet2, from 16-bit originals": replace(recipes.QUARTET2, backward="recast"),
         "quartet2-46, from 16-bit originals": replace(quartet, backward="recast"),
-        "quartet2-46, one round": replace(
-            quartet,
-            grad_input=blocks_of(_FP4, 128),
-            grad_weight=blocks_of(_FP4, 128),
+        "quartet2-46, two rounds": replace(
+            quartet, grad_input=twice(_FP4), grad_weight=twice(_FP4)
         ),
         "int4-eden, from 16-bit originals": replace(recipes.INT4_EDEN, backward="recast"),
         "nvfp4, backward alone": replace(recipes.NVFP4, output=Gemm()),

@@ -287,19 +287,17 @@ NVFP4_46 = replace(
 # 128 with new signs, and cast by EDEN (ops/quantize/eden.py), so that nothing of their rounding is
 # left on average. No block stays in bf16, as published.
 #
-# "quartet2" is the paper's. "quartet2-46" tries two scales inside EDEN too, and rotates twice, which is
-# not published. The squared error of its backward cast is 0.0082 of the operand's square and unbiased
-# whatever the distribution. Of a normal operand quartet2 has 0.0098 and nvfp4 0.0222; of heavy tails
-# and zeros quartet2 has a bias (benchmarks/frontier.py). Both cast the decoded x and w of the forward
-# pass again, so backward keeps 4.5 bits of x. From the 16-bit originals the gradient is more accurate:
-# `replace(QUARTET2_46, backward="recast")`.
+# "quartet2" is the paper's. "quartet2-46" tries two scales inside EDEN too, which is not published: of
+# a normal operand the squared error of its backward cast is 0.0082 of the operand's square, 0.0098
+# under quartet2 and 0.0222 under nvfp4 (benchmarks/frontier.py). Heavy tails and zeros leave a bias,
+# which Hadamard(rounds=2) removes; the gradient of a small Llama gained nothing by it, so one round.
+# Both cast the decoded x and w of the forward pass again, so backward keeps 4.5 bits of x. From the
+# 16-bit originals the gradient is more accurate: `replace(QUARTET2_46, backward="recast")`.
 _EDEN_ROTATION = Hadamard(block=128, signs="random")
 _FP4_EDEN = Cast(format=E2M1, tile=(1, 16), scale=E4M3_EDEN, rounding="eden")
 _FP4_EDEN_46 = replace(_FP4_EDEN, scale=E4M3_EDEN_FOUR_OVER_SIX)
 _FP4_GRADIENT = Gemm(lhs=_FP4_EDEN, rhs=_FP4_EDEN, rotate=_EDEN_ROTATION)
-_FP4_GRADIENT_46 = Gemm(
-    lhs=_FP4_EDEN_46, rhs=_FP4_EDEN_46, rotate=replace(_EDEN_ROTATION, rounds=2)
-)
+_FP4_GRADIENT_46 = Gemm(lhs=_FP4_EDEN_46, rhs=_FP4_EDEN_46, rotate=_EDEN_ROTATION)
 QUARTET2 = Recipe(
     name="quartet2",
     summary="4-bit floats in 1x16 tiles, x kept in 4 bits; backward rotated at random and corrected (MS-EDEN)",
@@ -311,15 +309,14 @@ QUARTET2 = Recipe(
 QUARTET2_46 = replace(
     QUARTET2,
     name="quartet2-46",
-    summary="as quartet2, backward rotated twice, and in the better of two scales a tile",
+    summary="as quartet2, backward in the better of two scales a tile as well",
     grad_input=_FP4_GRADIENT_46,
     grad_weight=_FP4_GRADIENT_46,
 )
 
 # The forward pass of int4-hq-bs with the same backward pass in integers: one 4-bit digit for each
 # operand, a float32 scale for each rotated block. A scale per row would be biased where blocks differ
-# in size, and has 1.5 times the error. Rotated once: of heavy tails and zeros the error is smaller than
-# of normal numbers, which a second round would lose for a bias of 1 % of it. It gains speed where INT4 units exist (compute capability 8.0
+# in size, and has 1.5 times the error. It gains speed where INT4 units exist (compute capability 8.0
 # to 8.9); elsewhere the two digits of int4-hq-bs are one INT8 product as well.
 _INT4_EDEN = Cast(format=INT4, tile=(1, 128), rounding="eden")
 _INT4_EDEN_GRADIENT = Gemm(lhs=_INT4_EDEN, rhs=_INT4_EDEN, rotate=_EDEN_ROTATION)
