@@ -578,6 +578,8 @@ def _reason_against_codes(layer: QLinear) -> str:
         return f"{product} takes it in 16 bits"
     casts = {"output": rows, "grad_input": cols}
     for product, cast in casts.items():
+        if cast.rounding == "eden":
+            return f"{product} corrects the scales of rotated blocks of the original"
         if cast.rounding != "nearest":
             return f"{product} rounds the original stochastically"
         if cast.scale.reads_elements:
