@@ -38,11 +38,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from narrowgauge.conversion.attention_kernels import AttentionCall, sentence
-from narrowgauge.errors import ConfigError, warn
+from narrowgauge.conversion.disguises import reason_to_leave_convolution
+from narrowgauge.errors import ConfigError, Reason, warn
 from narrowgauge.formats import E4M3
 from narrowgauge.nn.converted_model import quantized_linears, suspended
 from narrowgauge.nn.fp8_attention import state_of
 from narrowgauge.nn.narrow_layer import matrices, narrow_layer, recipe_of
+from narrowgauge.nn.patches import LINEAR, PatchConvolution
 from narrowgauge.ops import rng
 from narrowgauge.ops.timing.work import OPERANDS, of_operator
 from narrowgauge.structure import is_linear, other_weights, require_module
@@ -436,7 +438,10 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
             if name not in decided and reason and getattr(reason, "code", "") != "kept":
                 leave(name, module.weight, reason)
         elif isinstance(module, nn.modules.conv._ConvNd):
-            leave(name, module.weight, "a convolution has no recipe")
+            why = reason_to_leave_convolution(module) or Reason("no-pattern", "no pattern named it")
+            # An adopted one counts by its PatchLinear.
+            if not isinstance(module, PatchConvolution) and f"{name}.{LINEAR}" not in decided:
+                leave(name, module.weight, why)
         else:
             for weight, _, reason in other_weights(name, module):
                 own = weight.removeprefix(f"{name}.") if weight != name else "weight"

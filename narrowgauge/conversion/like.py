@@ -20,9 +20,11 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge.conversion.attention_precision import restore_attention, use_fp8_attention
 from narrowgauge.conversion.bypassed import refuse_fast_path
-from narrowgauge.errors import ConfigError, closest, warn
+from narrowgauge.errors import ConfigError, Reason, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
+from narrowgauge.nn import patches
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.attention import is_opened, opened
 from narrowgauge.nn.cast_sources import SharedInputs
@@ -30,7 +32,9 @@ from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.converted_state import ADDED
 from narrowgauge.nn.disguised import adopt
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
+from narrowgauge.nn.fp8_attention import fp8_states
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.patches import PatchConvolution
 from narrowgauge.structure import is_linear, plain_name, require_module
 
 BASE = (
@@ -47,7 +51,7 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
 
     Each Linear gets the recipe of the layer with its name, a copy of the recipe's state (amax
     histories, learned steps, sampler readings), and its suspension. Linears that are ordinary in
-    `policy` become ordinary. Quantized embeddings and fused norms follow as well. Later steps of
+    `policy` become ordinary. Quantized embeddings, fused norms and attention in FP8 follow as well. Later steps of
     `policy` change nothing in `reference`.
 
     With equal weights both models then compute bit-identical results in forward, with two
@@ -72,9 +76,28 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
             "pass the converted model first.",
             code="convert-like.not-converted",
         )
-    with opened(reference) if is_opened(policy) else nullcontext():
+    with (
+        opened(reference) if is_opened(policy) else nullcontext(),
+        patches.opened(reference, _unlike(policy, reference)),
+    ):
         _follow_policy(policy, reference, sources)
+    if any(fp8_states(policy)):
+        use_fp8_attention(reference)
+    else:
+        restore_attention(reference)
     return reference
+
+
+def _unlike(policy: nn.Module, reference: nn.Module) -> Callable[[nn.Module], Reason | None]:
+    """Refuses the convolutions of `reference` that are ordinary ones in `policy`."""
+    theirs = [name for name, each in policy.named_modules() if isinstance(each, PatchConvolution)]
+    # An adapter's names end in those of its model.
+    wanted = {
+        module
+        for name, module in reference.named_modules()
+        if any(f".{plain_name(each)}".endswith(f".{plain_name(name)}") for each in theirs)
+    }
+    return lambda module: None if module in wanted else Reason("like", "ordinary in the policy")
 
 
 def _follow_policy(
