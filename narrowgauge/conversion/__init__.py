@@ -59,7 +59,7 @@ from narrowgauge.structure import require_module
 if TYPE_CHECKING:
     from narrowgauge.nn.embedding import Codes
 
-__all__ = ["Patterns", "advance", "convert", "nonfinite_amax", "suspended"]
+__all__ = ["Patterns", "advance", "convert", "nonfinite_amax", "suspended", "use_fp8_attention"]
 
 
 def convert(

@@ -38,13 +38,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from narrowgauge.conversion.attention_kernels import AttentionCall, sentence
-from narrowgauge.conversion.disguises import reason_to_leave_convolution
-from narrowgauge.errors import ConfigError, Reason, warn
+from narrowgauge.errors import ConfigError, warn
 from narrowgauge.formats import E4M3
 from narrowgauge.nn.converted_model import quantized_linears, suspended
 from narrowgauge.nn.fp8_attention import state_of
 from narrowgauge.nn.narrow_layer import matrices, narrow_layer, recipe_of
-from narrowgauge.nn.patches import LINEAR, PatchConvolution
 from narrowgauge.ops import rng
 from narrowgauge.ops.timing.work import OPERANDS, of_operator
 from narrowgauge.structure import is_linear, other_weights, require_module
@@ -417,6 +415,7 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
     Without a batch the number of operations is unknown, so elements of weights stand for it. Output
     heads and routers count on neither side, since `convert` keeps them on purpose.
     """
+    from narrowgauge.conversion.disguises import reason_without_recipe
     from narrowgauge.conversion.kept_layers import output_head, reason_of_weight, reason_to_keep
 
     head, reached = output_head(model), 0
@@ -438,9 +437,7 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
             if name not in decided and reason and getattr(reason, "code", "") != "kept":
                 leave(name, module.weight, reason)
         elif isinstance(module, nn.modules.conv._ConvNd):
-            why = reason_to_leave_convolution(module) or Reason("no-pattern", "no pattern named it")
-            # An adopted one counts by its PatchLinear.
-            if not isinstance(module, PatchConvolution) and f"{name}.{LINEAR}" not in decided:
+            if why := reason_without_recipe(name, module, decided):
                 leave(name, module.weight, why)
         else:
             for weight, _, reason in other_weights(name, module):

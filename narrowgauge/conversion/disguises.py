@@ -18,7 +18,7 @@ hook. The module is not called, so it may be on the meta device or under fake te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -30,8 +30,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import Reason, warn
-from narrowgauge.nn import patches
-from narrowgauge.ops import rng
+from narrowgauge.ops import patches, rng
 from narrowgauge.structure import is_conv1d
 
 IN, OUT = 24, 40  # features of a stand-in
@@ -90,6 +89,16 @@ def reason_to_leave_convolution(layer: nn.Module) -> Reason | None:
     return _tried[key]
 
 
+def reason_without_recipe(name: str, layer: nn.Module, decided: Mapping[str, Any]) -> Reason | None:
+    """Why a convolution has no recipe; None if it has one, or a pattern decided about it.
+
+    decided  names of the layers that a pattern decided about
+    """
+    if patches.LINEAR in layer._modules or f"{name}.{patches.LINEAR}" in decided:
+        return None
+    return reason_to_leave_convolution(layer) or Reason("no-pattern", "no pattern named it")
+
+
 def _differs_in_patches(layer: Any, has_bias: bool) -> Reason | None:
     """Compare the forward of a convolution's class with a Linear over patches, on the CPU."""
     kind, (channels, out) = type(layer).__name__, (2, 3)
@@ -106,14 +115,15 @@ def _differs_in_patches(layer: Any, has_bias: bool) -> Reason | None:
         # Two patches along each axis, and a rest that is not read.
         sides = [max(pair) for pair in zip(layer.kernel_size, layer.stride, strict=True)]
         x = integers(2, channels, *(3 * side - 1 for side in sides))
-        settings = {"in_channels": channels, "out_channels": out}
+        sizes = {"in_channels": channels, "out_channels": out}
         for training in (True, False):
 
             def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
                 made = object.__new__(type(layer))
-                own = settings | {"training": training}  # noqa: B023 (called in this pass alone)
-                own |= {"_parameters": {"weight": weight, "bias": bias}}
-                made.__dict__ = vars(layer) | own
+                held = {"weight": weight, "bias": bias}
+                # Called in this pass alone, so `training` is that of the pass.
+                own = {"training": training, "_parameters": held}  # noqa: B023
+                made.__dict__ = vars(layer) | sizes | own
                 return type(layer).forward(made, x)
 
             linear = partial(patches.as_linear, stride=layer.stride)

@@ -20,11 +20,10 @@ from typing import Any
 
 from torch import nn
 
-from narrowgauge.conversion.attention_precision import restore_attention, use_fp8_attention
+from narrowgauge.conversion.attention_precision import follow_attention
 from narrowgauge.conversion.bypassed import refuse_fast_path
-from narrowgauge.errors import ConfigError, Reason, closest, warn
+from narrowgauge.errors import ConfigError, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
-from narrowgauge.nn import patches
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.nn.attention import is_opened, opened
 from narrowgauge.nn.cast_sources import SharedInputs
@@ -32,9 +31,8 @@ from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.converted_state import ADDED
 from narrowgauge.nn.disguised import adopt
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
-from narrowgauge.nn.fp8_attention import fp8_states
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.nn.patches import PatchConvolution
+from narrowgauge.nn.patches import opened_like
 from narrowgauge.structure import is_linear, plain_name, require_module
 
 BASE = (
@@ -78,26 +76,11 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
         )
     with (
         opened(reference) if is_opened(policy) else nullcontext(),
-        patches.opened(reference, _unlike(policy, reference)),
+        opened_like(policy, reference),
     ):
         _follow_policy(policy, reference, sources)
-    if any(fp8_states(policy)):
-        use_fp8_attention(reference)
-    else:
-        restore_attention(reference)
+    follow_attention(policy, reference)
     return reference
-
-
-def _unlike(policy: nn.Module, reference: nn.Module) -> Callable[[nn.Module], Reason | None]:
-    """Refuses the convolutions of `reference` that are ordinary ones in `policy`."""
-    theirs = [name for name, each in policy.named_modules() if isinstance(each, PatchConvolution)]
-    # An adapter's names end in those of its model.
-    wanted = {
-        module
-        for name, module in reference.named_modules()
-        if any(f".{plain_name(each)}".endswith(f".{plain_name(name)}") for each in theirs)
-    }
-    return lambda module: None if module in wanted else Reason("like", "ordinary in the policy")
 
 
 def _follow_policy(

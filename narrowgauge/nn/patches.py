@@ -2,16 +2,11 @@
 
     y[b, :, i, j] = weight.flatten(1) @ patch[b, i, j] + bias
 
-    kernel_size == stride     patch embeddings of ViT, CLIP, SigLIP and Swin; ConvNeXt's downsampling
-    kernel_size 1             a Linear over the channels of each pixel, of every `stride`-th one
-
-weight [out_channels, in_channels, *kernel_size] for one, two or three axes, without padding,
-dilation or groups. Pixels behind the last whole patch are not read, as in torch.
-
-`adopt` changes the class of the convolution and gives it a PatchLinear, named LINEAR. Its weight
-[out_channels, K] is a view of the convolution's parameter. The parameter, its name and its shape
-stay, so optimizers and state dicts do not change. Without a recipe, and suspended, torch's own
-convolution runs. It sums in another order, so its float32 results differ in the last bits.
+`ops.patches` cuts the patches, and says which convolutions have some. `adopt` changes the class of
+the convolution and gives it a PatchLinear, named LINEAR. Its weight [out_channels, K] is a view of
+the convolution's parameter. The parameter, its name and its shape stay, so optimizers and state
+dicts do not change. Without a recipe, and suspended, torch's own convolution runs. It sums in
+another order, so its float32 results differ in the last bits.
 
 `conversion.disguises` tries a convolution out before `convert` adopts it.
 """
@@ -28,40 +23,8 @@ from torch import Tensor, nn
 from narrowgauge.errors import Reason
 from narrowgauge.nn import step_end
 from narrowgauge.nn.linear import QLinear
-
-LINEAR = "linear"  # name of the PatchLinear in its convolution
-KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def refuse_overlap(layer: nn.Module) -> Reason | None:
-    """Why the settings of a convolution make it no Linear over patches; None if they do not."""
-    kind = type(layer).__name__
-    if not isinstance(layer, KINDS):
-        return Reason("convolution", f"{kind} is no convolution of patches")
-    padding = layer.padding
-    if padding != "valid" and (padding == "same" or any(padding)):
-        return Reason("convolution", f"{kind} pads its input")
-    if layer.groups != 1:
-        return Reason("convolution", f"{kind} has {layer.groups} groups of channels")
-    is_pixel = set(layer.kernel_size) == {1}
-    if not is_pixel and (layer.kernel_size != layer.stride or set(layer.dilation) != {1}):
-        return Reason("convolution", f"kernels of {kind} overlap or leave gaps")
-    return None
-
-
-def patches_of(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """x [B, C, *lengths] -> patches [B, *counts, C * elements of the kernel], a copy."""
-    if set(kernel) == {1}:
-        x = x[(..., *(slice(None, None, step) for step in stride))]
-        return x.movedim(1, -1)
-    axes = len(kernel)
-    counts = [length // side for length, side in zip(x.shape[2:], kernel, strict=True)]
-    whole = (slice(count * side) for count, side in zip(counts, kernel, strict=True))
-    pairs = [side for pair in zip(counts, kernel, strict=True) for side in pair]
-    x = x[(..., *whole)].reshape(*x.shape[:2], *pairs)
-    # [B, C, n0, k0, n1, k1] -> [B, n0, n1, C, k0, k1]
-    order = [0, *range(2, 2 + 2 * axes, 2), 1, *range(3, 3 + 2 * axes, 2)]
-    return x.permute(order).flatten(1 + axes)
+from narrowgauge.ops.patches import KINDS, LINEAR, patches_of
+from narrowgauge.structure import plain_name
 
 
 class PatchLinear(QLinear):
@@ -151,7 +114,7 @@ class PatchConvolution(nn.Module):
 
 
 @cache
-def _class_of(original: type[nn.Module]) -> type[nn.Module]:
+def _class_of(original: Any) -> type[nn.Module]:
     own = {"original": original, "__module__": original.__module__}
     return type(f"Q{original.__name__}", (PatchConvolution, original), own)
 
@@ -163,7 +126,7 @@ def _blank(original: type[nn.Module]) -> nn.Module:
 
 
 def adopt(module: nn.Module) -> None:
-    """Give a convolution its PatchLinear without a recipe, in place. Call `refuse_overlap` before."""
+    """Give a convolution its PatchLinear without a recipe, in place. Call `disguises` before."""
     module.__class__ = _class_of(type(module))
     module._modules[LINEAR] = PatchLinear(module).train(module.training)
 
@@ -185,9 +148,9 @@ def opened(model: nn.Module, refuse: Callable[[nn.Module], Reason | None]) -> It
     Afterwards, those without a recipe are as they were.
     """
     for module in list(model.modules()):
-        if isinstance(module, KINDS) and not isinstance(module, PatchConvolution):
-            if refuse(module) is None:
-                adopt(module)
+        is_plain = isinstance(module, KINDS) and not isinstance(module, PatchConvolution)
+        if is_plain and refuse(module) is None:
+            adopt(module)
     try:
         yield
     finally:
@@ -201,12 +164,17 @@ def close(model: nn.Module) -> None:
             give_back(module)
 
 
-def is_opened(model: nn.Module) -> bool:
-    return any(convolutions(model))
+def opened_like(policy: nn.Module, reference: nn.Module) -> Any:
+    """`opened` for the convolutions of `reference` whose namesakes in `policy` have a recipe."""
+    theirs = [name for name, each in policy.named_modules() if isinstance(each, PatchConvolution)]
+    # An adapter's names end in those of its model.
+    wanted = {
+        module
+        for name, module in reference.named_modules()
+        if any(f".{plain_name(each)}".endswith(f".{plain_name(name)}") for each in theirs)
+    }
 
+    def refuse(module: nn.Module) -> Reason | None:
+        return None if module in wanted else Reason("like", "it is an ordinary one in the policy")
 
-def as_linear(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, ...]) -> Tensor:
-    """What such a convolution computes on x [B, C, *lengths], by F.linear over patches."""
-    kernel = tuple(weight.shape[2:])
-    y = nn.functional.linear(patches_of(x, kernel, stride), weight.flatten(1), bias)
-    return y.movedim(-1, 1)
+    return opened(reference, refuse)

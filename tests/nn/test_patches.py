@@ -14,8 +14,9 @@ import narrowgauge as ng
 from narrowgauge.conversion.coverage import coverage
 from narrowgauge.conversion.disguises import reason_to_leave_convolution
 from narrowgauge.errors import ConfigError
-from narrowgauge.nn.patches import PatchConvolution, PatchLinear, as_linear, patches_of
+from narrowgauge.nn.patches import PatchConvolution
 from narrowgauge.ops import rng
+from narrowgauge.ops.patches import as_linear, patches_of
 from tests.compare import assert_same
 from tests.raising import raises
 
@@ -167,11 +168,8 @@ def test_patterns_find_it_by_the_convolutions_name():
 def test_it_is_described_and_counted():
     made = ng.convert(model(), "fp8-current")
     described = ng.describe(made, batch=X)
-    assert [(row.name, row.shape, row.recipe) for row in described][0] == (
-        "0.linear",
-        "48 -> 32",
-        "fp8-current",
-    )
+    row = described[0]
+    assert (row.name, row.shape, row.recipe) == ("0.linear", "48 -> 32", "fp8-current")
     assert described.coverage.share == 1
     before = coverage(ng.convert(model(), {"2": "fp8-current"}), X)
     assert before.operations == described.coverage.operations and before.share < 1
