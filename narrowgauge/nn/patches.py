@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,10 +112,14 @@ class PatchConvolution(nn.Module):
         return _blank, (self.original,), self.__getstate__()
 
 
-@cache
-def _class_of(original: Any) -> type[nn.Module]:
-    own = {"original": original, "__module__": original.__module__}
-    return type(f"Q{original.__name__}", (PatchConvolution, original), own)
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}  # class of a model -> its adopted class
+
+
+def _class_of(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _CLASSES:
+        own = {"original": original, "__module__": original.__module__}
+        _CLASSES[original] = type(f"Q{original.__name__}", (PatchConvolution, original), own)
+    return _CLASSES[original]
 
 
 def _blank(original: type[nn.Module]) -> nn.Module:
