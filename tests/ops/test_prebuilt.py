@@ -133,6 +133,18 @@ def test_a_carried_library_needs_no_compiler_and_no_cache(package):
     assert not (package.folder.parent / "cache").exists()
 
 
+def test_the_level_of_carried_kernels_is_told(tmp_path, monkeypatch):
+    (tmp_path / "cast.cpp").write_text("", encoding="utf-8")
+    monkeypatch.setattr(prebuilt, "__file__", str(tmp_path / "prebuilt.py"))
+    monkeypatch.setattr(prebuilt, "levels", lambda: ("x86-64-v3", "x86-64"))
+    assert prebuilt.carried_level() is None
+    (tmp_path / prebuilt.FOLDER).mkdir()
+    for level in ("x86-64", "x86-64-v3", "x86-64-v4"):
+        key = prebuilt.library_key({"cast.cpp": ""}, level)
+        (tmp_path / prebuilt.FOLDER / f"cast-{level}-{key}-0.so").touch()
+    assert prebuilt.carried_level() == "x86-64-v3"
+
+
 @needs_compiler
 @needs_linux_x86
 @pytest.mark.parametrize("left", [0, 9000, -1], ids=["empty", "cut", "one byte lost"])

@@ -92,6 +92,14 @@ def candidates(folder: Path, source: str, texts: Mapping[str, str]) -> list[Path
     ]
 
 
+def carried_level() -> str | None:
+    """The level of the kernels that this installation carries for this processor, or None."""
+    folder = Path(__file__).parent
+    source = folder / "cast.cpp"
+    found = candidates(folder, source.name, sources_of(source))
+    return found[0].name.removeprefix("cast-").rsplit("-", 2)[0] if found else None
+
+
 # --- When a wheel is made ---
 
 
