@@ -79,7 +79,7 @@ def child() -> None:
             call()
             took.append(time.process_time() - start)
         found[name] = [min(took), text.hexdigest()[:16]]
-    has_compiler = bool(build.shutil.which(build.compiler_name()))
+    has_compiler = bool(shutil.which(build.compiler_name()))
     print(json.dumps({"package": narrowgauge.__file__, "compiler": has_compiler, "cases": found}))
 
 
