@@ -4,6 +4,9 @@ An access faults if it leaves every tensor of the launch, is not aligned to its 
 order of accesses is that of `order.Order`: two accesses to one byte race if no barrier, or pair of
 a release and an acquire, lies between them and one of them writes something else than was there.
 
+A load that races with a store of its own program gives junk instead of a fault: where a program
+updates a number, all its threads may load it and one of them, which alone needs it, store it.
+
 A plain load of what another program of the launch stored faults as well, even behind an acquire: it
 may come from a first-level cache that nobody invalidates (`ld.global.cg` does not).
 """
@@ -42,7 +45,7 @@ class GlobalMemory:
 
     def __init__(self, storages: Sequence[Array], order: Order) -> None:
         arrays = sorted(storages, key=lambda each: each.ctypes.data)
-        self.order, self.arrays = order, arrays
+        self.order, self.arrays, self.junk = order, arrays, np.random.default_rng(0)
         self.starts = np.array([each.ctypes.data for each in arrays], np.int64)
         self.ends = self.starts + np.array([each.nbytes for each in arrays], np.int64)
         sizes = [-(-each.nbytes // self.GAP) * self.GAP + self.GAP for each in arrays]
@@ -52,6 +55,7 @@ class GlobalMemory:
             self.data[place : place + each.nbytes] = each
         self.writer = np.full(len(self.data), -1, np.int32)  # thread of the launch
         self.written = np.zeros(len(self.data), np.int32)  # its epoch
+        self.read_by: dict[int, Array] = {}  # program -> epoch of its last read of each byte
 
     def copy_back(self) -> None:
         for place, each in zip(self.places, self.arrays, strict=True):
@@ -74,17 +78,28 @@ class GlobalMemory:
     def load(self, address: Bits, size: int, count: int, threads: Places, cached: bool) -> Bits:
         """[n, count] values of `size` bytes. cached: perhaps from the first-level cache."""
         at = self.place(address, size * count, "load")[:, None] + np.arange(size * count)
-        self.check_load(at, threads, cached)
-        return self.data[at].view(UNSIGNED[8 * size])
+        raw = self.read(at, threads, cached)
+        return np.ascontiguousarray(raw).view(UNSIGNED[8 * size])
 
-    def check_load(self, at: Places, threads: Places, cached: bool) -> None:
-        writer = self.writer[at]
+    def read(self, at: Places, threads: Places, cached: bool) -> Array:
+        """Bytes at indices [n, size]. Where threads of one program race, junk: see the module."""
+        raw, writer = self.data[at], self.writer[at]
         if not (writer >= 0).any():
-            return
-        if cached and self.order.is_foreign(writer, threads).any():
+            return raw
+        foreign = self.order.is_foreign(writer, threads)
+        if cached and foreign.any():
             raise Fault("stale: a plain load of what another program of the launch stored")
-        if not self.order.precedes(writer, self.written[at], threads).all():
-            raise Fault("race: a load of what another thread stored, with nothing that orders them")
+        races = ~self.order.precedes(writer, self.written[at], threads)
+        if (races & foreign).any():
+            raise Fault(
+                "race: a load of what another program stored, with nothing that orders them"
+            )
+        programs = self.order.program_of(threads)
+        for program in np.unique(programs).tolist():
+            mine = programs == program
+            read = self.read_by.setdefault(program, np.zeros(len(self.data), np.int32))
+            read[at[mine]] = self.order.epoch[program]
+        return np.where(races, self.junk.integers(256, size=raw.shape, dtype=np.uint8), raw)
 
     def store(self, address: Bits, values: Bits, threads: Places) -> None:
         """values: [n, count]"""
@@ -100,10 +115,19 @@ class GlobalMemory:
                 raise Fault(
                     "race: two threads store different values, with nothing that orders them"
                 )
+            self._check_readers(at, differs, threads)
         self.data[at] = raw
         if (self.data[at] != raw).any():
             raise Fault("race: threads of one instruction store different values in one place")
         self.mark(at, threads[:, None])
+
+    def _check_readers(self, at: Places, differs: Array, threads: Places) -> None:
+        """What another program has read may change once an acquire has put that before."""
+        for program, epochs in self.read_by.items():
+            reader = np.full(at.shape, program * self.order.threads)
+            others = (self.order.program_of(threads) != program)[:, None]
+            if not self.order.precedes(reader, epochs[at], threads)[differs & others].all():
+                raise Fault("race: a store over what another program may still read")
 
     def mark(self, at: Places | slice, threads: Places) -> None:
         self.writer[at] = threads

@@ -54,7 +54,8 @@ def test_a_share_of_the_matrix_agrees(family, sm):
     """Every n-th case, from another one on each GPU."""
     step = SHARES[family]
     chosen = [each for each in cases(sm) if each.family == family][GPUS.index(sm) % step :: step]
-    if family == "block mm" and sm == 80:
+    # No FP8 units, and products that the machine does not know.
+    if (family, sm) in {("block mm", 80), ("block mm", 100), ("hadamard", 100)}:
         assert not chosen
         return
     assert chosen
