@@ -157,6 +157,9 @@ def _atomic(instruction: Instruction, name: str, words: list[str], kernel: Kerne
         memory, threads = machine.memory, machine.threads_of(lanes)
         at = memory.place(addresses(machine, lanes), bits // 8, "atomic")
         new = np.broadcast_to(read(machine, lanes), at.shape)
+        if "exch" in words:  # it takes over what others left there
+            bytes_of = at[:, None] + np.arange(bits // 8)
+            memory.check_order(bytes_of, threads)
         old = np.zeros(len(at), UNSIGNED[bits])
         for n in machine.random.permutation(len(at)):
             place = slice(int(at[n]), int(at[n]) + bits // 8)

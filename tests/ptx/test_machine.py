@@ -474,6 +474,27 @@ def test_atomics_of_all_threads(name):
     )
 
 
+def test_an_exchange_takes_over_what_is_ordered_before_it():
+    """Each program notes a number; the last takes both. Without its acquire one may not be there."""
+    body = """
+    setp.eq.u32 %p1, %r2, 0;
+    mul.wide.u32 %rd4, %r3, 4;
+    add.s64 %rd4, %rd1, %rd4;
+    add.s32 %r8, %r3, 9;
+    @%p1 red.global.gpu.relaxed.max.u32 [%rd4 + 4], %r8;
+    bar.sync 0;
+    @%p1 atom.global.gpu.acq_rel.add.u32 %r6, [%rd1], 1;
+    setp.eq.u32 %p5, %r6, 1;
+    and.pred %p5, %p5, %p1;
+    @%p5 atom.global.gpu.acq_rel.exch.b32 %r9, [%rd1 + 4], 0;
+    @%p5 atom.global.gpu.acq_rel.exch.b32 %r10, [%rd1 + 8], 0;
+    @%p5 st.global.v2.b32 [%rd1 + 16], {%r9, %r10};
+    """
+    assert run(body, 128, programs=2)[:6] == [2, 0, 0, 0, 9, 10]
+    with pytest.raises(Fault, match="race: a load"):
+        run(body.replace("acq_rel.add", "release.add"), 128, programs=2)
+
+
 def test_an_exchange_hands_each_value_on_once():
     """In any order: what the threads get and what is left are the first value and theirs."""
     found = run("atom.global.gpu.acq_rel.exch.b32 %r9, [%rd1], %r2;\n add.s64 %rd3, %rd3, 4;" + STORE, [99, *[0] * 64])  # fmt: skip
