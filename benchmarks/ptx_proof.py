@@ -33,8 +33,8 @@ from tests.ptx.launching import CAPABILITIES
 
 # Cases whose kernels are changed: one of each kind of kernel, those that wait for each other first.
 CHANGED = (
-    "tensor 80x144 and x.T", "row 80x144 and x.T", "row 67x131 and x.T", "vector 67x131 and x.T", "nv 67x131", "mx 67x131",
-    "e4m3 first and x.T", "e4m3 later", "whole numbers, order 64, bfloat16", "whole numbers",
+    "tensor 80x144 and x.T", "row 80x144 and x.T", "row 67x131 and x.T", "vector 131x259 and x.T", "nv 67x131", "mx 67x131",
+    "e4m3 first and x.T", "e4m3 first", "whole numbers, order 64, bfloat16", "whole numbers",
 )  # fmt: skip
 COUNTS = {"barrier": 16, "order": 10, "mask": 12, "stride": 12}
 SEED, GPU = 20261128, 90

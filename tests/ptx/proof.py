@@ -50,7 +50,7 @@ from tests.ptx.parser import PtxError
 
 CPU = torch.device("cpu")
 KEYS = Key((2**32 - 5, 77)), Key((3, 2**31 + 1))
-RAGGED, EVEN = (67, 131), (80, 144)
+RAGGED, EVEN, WIDE = (67, 131), (80, 144), (131, 259)  # WIDE: a whole block of 128 x 128 and more
 Comparisons = Iterator[OutputComparison]
 
 
@@ -161,7 +161,7 @@ def sample(
 
 def _casts() -> Iterator[Case]:
     for name, cast in CASTS.items():
-        for shape in (RAGGED, EVEN):
+        for shape in (WIDE if 128 in cast.tile else RAGGED, EVEN):
             for cols in (False, True):
                 label = f"{name} {shape[0]}x{shape[1]}{' and x.T' if cols else ''}"
                 yield Case("casts", label, partial(compare_cast, cast, sample(shape), cols))
