@@ -33,8 +33,8 @@ from tests.ptx.launching import CAPABILITIES
 
 # Cases whose kernels are changed: one of each kind of kernel, those that wait for each other first.
 CHANGED = (
-    "tensor 80x144 and x.T", "row 80x144 and x.T", "row 67x131 and x.T", "vector 67x131 and x.T", "nv 67x131", "mx 67x131",
-    "e4m3 first and x.T", "e4m3 later", "whole numbers, order 64, bfloat16", "whole numbers",
+    "tensor 80x144 and x.T", "row 80x144 and x.T", "row 67x131 and x.T", "vector 131x259 and x.T", "nv 67x131", "mx 67x131",
+    "e4m3 first and x.T", "e4m3 first", "whole numbers, order 64, bfloat16", "whole numbers",
 )  # fmt: skip
 COUNTS = {"barrier": 16, "order": 10, "mask": 12, "stride": 12}
 SEED, GPU = 20261128, 90
@@ -47,8 +47,14 @@ def main() -> None:
         number, reason = options.equivalent
         record("ptx_mutations", [{"mutant": int(number), "equivalent": reason}], options.results)
         return
-    rows = list(changed(options.only)) if options.mutations else list(matrix(options))
-    record("ptx_mutations" if options.mutations else "ptx_proof", rows, options.results)
+    if options.mutations:
+        faults = list(changed(options.only))
+        noticed = sum(bool(each["noticed"]) for each in faults)
+        row = {"gpu": f"sm_{GPU}", "faults": len(faults), "noticed": noticed, "each": faults}
+        record("ptx_mutations", [row], options.results)
+        return
+    for row in matrix(options):
+        record("ptx_proof", [row], options.results)
 
 
 def matrix(options: Any) -> Iterator[dict[str, Any]]:
@@ -57,8 +63,12 @@ def matrix(options: Any) -> Iterator[dict[str, Any]]:
         families: dict[str, list[proof.Outcome]] = defaultdict(list)
         seconds: dict[str, float] = defaultdict(float)
         wrong: dict[str, dict[str, str]] = defaultdict(dict)
+        seen: dict[str, int] = defaultdict(int)
         for case in proof.cases(sm):
             if options.families and case.family not in options.families:
+                continue
+            seen[case.family] += 1
+            if (seen[case.family] - 1 + options.gpus.index(sm)) % options.share:
                 continue
             started_at_s = time.process_time()
             found = proof.outcome(case, sm)
@@ -68,7 +78,7 @@ def matrix(options: Any) -> Iterator[dict[str, Any]]:
                 wrong[case.family][case.name] = found.words
         for family, all_found in families.items():
             row = {
-                "gpu": f"sm_{sm}", "family": family, "cases": len(all_found),
+                "gpu": f"sm_{sm}", "family": family, "cases": len(all_found), "of": seen[family],
                 "agree": sum(not each.words for each in all_found),
                 "kernels": sorted({kernel for each in all_found for kernel in each.kernels}),
                 "instructions": sum(each.instructions for each in all_found),
@@ -83,7 +93,7 @@ def matrix(options: Any) -> Iterator[dict[str, Any]]:
 
 
 def changed(only: list[int]) -> Iterator[dict[str, Any]]:
-    """A row for each fault, and one that counts them."""
+    """What became of each fault."""
     cases = {each.name: each for each in proof.cases(GPU) if each.name in CHANGED}
     drawn = mutants.drawn([cases[name] for name in CHANGED], GPU, COUNTS, SEED)
     survivors = []
@@ -92,14 +102,17 @@ def changed(only: list[int]) -> Iterator[dict[str, Any]]:
             continue
         words = mutants.noticed(cases[each.case], GPU, each)
         survivors += [] if words else [number]
+        before, after = (
+            " ".join(each.before[0].split()),
+            " ".join(each.after[0].split()) or "nothing",
+        )
         print(
-            f"{number} {each.kind}, {each.case}, {each.kernel}:{each.line}: {' '.join(each.before.split())}"
-            f" -> {' '.join(each.after.split()) or 'nothing'}: {words or 'SURVIVES'}",
+            f"{number} {each.kind}, {each.case}, {each.kernel}:{[n + 1 for n in each.lines]}: {before} -> {after}: {words or 'SURVIVES'}",
             flush=True,
         )
         yield {
-            "mutant": number, "kind": each.kind, "case": each.case, "kernel": each.kernel, "line": each.line,
-            "before": " ".join(each.before.split()), "after": " ".join(each.after.split()), "noticed": words,
+            "mutant": number, "kind": each.kind, "case": each.case, "kernel": each.kernel, "lines": [n + 1 for n in each.lines],
+            "before": before, "after": after, "noticed": words,
         }  # fmt: skip
     print(f"{len(drawn) - len(survivors)} of {len(drawn)} noticed; survivors: {survivors}")
 
@@ -112,6 +125,9 @@ def _options() -> argparse.Namespace:
         "--gpus", nargs="+", type=int, choices=list(CAPABILITIES), default=list(CAPABILITIES)
     )
     parser.add_argument("--families", nargs="+", default=[])
+    parser.add_argument(
+        "--share", type=int, default=1, help="every n-th case, from another one on each GPU"
+    )
     parser.add_argument("--mutations", action="store_true")
     parser.add_argument("--only", nargs="+", type=int, default=[], help="numbers of mutants")
     parser.add_argument("--equivalent", nargs=2, metavar=("NUMBER", "REASON"))

@@ -20,6 +20,7 @@ from tests.ptx.parser import Address, Immediate, Instruction, Kernel, PtxError, 
 
 # Loads that do not come from the first-level cache, and may see what other programs stored.
 UNCACHED = {"cg", "cv", "volatile", "relaxed", "acquire"}
+STRONG = {"volatile", "relaxed", "acquire"}  # those that may be stored meanwhile
 
 
 def decode(instruction: Instruction, kernel: Kernel) -> Execute | None:
@@ -73,7 +74,8 @@ def _load(instruction: Instruction, words: list[str], shared: bool, kernel: Kern
     size, parts = _shape(words, destination)
     addresses = address_reader(place, kernel)
     writes = [writer(each, 8 * size) for each in parts]
-    count, cached, acquires = len(parts), not UNCACHED.intersection(words), "acquire" in words
+    count, cached = len(parts), not UNCACHED.intersection(words)
+    strong, acquires = bool(STRONG.intersection(words)), "acquire" in words
 
     def load(machine: Machine, lanes: Lanes) -> None:
         threads, address = machine.threads_of(lanes), addresses(machine, lanes)
@@ -81,13 +83,13 @@ def _load(instruction: Instruction, words: list[str], shared: bool, kernel: Kern
             at = machine.shared.place(address, size * count, threads)
             values = machine.shared.load(at, threads).view(UNSIGNED[8 * size])
         else:
-            if acquires:
+            if strong:
                 where = machine.memory.place(address, size, "load")
                 for each, thread in zip(where.tolist(), threads.tolist(), strict=True):
-                    machine.memory.order.acquire(each, thread)
-                values = machine.memory.data[where[:, None] + np.arange(size)].view(
-                    UNSIGNED[8 * size]
-                )
+                    if acquires:
+                        machine.memory.order.acquire(each, thread)
+                raw = machine.memory.data[where[:, None] + np.arange(size)]
+                values = raw.view(UNSIGNED[8 * size])
             else:
                 values = machine.memory.load(address, size, count, threads, cached)
         for column, write in enumerate(writes):
@@ -155,6 +157,9 @@ def _atomic(instruction: Instruction, name: str, words: list[str], kernel: Kerne
         memory, threads = machine.memory, machine.threads_of(lanes)
         at = memory.place(addresses(machine, lanes), bits // 8, "atomic")
         new = np.broadcast_to(read(machine, lanes), at.shape)
+        if "exch" in words:  # it takes over what others left there
+            bytes_of = at[:, None] + np.arange(bits // 8)
+            memory.check_order(bytes_of, threads)
         old = np.zeros(len(at), UNSIGNED[bits])
         for n in machine.random.permutation(len(at)):
             place = slice(int(at[n]), int(at[n]) + bits // 8)
@@ -211,8 +216,7 @@ def _copy(instruction: Instruction, words: list[str], kernel: Kernel) -> Execute
         if len(reads):
             address = origin(machine, lanes)[reads]
             place = machine.memory.place(address, size.value, "copy")[:, None] + everything
-            machine.memory.check_load(place, threads[reads], cached=False)
-            raw[reads] = machine.memory.data[place]
+            raw[reads] = machine.memory.read(place, threads[reads], cached=False)
         mine = np.arange(machine.lanes) if lanes is None else lanes
         machine.pending.append(Pending(mine, at, raw, _groups(machine)[mine]))
 

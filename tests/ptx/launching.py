@@ -119,7 +119,9 @@ def execute(
     names = [name for name, _ in code.kernel.parameters]
     arguments = dict.fromkeys(names, 0) | dict(zip(names, numbers, strict=False))
     memory = GlobalMemory(
-        [_storage(each) for each in storages.values()], Order(launch.programs, launch.threads)
+        [_storage(each) for each in storages.values()],
+        Order(launch.programs, launch.threads),
+        watches_reads="atom.global" in ptx,
     )
     count = launch.programs if at_once else max(1, AT_A_TIME // launch.threads)
     steps = 0

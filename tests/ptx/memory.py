@@ -4,6 +4,9 @@ An access faults if it leaves every tensor of the launch, is not aligned to its 
 order of accesses is that of `order.Order`: two accesses to one byte race if no barrier, or pair of
 a release and an acquire, lies between them and one of them writes something else than was there.
 
+A load that races with a store of its own program gives junk instead of a fault: where a program
+updates a number, all its threads may load it and one of them, which alone needs it, store it.
+
 A plain load of what another program of the launch stored faults as well, even behind an acquire: it
 may come from a first-level cache that nobody invalidates (`ld.global.cg` does not).
 """
@@ -35,14 +38,16 @@ def _bytes_of(values: Bits) -> Array:
 class GlobalMemory:
     """Tensors at their own addresses.
 
-    storages  uint8 arrays, the whole storage of each tensor
+    storages       uint8 arrays, the whole storage of each tensor
+    watches_reads  also faults at a store over what another program may still read; dear, and
+                   useless where programs learn nothing of each other
     """
 
     GAP = 512  # bytes between two tensors, which belong to nobody
 
-    def __init__(self, storages: Sequence[Array], order: Order) -> None:
+    def __init__(self, storages: Sequence[Array], order: Order, watches_reads: bool = True) -> None:
         arrays = sorted(storages, key=lambda each: each.ctypes.data)
-        self.order, self.arrays = order, arrays
+        self.order, self.arrays, self.junk = order, arrays, np.random.default_rng(0)
         self.starts = np.array([each.ctypes.data for each in arrays], np.int64)
         self.ends = self.starts + np.array([each.nbytes for each in arrays], np.int64)
         sizes = [-(-each.nbytes // self.GAP) * self.GAP + self.GAP for each in arrays]
@@ -52,6 +57,9 @@ class GlobalMemory:
             self.data[place : place + each.nbytes] = each
         self.writer = np.full(len(self.data), -1, np.int32)  # thread of the launch
         self.written = np.zeros(len(self.data), np.int32)  # its epoch
+        self.was_read = np.zeros(len(self.data), bool)
+        self.read_by: dict[int, Array] = {}  # program -> epoch of its last read of each byte
+        self.watches_reads = watches_reads
 
     def copy_back(self) -> None:
         for place, each in zip(self.places, self.arrays, strict=True):
@@ -74,17 +82,37 @@ class GlobalMemory:
     def load(self, address: Bits, size: int, count: int, threads: Places, cached: bool) -> Bits:
         """[n, count] values of `size` bytes. cached: perhaps from the first-level cache."""
         at = self.place(address, size * count, "load")[:, None] + np.arange(size * count)
-        self.check_load(at, threads, cached)
-        return self.data[at].view(UNSIGNED[8 * size])
+        raw = self.read(at, threads, cached)
+        return np.ascontiguousarray(raw).view(UNSIGNED[8 * size])
 
-    def check_load(self, at: Places, threads: Places, cached: bool) -> None:
-        writer = self.writer[at]
+    def read(self, at: Places, threads: Places, cached: bool) -> Array:
+        """Bytes at indices [n, size]. Where threads of one program race, junk: see the module."""
+        raw, writer = self.data[at], self.writer[at]
+        if self.watches_reads:
+            self._note_readers(at, threads)
         if not (writer >= 0).any():
-            return
-        if cached and self.order.is_foreign(writer, threads).any():
+            return raw
+        foreign = self.order.is_foreign(writer, threads)
+        if cached and foreign.any():
             raise Fault("stale: a plain load of what another program of the launch stored")
-        if not self.order.precedes(writer, self.written[at], threads).all():
-            raise Fault("race: a load of what another thread stored, with nothing that orders them")
+        races = self.check_order(at, threads)
+        return np.where(races, self.junk.integers(256, size=raw.shape, dtype=np.uint8), raw)
+
+    def check_order(self, at: Places, threads: Places) -> Array:
+        """Bytes whose writers nothing orders before these threads. Faults if another program wrote."""
+        races = ~self.order.precedes(self.writer[at], self.written[at], threads)
+        if (races & self.order.is_foreign(self.writer[at], threads)).any():
+            raise Fault(
+                "race: a load of what another program stored, with nothing that orders them"
+            )
+        return races
+
+    def _note_readers(self, at: Places, threads: Places) -> None:
+        programs = self.order.program_of(threads)
+        self.was_read[at] = True
+        for program in np.unique(programs).tolist():
+            read = self.read_by.setdefault(program, np.zeros(len(self.data), np.int32))
+            read[at[programs == program]] = self.order.epoch[program]
 
     def store(self, address: Bits, values: Bits, threads: Places) -> None:
         """values: [n, count]"""
@@ -93,17 +121,27 @@ class GlobalMemory:
         self.write(at, raw, threads)
 
     def write(self, at: Places, raw: Array, threads: Places) -> None:
-        differs = (self.data[at] != raw) & (self.writer[at] >= 0)
-        if differs.any():
+        changes = self.data[at] != raw
+        if (differs := changes & (self.writer[at] >= 0)).any():
             fine = self.order.precedes(self.writer[at], self.written[at], threads)
             if not fine[differs].all():
                 raise Fault(
                     "race: two threads store different values, with nothing that orders them"
                 )
+        if (read := changes & self.was_read[at]).any():
+            self._check_readers(at, read, threads)
         self.data[at] = raw
         if (self.data[at] != raw).any():
             raise Fault("race: threads of one instruction store different values in one place")
         self.mark(at, threads[:, None])
+
+    def _check_readers(self, at: Places, differs: Array, threads: Places) -> None:
+        """What another program has read may change once an acquire has put that before."""
+        for program, epochs in self.read_by.items():
+            reader = np.full(at.shape, program * self.order.threads)
+            others = (self.order.program_of(threads) != program)[:, None]
+            if not self.order.precedes(reader, epochs[at], threads)[differs & others].all():
+                raise Fault("race: a store over what another program may still read")
 
     def mark(self, at: Places | slice, threads: Places) -> None:
         self.writer[at] = threads

@@ -54,7 +54,8 @@ def test_a_share_of_the_matrix_agrees(family, sm):
     """Every n-th case, from another one on each GPU."""
     step = SHARES[family]
     chosen = [each for each in cases(sm) if each.family == family][GPUS.index(sm) % step :: step]
-    if family == "block mm" and sm == 80:
+    # No FP8 units, and products that the machine does not know.
+    if (family, sm) in {("block mm", 80), ("block mm", 100), ("hadamard", 100)}:
         assert not chosen
         return
     assert chosen
@@ -71,7 +72,7 @@ def test_warps_of_all_programs_in_any_order(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensor 80x144 and x.T", "vector 67x131"])
+@pytest.mark.parametrize("name", ["tensor 80x144 and x.T", "vector 131x259"])
 def test_reciprocals_that_are_off_by_a_unit_are_repaired(name, monkeypatch):
     """PTX allows rcp.approx one unit of error; the scales take a Newton step, so no code changes."""
     from tests.ptx.opcodes import APPROXIMATION

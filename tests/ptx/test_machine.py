@@ -182,13 +182,6 @@ GLOBAL_FAULTS = {
     @%p1 st.global.b32 [%rd1], {%r8};
     """,
     "race: threads of one": "st.global.b32 [%rd1], {%r2};",
-    "race: a load": """
-    st.global.b32 [%rd3], {%r2};
-    xor.b32 %r6, %r2, 1;
-    mul.wide.u32 %rd4, %r6, 4;
-    add.s64 %rd4, %rd1, %rd4;
-    ld.global.b32 {%r9}, [%rd4];
-    """,
 }
 
 
@@ -196,6 +189,24 @@ GLOBAL_FAULTS = {
 def test_faults_of_global_memory(words):
     with pytest.raises(Fault, match=words):
         run(GLOBAL_FAULTS[words])
+
+
+NEIGHBOUR = """
+    add.s32 %r8, %r2, 500;
+    st.global.b32 [%rd3], {%r8};
+    BARRIER
+    xor.b32 %r6, %r2, 1;
+    mul.wide.u32 %rd4, %r6, 4;
+    add.s64 %rd4, %rd1, %rd4;
+    ld.global.b32 {%r9}, [%rd4];
+"""
+
+
+def test_a_load_that_races_within_its_program_gives_junk():
+    """Behind a barrier it gives the neighbour's number."""
+    body = NEIGHBOUR + "bar.sync 0;" + STORE
+    assert run(body.replace("BARRIER", "bar.sync 0;")) == [500 + (n ^ 1) for n in range(64)]
+    assert max(run(body.replace("BARRIER", ""))) > 10**6
 
 
 def test_a_masked_access_touches_nothing():
@@ -406,6 +417,37 @@ def test_without_a_part_of_it_a_fault_is_told(what, schedule):
         meet(change, schedule=schedule, patience=100)
 
 
+# After they met, every program reads the first one's number; the last to finish clears it.
+LEAVE = """
+    ld.global.cg.b32 {%r11}, [%rd1 + 4];
+    bar.sync 0;
+    @%p1 atom.global.gpu.acq_rel.add.u32 %r6, [%rd1 + 0], 1;
+    setp.eq.u32 %p4, %r6, 5;
+    and.pred %p4, %p4, %p1;
+    mov.b32 %r12, 0;
+    @%p4 st.global.b32 [%rd1 + 4], {%r12};
+"""
+
+
+FINISH = "    @%p1 atom.global.gpu.acq_rel.add.u32 %r6, [%rd1 + 0], 1;\n    setp.eq.u32 %p4"
+LEFT_OUT = {
+    "nothing": ("", ""),
+    "the barrier": ("    bar.sync 0;\n" + FINISH, FINISH),
+    "release and acquire": (FINISH, FINISH.replace("acq_rel", "relaxed")),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_what_others_read_is_cleared_when_they_are_done(what):
+    assert LEFT_OUT[what][0] in LEAVE
+    body = MEET.replace("ARRIVE", ARRIVE) + LEAVE.replace(*LEFT_OUT[what])
+    if what != "nothing":
+        with pytest.raises(Fault, match="may still read"):
+            run(body, 256, programs=3)
+    else:
+        assert run(body, 256, programs=3)[:4] == [6, 0, 6, 7]
+
+
 def test_a_barrier_that_some_threads_skip_faults():
     body = "setp.lt.u32 %p1, %r2, 32;\n @%p1 ret;\n bar.sync 0;"
     with pytest.raises(Fault, match="barrier"):
@@ -430,6 +472,27 @@ def test_atomics_of_all_threads(name):
     assert run(f"red.global.gpu.relaxed.{name} [%rd1], %r2;", words)[0] == function(
         start, range(64)
     )
+
+
+def test_an_exchange_takes_over_what_is_ordered_before_it():
+    """Each program notes a number; the last takes both. Without its acquire one may not be there."""
+    body = """
+    setp.eq.u32 %p1, %r2, 0;
+    mul.wide.u32 %rd4, %r3, 4;
+    add.s64 %rd4, %rd1, %rd4;
+    add.s32 %r8, %r3, 9;
+    @%p1 red.global.gpu.relaxed.max.u32 [%rd4 + 4], %r8;
+    bar.sync 0;
+    @%p1 atom.global.gpu.acq_rel.add.u32 %r6, [%rd1], 1;
+    setp.eq.u32 %p5, %r6, 1;
+    and.pred %p5, %p5, %p1;
+    @%p5 atom.global.gpu.acq_rel.exch.b32 %r9, [%rd1 + 4], 0;
+    @%p5 atom.global.gpu.acq_rel.exch.b32 %r10, [%rd1 + 8], 0;
+    @%p5 st.global.v2.b32 [%rd1 + 16], {%r9, %r10};
+    """
+    assert run(body, 128, programs=2)[:6] == [2, 0, 0, 0, 9, 10]
+    with pytest.raises(Fault, match="race: a load"):
+        run(body.replace("acq_rel.add", "release.add"), 128, programs=2)
 
 
 def test_an_exchange_hands_each_value_on_once():
