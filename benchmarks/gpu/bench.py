@@ -164,7 +164,11 @@ class Bench:
         print(f"{question}: {name} failed: {reason}", flush=True)
         self.write(question, [{"case": name, "error": reason}])
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            # A fault stays in the process: whatever is asked of the device raises it again.
+            try:
+                torch.cuda.empty_cache()
+            except RuntimeError as lost:
+                print(f"{question}: the device answers no more: {lost}", flush=True)
 
     def _finish(self) -> None:
         if self.device.type == "cuda":

@@ -7,15 +7,12 @@ fp8     the same by torch._scaled_mm, E4M3, one scale per tensor, with fast accu
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks import harness
-
-REPEATS = 10
+from narrowgauge.lab.card import timings
 
 
 @dataclass(frozen=True)
@@ -40,33 +37,7 @@ class Floor:
 
 
 def measured(device: torch.device, dry: bool) -> Floor:
-    side, elements = (64, 1 << 12) if dry else (8192, 1 << 29)
-    source = torch.randn(elements // 2, device=device)
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, dry)
-    left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    flop = 2 * side**3
-    bf16 = flop / _seconds(lambda: torch.mm(left, right.T), device, dry)
-    return Floor(copy, bf16, _fp8(left, right, flop, device, dry))
-
-
-def _fp8(
-    left: torch.Tensor, right: torch.Tensor, flop: int, device: torch.device, dry: bool
-) -> float | None:
-    a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
-    one = torch.ones((), device=device)
-
-    def product() -> torch.Tensor:
-        return torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-    try:
-        product()
-    except (RuntimeError, NotImplementedError):
-        return None
-    return flop / _seconds(product, device, dry)
-
-
-def _seconds(case: Callable[[], object], device: torch.device, dry: bool) -> float:
-    clock = harness.cuda_clock if device.type == "cuda" else harness.host_clock
-    case()
-    return statistics.median(clock(case, 1 if dry else 5) for _ in range(2 if dry else REPEATS))
+    """As `narrowgauge card-report` measures them."""
+    side, elements = (64, 1 << 12) if dry else (timings.SIDE, timings.COPIED)
+    found = timings.rates(lambda at: None, str(device), side, elements)
+    return Floor(found["copy"], found["bf16"], found["fp8"])

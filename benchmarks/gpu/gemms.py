@@ -6,7 +6,7 @@ core's accumulator or promoted to float32; "row" one per row; "block" 1 x 128 by
 
 Together with the copy rate, which every line holds, this is the goal of the layer: 1.05 x (products + least bytes / copy rate).
 cuBLASLt's workspace is read once in a process (CUBLASLT_WORKSPACE_SIZE, KiB), and each line says it as `workspace_mib`: run it once with
-1024 and once with 32768, as `first_hour` does.
+1024 and once with 32768.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
+from narrowgauge.ops.triton import why_no_grids
 from narrowgauge.structure import features, is_linear, other_weights, require_module
 
 if TYPE_CHECKING:
@@ -308,6 +309,9 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         )
     if layer.is_suspended:
         yield Note("suspended", code="suspended")
+    # Of one scale per tensor or row without a history: these casts find maxima before they cast.
+    if layer.weight.is_cuda and (words := why_no_grids(layer.weight.device.index)):
+        yield Note(f"casts with current scales take two launches: {words}", code="no-grids")
     operands = (
         [cast for gemm in layer.recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs)]
         if layer.recipe

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import environment
 from benchmarks.gpu import __main__ as suite
-from benchmarks.gpu import floor, largest, picture, sweep
+from benchmarks.gpu import alone, floor, gemms, largest, picture, sweep
 from benchmarks.gpu.bench import Bench, rotating
 from narrowgauge.conversion.measure import compiled_alone
 from tests.processes import PYTHON, run
@@ -313,3 +314,52 @@ def test_a_question_that_breaks_off_is_named_and_the_others_are_answered(monkeyp
     monkeypatch.setattr("benchmarks.gpu.growth.main", answered.append)
     assert suite.main(["--dry-run", "--only", "casts", "growth"]) == 1 and len(answered) == 1
     assert "Failed: casts: all of it: RuntimeError: no such kernel" in capsys.readouterr().err
+
+
+def test_no_line_of_the_empty_runtime_can_be_taken_for_a_cards(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.delenv("EMPTY_CUDA_GPU", raising=False)
+    assert environment._device_name() == "NVIDIA H100"
+    monkeypatch.setenv("EMPTY_CUDA_GPU", "h100")
+    assert environment._device_name() == "no device: empty CUDA runtime that plays NVIDIA H100"
+
+
+def test_a_baseline_that_is_kept_is_built_once(bench):
+    built = []
+
+    def build(name: str):
+        built.append(name)
+        return lambda: None
+
+    for keeps, expected in ((True, ["bf16", "a"]), (False, ["bf16", "a", "bf16"])):
+        built.clear()
+        found = alone.compared(bench, "probe", ["a"], build, {"n": 1}, keeps=keeps)
+        assert built == expected and [line["case"] for line in found] == ["bf16", "a", "bf16"]
+
+
+def test_the_twelve_products_are_those_of_the_layer():
+    flop = sum(
+        2 * m * n * k
+        for shape in gemms.SHAPES
+        for m, n, k in gemms.products(gemms.TOKENS, *shape).values()
+    )
+    assert (
+        flop
+        == 6 * 15_872 * 4096 * (3 * 4096 + 4096 + 2 * 16_384)
+        == pytest.approx(1.917e13, rel=1e-3)
+    )
+
+
+def test_a_device_that_answers_no_more_does_not_hide_the_failure(bench, monkeypatch, capsys):
+    """empty_cache raises the fault again; the case is named all the same."""
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    bench.device = torch.device("cuda", 0)
+    bench.fail("probe", "a", RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert bench.failures == [
+        "probe: a: RuntimeError: CUDA error: an illegal memory access was encountered"
+    ]
+    assert "probe" in capsys.readouterr().out

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import recipes
-from narrowgauge.conversion import convert
+import narrowgauge as ng
 from narrowgauge.lab.card.process import NotHere
 from narrowgauge.ops.mm import KERNELS
 from narrowgauge.ops.mm.spec import MmSpec
@@ -39,7 +38,7 @@ INSTALL = {
 def recipes_of(card: Device) -> list[str]:
     """Recipes whose three products this card multiplies natively."""
     found = []
-    for recipe in recipes.ALL:
+    for recipe in ng.recipes.ALL:
         gemms = recipe.gemms().values()
         if recipe.name != BF16 and all(
             gemm.lhs is not None
@@ -88,7 +87,7 @@ def model(contender: str, module: nn.Module, tokens: int) -> nn.Module:
             module, config=config, module_filter_fn=wanted
         )
         return found
-    return convert(module, {"lm_head": "bf16", "*": contender} if hasattr(module, "lm_head") else contender, tokens=tokens)  # fmt: skip
+    return ng.convert(module, {"lm_head": "bf16", "*": contender} if hasattr(module, "lm_head") else contender, tokens=tokens)  # fmt: skip
 
 
 class EngineLinear(nn.Module):

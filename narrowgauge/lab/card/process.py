@@ -15,6 +15,7 @@ that started it is gone and Python hangs in a call.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from narrowgauge.diagnose.runs import encode
+from narrowgauge.diagnose.runs import decode, encode
 
 # How a job ended.
 PASS = "pass"
@@ -90,7 +91,7 @@ def main(job: CardJob, place: str, preload: Sequence[str] = ()) -> None:
     faulthandler.dump_traceback_later(job.limit_s * STACKS_BEFORE, file=output)
     with (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
         line = _run(job, file, preload)
-        _write(file, line)
+        write_line(file, line)
     # os._exit flushes nothing.
     for text in (sys.stdout, sys.stderr):
         text.flush()
@@ -100,7 +101,7 @@ def main(job: CardJob, place: str, preload: Sequence[str] = ()) -> None:
 
 def _run(job: CardJob, file: IO[str], preload: Sequence[str]) -> dict[str, Any]:
     def tell(at: str) -> None:
-        _write(file, {"at": at})
+        write_line(file, {"at": at})
 
     module, _, name = job.run.partition(":")
     tell("imports")
@@ -119,10 +120,20 @@ def _run(job: CardJob, file: IO[str], preload: Sequence[str]) -> dict[str, Any]:
     return line | {"seconds": time.perf_counter() - started_at_s}
 
 
-def _write(file: IO[str], line: Mapping[str, Any]) -> None:
+def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
+    """Append a line of strict JSON, and sync it to the disk."""
     file.write(encode(line) + "\n")
     file.flush()
     os.fsync(file.fileno())
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file; one that was cut when its process died is left out."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            found.append(decode(text))
+    return found
 
 
 def judged(error: BaseException) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.diagnose.runs import decode, encode
 from narrowgauge.lab.card import process
 from narrowgauge.lab.card.process import (
     CULPRITS,
@@ -208,7 +207,7 @@ class Runner:
         _kill_session(ended.process)  # compilers that the job has left behind
         ended.process.join(ENDING_S)
         seconds = time.monotonic() - ended.started_at_s
-        found = _progress(ended.place)
+        found = process.lines_of(ended.place / "progress.jsonl")
         stages = [each["at"] for each in found if "at" in each]
         at = stages[-1] if stages else "start"
         line: Line = {"seconds": seconds, "at": at}
@@ -252,12 +251,9 @@ class Runner:
             key: value if key in OWN else _cleaned(value, self.clean)
             for key, value in whole.items()
         }
-        text = encode(cleaned)
-        self.lines.append(decode(text))
+        self.lines.append(cleaned)
         with (self.folder / "lines.jsonl").open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            process.write_line(file, cleaned)
         why = f": {self.lines[-1]['why']}" if line.get("why") else ""
         self.tell(f"{line['status']:9} {job.name}  {line.get('seconds', 0.0):.1f} s{why}")
 
@@ -271,16 +267,6 @@ def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_cleaned(each, clean) for each in value]
     return value
-
-
-def _progress(place: Path) -> list[Line]:
-    """Whole lines that the process has written; a cut one is left out."""
-    found = []
-    # The last line may have been cut when the process died.
-    with contextlib.suppress(OSError, ValueError):
-        for text in (place / "progress.jsonl").read_text(encoding="utf-8").splitlines():
-            found.append(decode(text))
-    return found
 
 
 def _tail(path: Path) -> str:

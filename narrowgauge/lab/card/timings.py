@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.conversion.description import describe
+import narrowgauge as ng
 from narrowgauge.conversion.measure import (
     INPUT_SETS,
     WARM_UPS,
@@ -34,7 +34,6 @@ from narrowgauge.conversion.measure import (
 from narrowgauge.lab.card import contenders
 from narrowgauge.lab.card.conditions import Sampler
 from narrowgauge.lab.card.process import WRONG, CardJob, Tell
-from narrowgauge.optim import AdamW
 
 if TYPE_CHECKING:
     from narrowgauge.ops.registry import Device
@@ -201,7 +200,7 @@ def kernels(call: Callable[[], object], device: torch.device) -> list[dict[str, 
 
 def backends(layer: nn.Module) -> list[str]:
     """Kernels that `describe` reports for the layers, with the reasons against others."""
-    return [" ".join(filter(None, (row.backend, row.note))) for row in describe(layer)]
+    return [" ".join(filter(None, (row.backend, row.note))) for row in ng.describe(layer)]
 
 
 def optimizer(tell: Tell, contender: str, matrices: list[int], device: str) -> dict[str, Any]:
@@ -242,4 +241,4 @@ def _adamw(contender: str, weights: list[nn.Parameter], device: torch.device) ->
     # By the kernel or not at all: plain torch would be timed as if it were one.
     backend: Any = "triton" if device.type == "cuda" else "auto"
     given: Any = {"states": states, "master": master or None}
-    return AdamW(weights, lr=1e-4, backend=backend, **given)
+    return ng.optim.AdamW(weights, lr=1e-4, backend=backend, **given)

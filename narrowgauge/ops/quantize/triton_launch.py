@@ -12,7 +12,8 @@ Results are bit-identical to the reference, in one or two launches.
 
 Two launches, maxima and cast, replace one that would exceed its limit of 64 registers: for
 stochastic rounding, for sides that are no multiple of 16, and for rows with x.T in formats outside
-`cast_constants.IN_64_REGISTERS`.
+`cast_constants.IN_64_REGISTERS`. They also replace it beside collectives, and where the driver
+refuses it (`ops.triton.why_no_grids`).
 
 Sizes of the pieces, none measured on a GPU:
 
@@ -36,7 +37,7 @@ from narrowgauge.addresses import dry_run_on
 from narrowgauge.ops.quantize.spec import empty_scales
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.triton import cast_constants
+from narrowgauge.ops.triton import cast_constants, launched_as_grid
 from narrowgauge.ops.triton.launch import (
     AmaxState,
     Kernels,
@@ -270,11 +271,15 @@ def _parts(x: Tensor) -> int:
     return next((parts for parts in PARTS if parts >= pieces), PARTS[-1])
 
 
-def _tensor_maxima(x: Tensor) -> Tensor:
-    """Return the maxima [PARTS] int32 of a tensor in any dense layout."""
+def _tensor_maxima(x: Tensor, whole: Tensor | None = None) -> Tensor:
+    """Return the maxima [PARTS] int32 of a tensor in any dense layout.
+
+    whole  int32 [1, 1], receives the largest of them; None: not wanted
+    """
     parts = _parts(x)
     maxima = torch.empty(parts, dtype=torch.int32, device=x.device)
-    given = (x.contiguous(), maxima, None, None, x.numel())
+    ended = None if whole is None else zeroed_workspace(1, x.device)
+    given = (x.contiguous(), maxima, whole, ended, x.numel())
     launch(triton_transpose.amax, parts, *given, PARTS=parts, RUN=RUN, warps=RUN_WARPS)
     return maxima
 
@@ -331,14 +336,17 @@ def _cast_by_one(
     first = _orientation(wanted[0])._replace(scales=scale)
     second = _orientation(wanted[1])._replace(scales=None)  # its scale is the first one
     matrix, pieces, sizes = _pieces(x, C, dense=wanted[1] is None)
-    if amax is None and _fits_cooperative_launch(matrix, C):
+
+    def grid() -> None:
         programs, parts = _cooperative_grid(pieces, sizes["warps"], x.device)
         given = (matrix, first, second, whole, zeroed_workspace(parts + 1, x.device, written=parts))
         launch(
             triton_transpose.amax_and_cast, programs, *given, PARTS=parts, **sizes, **COOPERATIVE
         )
-    else:
-        maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
+
+    fits = amax is None and _fits_cooperative_launch(matrix, C)
+    if not (fits and launched_as_grid(grid, x.device.index)):
+        maxima = _tensor_maxima(x, whole) if amax is None else amax.view(torch.int32)
         first = first._replace(maxima=maxima)
         launch(
             triton_transpose.cast_both,
@@ -394,15 +402,15 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
         _cast_rows(x, C, wanted[0])
         return
     matrix, programs, sizes = _pieces(x, C, dense=False)
-    if amax is None and C.in_64_registers and _fits_cooperative_launch(matrix, C):
-        programs = _cooperative_grid(programs, sizes["warps"], x.device)[0]
-        given = (
-            matrix,
-            *map(_orientation, wanted),
-            None,
-            zeroed_workspace(sum(x.shape) + 1, x.device),
-        )
-        launch(triton_transpose.amax_and_cast, programs, *given, PARTS=0, **sizes, **COOPERATIVE)
+
+    def grid() -> None:
+        resident = _cooperative_grid(programs, sizes["warps"], x.device)[0]
+        zeros = zeroed_workspace(sum(x.shape) + 1, x.device)
+        given = (matrix, *map(_orientation, wanted), None, zeros)
+        launch(triton_transpose.amax_and_cast, resident, *given, PARTS=0, **sizes, **COOPERATIVE)
+
+    fits = amax is None and C.in_64_registers and _fits_cooperative_launch(matrix, C)
+    if fits and launched_as_grid(grid, x.device.index):
         return
     ended, maxima = None, [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:

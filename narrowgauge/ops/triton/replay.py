@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.addresses import dry_run_on, refuse_wrappers
-from narrowgauge.ops.triton import version
+from narrowgauge.ops.triton import version, why_no_grids
 from narrowgauge.qtensor import QTensor
 
 # First and last version of Triton with which this way to launch was tried.
@@ -183,9 +183,13 @@ class Replay:
     """A recorded call: `replay(*tensors)` repeats it. It holds kernels and forms, and no tensor.
 
     is_whole  True if it repeats everything that the call did
+    has_grid  True if it launches a cooperative grid
     """
 
     def __init__(self, recording: Recording, result: Any) -> None:
+        self.has_grid = any(
+            "launch_cooperative_grid" in each.options for each in recording.launches
+        )
         formed = _with_forms(result, recording)
         self._forms = [
             None if x is None else TensorForm(i, tuple(x.shape), x.stride(), x.dtype)
@@ -228,6 +232,10 @@ class Replay:
             for base, form in enumerate(self._forms[recording.given :], recording.given) if form is not None
         ]  # fmt: skip
         self.is_whole = not recording.missed
+
+    @property
+    def index(self) -> int | None:
+        return self._device.index
 
     def __call__(self, *tensors: Tensor | None) -> Any:
         if self._is_alone or self._device.index == torch.cuda.current_device():
@@ -424,6 +432,9 @@ class Replays:
             ]
         )
         if (found := self._found.get(form)) is not None:
+            # Recorded before the process group was there: record the two launches instead.
+            if isinstance(found, Replay) and found.has_grid and why_no_grids(found.index):
+                return self._recorded(form, tensors)
             return found(*tensors)
         if form in self._found:
             return self._recorded(form, tensors)

@@ -24,11 +24,13 @@ PLACES: tuple[tuple[str, str, int, str], ...] = (
     ("linear", "fp8-current", 0, "first step"),
 )
 CULPRIT = {"fault": "fault", "crash": "fault", "hang": "hang", "wrong": "wrong", "refused": "refused"}  # fmt: skip
+HANGS_S = 6.0
 MACHINE = CardJob(name="machine", part="machine", run="tests.lab.card.stand_in:machine", limit_s=60.0, alone=True)  # fmt: skip
 
 
 def job(place: int, failure: str = "", limit_s: float = 60.0) -> CardJob:
-    """The job at a place, which fails if told so."""
+    """The job at a place, which fails if told so; one that hangs has a short limit."""
+    limit_s = HANGS_S if failure == "hang" else limit_s
     op, kernel, number, at = PLACES[place]
     if op == "linear":
         sizes = {"tokens": 64, "inputs": 32, "outputs": 48, "contender": kernel, "device": "cpu"}

@@ -93,7 +93,9 @@ def test_large_samples_pass_for_the_definition():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", sorted(op for op in OPS if op != "rotary"))
+@pytest.mark.parametrize(
+    "op", ["quantize_pair", "mm", "optim", "rotate_and_encode", "norm_act_backward"]
+)
 def test_large_samples_pass_for_every_definition(op):
     from narrowgauge.ops import selfcheck
     from tests.lab.card.stand_in import _run_of

@@ -218,6 +218,20 @@ def compare_in_turns(cast: Cast, programs: int) -> None:
                 assert_same(amax, tile_amax(x, (WHOLE, WHOLE)))
 
 
+def compare_in_two_launches(cast: Cast) -> None:
+    """Where no grid is launched: beside collectives, and with ragged sides; the amax is written there too."""
+    for x in (matrix(80, 272, width=3.0), matrix(144, 80, width=0.1).T, matrix(37, 53, width=3.0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_launch, "launched_as_grid", lambda start, index: False)
+            got = triton_launch.cast_pair(x, cast, cols=True)
+            same(got[0], quantize(x, cast, backend="reference"))
+            same(got[1], quantize(x.T, cast, backend="reference"))
+            if cast.is_per_tensor:
+                rows, amax = triton_launch.with_amax(x, cast)
+                same(rows, quantize(x, cast, backend="reference"))
+                assert_same(amax, tile_amax(x, (WHOLE, WHOLE)))
+
+
 def find_programs_that_do_not_wait() -> None:
     """Control: each casts by the maxima that it finds when it comes."""
     x = torch.linspace(0.1, 3.0, 144 * 272).reshape(144, 272)
@@ -406,7 +420,7 @@ OF_FORMATS = tuple(f"{format} tensor" for format in ELEMENTS)
 KINDS = (
     "noise", "amax of ", *OF_FORMATS, "both ",
     "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
-    "given amax ", "one column ", "long rows ", "delayed, ", "rotated ", "in turns ", "not in turns",
+    "given amax ", "one column ", "long rows ", "delayed, ", "rotated ", "in turns ", "in two launches ", "not in turns",
     "check of ", "broken ", "layers ", "replayed ",
 )  # fmt: skip
 # A second of the interpreter and more: whole checks of a kernel, and matrices of several programs along both axes.
@@ -417,6 +431,8 @@ SLOW_KINDS = (
     "layers fp8-block",  # whose kernel runs in "both e4m3 1x128"
     "in turns int",
     "in turns e5m2",
+    "in two launches int",
+    "in two launches e5m2",
     "not in turns",
 )
 # Of products, norms and casts of both orientations the other modules and the cases here run the kernels.
@@ -492,6 +508,7 @@ def cases() -> Iterator[Case]:
         Cast(format=INT8, tile=(1, WHOLE)),
     ):
         yield f"in turns {cast}", lambda cast=cast: compare_in_turns(cast, 3)
+        yield f"in two launches {cast}", lambda cast=cast: compare_in_two_launches(cast)
     yield "not in turns", find_programs_that_do_not_wait
     for in_use in (0.0, 3.0):
         for value in (None, float("nan")):
