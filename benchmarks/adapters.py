@@ -1,6 +1,8 @@
 """Adapters over a narrow frozen base beside the same adapters over a bf16 base: losses, bytes per frozen weight, merges.
 
-    python -m benchmarks.adapters --data DATA_FOLDER [--minutes 8]     (again until it says that all runs are done)
+    python -m benchmarks.adapters --data DATA_FOLDER [--minutes 8] [--variants lora] [--share 0/2]
+
+--share trains a part of the runs and records nothing, for several processes; finished runs are not repeated.
 
 A Llama of 1 M parameters (width 128, four blocks) is pre-trained in bf16 on plays and captions. Each run adapts it by
 `narrowgauge train --lora`, with the same seeds and batches over every base:
@@ -115,8 +117,9 @@ def main() -> None:
         _narrowgauge(
             f"train --data {output}/pretraining --output {output}/base {PRETRAINING}".split()
         )
-    runs = list(planned(options.seeds))
-    for run in runs:
+    runs = [run for run in planned(options.seeds) if run.variant in options.variants]
+    part, parts = map(int, options.share.split("/"))
+    for run in runs[part::parts]:
         if (run.folder(output) / "final").is_dir():
             continue
         if time.monotonic() - began_s > 60 * options.minutes:
