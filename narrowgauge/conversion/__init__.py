@@ -24,11 +24,16 @@ unless the pattern that applies to a layer spells out the block's number
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
 from narrowgauge.conversion.assignment import Assignment, Patterns, assignments
+from narrowgauge.conversion.attention_precision import (
+    check_fp8_attention,
+    restore_attention,
+    use_fp8_attention,
+)
 from narrowgauge.conversion.bypassed import refuse_fast_path, warn
 from narrowgauge.conversion.coverage import warn_of_small_share
 from narrowgauge.conversion.embeddings import (
@@ -68,6 +73,7 @@ def convert(
     weight_codes: WeightCodes = "auto",
     embeddings: Codes | None = None,
     share_scales: bool = False,
+    attention: Literal["fp8"] | None = None,
 ) -> nn.Module:
     """Assign recipes to the Linears of `model`, in place, and return the model.
 
@@ -93,6 +99,9 @@ def convert(
     share_scales  float32 scales of weights are powers of two in NVFP4 (that of the whole weight) and
                   int8, so that an export gives q, k and v, or gate and up, one scale without a
                   rounding, and GGUF's Q8_0 holds them (narrowgauge/export)
+    attention     "fp8": models of transformers multiply Q by K and P by V in E4M3, forward only
+                  (nn/fp8_attention.py); active until recipe is None. Attention with dropout, sinks
+                  or a learned bias stays in 16 bits, and `describe` names the reason
 
     A second call replaces the recipes of the layers that its patterns match,
     and leaves the others. Raises ConfigError if a pattern matches nothing,
@@ -113,8 +122,16 @@ def convert(
     check_save(save)
     if embeddings is not None:
         check_embeddings(model, embeddings)
+    if attention not in (None, "fp8") or (attention and recipe is None):
+        wrong = "recipe = None takes all recipes away" if recipe is None else "it is 'fp8' or None"
+        raise ConfigError(
+            f"convert: attention = {attention!r}, and {wrong}. Name recipe 'bf16' for FP8 in attention alone, or leave attention out.",
+            code="convert.attention-name",
+        )
     if recipe is None:
         return _restored(model)
+    if attention is not None:
+        check_fp8_attention(model)
     was_converted = any(isinstance(each, QLinear) for each in model.modules())
     # Everything that can be refused is refused before `_apply` changes the first layer.
     with opened(model):
@@ -130,6 +147,8 @@ def convert(
             quantized.state.shared_inputs = shared
     if embeddings is not None:
         quantize_embeddings(model, embeddings)
+    if attention is not None:
+        use_fp8_attention(model)
     # Modules that torch computes by a fused kernel in eval mode would skip the converted layers.
     refuse_fast_path(model)
     warn(model, quantized_linears(model, "convert"))
@@ -157,6 +176,7 @@ def _restored(model: nn.Module) -> nn.Module:
         module.__dict__.pop(LEFT_BY, None)
         module.__dict__.pop(KEPT_BECAUSE, None)
     restore_embeddings(model)
+    restore_attention(model)
     unfuse(model)
     refuse_fast_path(model)
     return model

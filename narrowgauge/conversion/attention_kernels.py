@@ -160,14 +160,22 @@ class AttentionCall:
 
 
 def sentence(
-    model: nn.Module, calls: Iterable[AttentionCall], written_out: Iterable[nn.Module]
+    model: nn.Module,
+    calls: Iterable[AttentionCall],
+    written_out: Iterable[nn.Module],
+    in_fp8: int = 0,
 ) -> str:
     """ "Attention: ...", without a full stop; '' for a model without attention.
 
     calls        of torch's attention, in one forward pass
     written_out  modules that multiply queries, keys and values by products of their own
+    in_fp8       calls of `fp8_attention`, which are not among `calls`
     """
     parts = []
+    if in_fp8:
+        parts.append(
+            ("FP8 by its definition in torch, backward in 16 bits, in ", in_fp8, "call", "")
+        )
     for call, count in Counter(calls).items():
         named = call.kernel or "attention by a kernel that is not known"
         parts.append((f"torch's {named} in ", count, "call", call.excluded()))

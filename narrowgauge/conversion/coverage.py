@@ -39,7 +39,9 @@ from torch.utils._pytree import tree_map
 
 from narrowgauge.conversion.attention_kernels import AttentionCall, sentence
 from narrowgauge.errors import ConfigError, warn
+from narrowgauge.formats import E4M3
 from narrowgauge.nn.converted_model import quantized_linears, suspended
+from narrowgauge.nn.fp8_attention import state_of
 from narrowgauge.nn.narrow_layer import matrices, narrow_layer, recipe_of
 from narrowgauge.ops import rng
 from narrowgauge.ops.timing.work import OPERANDS, of_operator
@@ -296,6 +298,7 @@ class _Products(TorchDispatchMode):
         self.names, self.running = names, running
         self.in_attention = False
         self.attention_calls: list[AttentionCall] = []
+        self.in_fp8 = 0  # calls of attention that the model computes in FP8
         self.written_out: dict[nn.Module, None] = {}  # in the order of their first products
         self.narrow: Counter[int] = Counter()
         self.wide: Counter[tuple[str, str]] = Counter()
@@ -349,7 +352,7 @@ class _Products(TorchDispatchMode):
         for (kind, part), flops in self.wide.most_common():
             wide.setdefault(kind or "other types", {})[part] = flops / total
         narrow = {bits: flops / total for bits, flops in sorted(self.narrow.items())}
-        attention = sentence(model, self.attention_calls, self.written_out)
+        attention = sentence(model, self.attention_calls, self.written_out, self.in_fp8)
         return Coverage(operations=total, narrow=narrow, wide=wide, attention=attention)
 
 
@@ -369,7 +372,13 @@ class _Attention(TorchFunctionMode):
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
-        self.products.attention_calls.append(AttentionCall.of(given))
+        # Recipes are suspended in a count; a module says whether it has FP8 otherwise.
+        state = state_of(self.products.running[-1])
+        is_narrow = state is not None and not state.reason
+        if is_narrow:
+            self.products.in_fp8 += 1
+        else:
+            self.products.attention_calls.append(AttentionCall.of(given))
         self.products.in_attention = True
         try:
             found = func(*args, **kwargs)
@@ -380,8 +389,11 @@ class _Attention(TorchFunctionMode):
         flops = 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
         wants = [each.requires_grad for each in (q, k, v)]
         # Backward has a product for each of v, the softmax's result, q and k; forward has two.
-        times = 1 + (wants[2] + (wants[0] or wants[1]) + wants[0] + wants[1]) / 2
-        self.products.wide[OPERANDS.get(q.dtype, ""), "attention"] += round(times * flops)
+        backward = (wants[2] + (wants[0] or wants[1]) + wants[0] + wants[1]) / 2
+        kind = OPERANDS.get(q.dtype, ""), "attention"
+        if is_narrow:
+            self.products.narrow[E4M3.bits] += flops
+        self.products.wide[kind] += round((backward + (not is_narrow)) * flops)
         return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from narrowgauge.addresses import holds_numbers
+from narrowgauge.conversion.attention_precision import attention_words
 from narrowgauge.conversion.bypassed import is_read_by_owner
 from narrowgauge.conversion.kept_layers import (
     LEFT_BY,
@@ -120,11 +121,13 @@ class Description(list[Row]):
     fused    the fusions of `convert(fuse=True)`
     float32  modules of a 16-bit model that keep float32 weights and arithmetic
     coverage shares of the matrix-product operations, of `describe(model, batch=...)`; else None
+    attention sentences on attention in FP8, and on what stays in 16 bits, of `attention="fp8"`
     """
 
     fused: tuple[Fusion, ...] = ()
     float32: tuple[str, ...] = ()
     coverage: Coverage | None = None
+    attention: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         # Rows are grouped by everything except block numbers and measured values, which differ.
@@ -148,6 +151,7 @@ class Description(list[Row]):
                     for column in columns
                     if (words := getattr(row, column))
                 ]
+        lines += [f"{words}." for words in self.attention]
         if self.coverage is not None:
             lines += [f"{self.coverage.attention}."] if self.coverage.attention else []
             lines.append(f"{self.coverage}.")
@@ -177,6 +181,7 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     require_module(model, "describe")
     description, head = Description(), output_head(model)
     description.fused, description.float32 = tuple(fusions(model)), tuple(kept_modules(model))
+    description.attention = tuple(attention_words(model))
     for name, module in model.named_modules():
         if isinstance(module, QLinear) and module.recipe is not None:
             description.append(_row(model, name, module, module.recipe))

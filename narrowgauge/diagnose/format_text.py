@@ -126,11 +126,12 @@ def superscript(value: int) -> str:
     return str(value).translate(SUPERSCRIPTS)
 
 
-def elsewhere(recipes: Mapping[str, str], embedding_codes: str = "") -> str:
+def elsewhere(recipes: Mapping[str, str], embedding_codes: str = "", attention: str = "") -> str:
     """Suffix for layers with other formats than the recipe.
 
-    Example: " with bf16 in lm_head, int4 in embeddings".
+    Example: " with bf16 in lm_head, int4 in embeddings, fp8 in attention".
     """
     said = [f"{recipe} in {pattern}" for pattern, recipe in recipes.items()]
     said += [f"{embedding_codes} in embeddings"] if embedding_codes else []
+    said += [f"{attention} in attention"] if attention else []
     return f" with {', '.join(said)}" if said else ""

@@ -55,7 +55,9 @@ class Member:
     @property
     def recipe(self) -> str:
         return str(self.run.get("recipe") or "?") + elsewhere(
-            self.run.get("recipes") or {}, str(self.run.get("embedding_codes") or "")
+            self.run.get("recipes") or {},
+            str(self.run.get("embedding_codes") or ""),
+            str(self.run.get("attention") or ""),
         )
 
     @property

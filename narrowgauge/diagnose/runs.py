@@ -151,7 +151,7 @@ RUN = record(
     {},
     {
         **dict.fromkeys(("narrowgauge", "torch", "python", "device", "device_type", "started_at", "recipe", "precision"), text),
-        **dict.fromkeys(("task", "loss_unit", "f1_over", "best", "loss", "embedding_codes"), text),
+        **dict.fromkeys(("task", "loss_unit", "f1_over", "best", "loss", "embedding_codes", "attention"), text),
         **dict.fromkeys(("command", "memory", "fused", "weight_casts", "unseen"), listed(text)),
         "resumed": listed(listed(text)), "recipes": table(text), "auto": table(text),
         **dict.fromkeys(("threads", "seed", "parameters", "tokens_per_step", "steps"), COUNT),

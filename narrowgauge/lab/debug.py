@@ -195,6 +195,8 @@ def fix_of(trainer: Trainer, run: Path, ladder: Ladder) -> str:
         # A new recipe resets these settings unless they are given again
         codes = trainer.config.embedding_codes
         kept += f" --recipe.embedding-codes {codes}" if codes else ""
+        attention = trainer.config.attention
+        kept += f" --recipe.attention {attention}" if attention else ""
         return f"{command} --recipe {what}{kept} --output NEW"
     entries = ", ".join(filter(None, [trainer.config.switch, f"bf16@{begun}:{what}"]))
     return f"{command} --recipe.switch '{entries}' --output NEW"

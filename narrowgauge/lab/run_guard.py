@@ -228,6 +228,7 @@ class RunGuard(Callback):
         if then == WARN:
             return " Name a wider recipe, or let the guard act: then=stay."
         kept = f"; embeddings keep their {self._codes} codes" if self._codes else ""
+        kept += "; attention stays in FP8" if self.trainer.config.attention else ""
         return f" From here on the run has recipe {then}{kept}." if then else ""
 
     @property

@@ -12,6 +12,7 @@ One forward and backward pass
     rotation of a GEMM's operands                                 rotation; on a GPU rotated_pieces
     rows that a product samples or drops                          leverage_score
     projections of nn.MultiheadAttention                          attention
+    attention whose two products multiply E4M3                    fp8_attention
     Conv1D, and Linears with a forward of their own               disguised
     DTensors; torch's own forward, with the recipe suspended      sharded; suspended_linear
     what a suspended pass leaves alone: histories and caches      converted_model

@@ -103,11 +103,13 @@ class InputCasts:
 
     def close(self) -> None:
         """Note which layer read the entry last, for `was_read` in the next pass."""
-        readers = [each for found in self.readers.values() if (each := found()) is not None]
-        for each in readers:
+        readers = (each for found in self.readers.values() if (each := found()) is not None)
+        # A layer that was turned back while a graph waited has no state.
+        states = [each for reader in readers if (each := vars(reader).get("state")) is not None]
+        for state in states:
             # A field of `state`, since nn.Module.__setattr__ fails at interpreter exit: an input may
             # be freed after torch's globals.
-            each.state.is_last_reader = each is readers[-1]
+            state.is_last_reader = state is states[-1]
 
     def put(self, operand: Operand, stats: CacheStats) -> None:
         """Attach casts to the input, for every layer whose operand has the same key."""

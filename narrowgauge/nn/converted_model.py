@@ -19,6 +19,7 @@ from torch import nn
 from narrowgauge.nn import step_end
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.embedding import QEmbedding
+from narrowgauge.nn.fp8_attention import fp8_states
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.narrow_layer import narrow_layers, resumption
 from narrowgauge.structure import require_module
@@ -40,7 +41,8 @@ def quantized_embeddings(model: nn.Module) -> Iterator[tuple[str, QEmbedding]]:
 def suspended(model: nn.Module) -> Iterator[nn.Module]:
     """Inside the block, every QLinear computes as nn.Linear and embeddings are unquantized.
 
-    Low-precision Linears of other libraries compute in 16 bits too (`foreign_modules`).
+    Attention in FP8, and low-precision Linears of other libraries (`foreign_modules`), compute in
+    16 bits too.
 
     Of a QLinear only a flag is set. A suspended pass reads and records no amax, reads and fills no cache, and
     draws no random number, since `QLinear.forward` returns before any of these. Histories and casts
@@ -49,6 +51,7 @@ def suspended(model: nn.Module) -> Iterator[nn.Module]:
     require_module(model, "suspended")
     layers: list[Any] = [layer for _, layer in narrow_layers(model)]
     layers += [layer for _, layer in quantized_embeddings(model)]
+    layers += fp8_states(model)
     resumptions = [resumption(layer) for layer in layers]
     try:
         for layer in layers:

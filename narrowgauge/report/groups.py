@@ -27,8 +27,9 @@ NO_METRICS = {"event", "step", "tokens", "elapsed_s"}
 NAME = re.compile(r"[A-Za-z][\w@.-]{0,40}")
 UNFINISHED = "unfinished"
 # Settings of config.toml that do not distinguish runs, in tables of which others do.
-NOT_NAMED = {  # embedding_codes: already part of the recipe's name
-    "recipe.name", "recipe.switch", "recipe.save", "recipe.embedding_codes", "training.seed", "training.steps", "training.epochs",
+NOT_NAMED = {  # embedding_codes, attention: already part of the recipe's name
+    "recipe.name", "recipe.switch", "recipe.save", "recipe.embedding_codes", "recipe.attention", "training.seed", "training.steps",
+    "training.epochs",
     "batch.micro_batches", "data.cache", "memory.keep_freed", "memory.checkpointing", "memory.plan", "parallel.layout",
     "parallel.schedule", "parallel.digest_every", "parallel.timeout_s",
 }  # fmt: skip

@@ -74,7 +74,8 @@ def page(recorded: Recorded) -> dict[str, Any]:
         "watched": watched,
         "spreads": spread_table.table(recorded),
         "happenings": tables.happenings(recorded),
-        "command": shlex.join(str(part) for part in recorded.run.get("command") or []),
+        "command": shlex.join(recorded.run.get("command") or []),
+        "continued_by": [shlex.join(each) for each in recorded.run.get("resumed") or []],
         "run_json": json.dumps(without_layers, indent=1, ensure_ascii=False),
         "folder": recorded.folder.resolve().name,
     }

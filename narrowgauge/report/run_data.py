@@ -46,7 +46,9 @@ class Recorded:
             self.label
             + str(self.run.get("recipe") or "this run")
             + format_text.elsewhere(
-                self.run.get("recipes") or {}, str(self.run.get("embedding_codes") or "")
+                self.run.get("recipes") or {},
+                str(self.run.get("embedding_codes") or ""),
+                str(self.run.get("attention") or ""),
             )
         )
 

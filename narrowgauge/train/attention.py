@@ -24,10 +24,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from narrowgauge.conversion import attention_precision
+from narrowgauge.conversion.attention_precision import fp8_attention_forward
+
 EAGER = "narrowgauge_eager"
 FLOAT32_ATTENTION = "narrowgauge_float32"
 WHOLE_ROWS = "narrowgauge_whole_rows"
 FLOAT32_WHOLE_ROWS = "narrowgauge_float32_whole_rows"
+FP8_WHOLE_ROWS = "narrowgauge_fp8_whole_rows"
 
 
 def float32_attention(
@@ -62,6 +66,7 @@ def _wide(value: Any) -> Any:
 WITHOUT_MASK = {
     "sdpa": (WHOLE_ROWS, sdpa_attention_forward),
     FLOAT32_ATTENTION: (FLOAT32_WHOLE_ROWS, float32_attention),
+    attention_precision.NAME: (FP8_WHOLE_ROWS, fp8_attention_forward),
 }
 
 

@@ -35,8 +35,8 @@ BEST = "best"
 # size of a step. Model, data, data order, seed and update rule stay, since the parent's state is
 # meaningless under others.
 NUMBERS = frozenset(
-    {"recipe", "layers_recipe", "embedding_codes", "switch", "precision", "keep_float32", "fuse", "save", "states", "embedding_states"}
-    | {"master", "loss", "compress_activations", "clip_by", "held_gradients", "gradients", "weights", "activations"}
+    {"recipe", "layers_recipe", "embedding_codes", "attention", "switch", "precision", "keep_float32", "fuse", "save", "states"}
+    | {"embedding_states", "master", "loss", "compress_activations", "clip_by", "held_gradients", "gradients", "weights", "activations"}
 )  # fmt: skip
 STEPS = frozenset(
     {
@@ -54,7 +54,7 @@ STEPS = frozenset(
 # Changing the first setting resets these settings of the parent unless they are given, as in the
 # reference run of `compare`.
 REPLACES = {
-    "recipe": ("layers_recipe", "embedding_codes", "switch", "save", "guard"),
+    "recipe": ("layers_recipe", "embedding_codes", "attention", "switch", "save", "guard"),
     "precision": ("master", "keep_float32"),
 }
 NOT_INHERITED = ("output", "resume", "parent", "compare")

@@ -173,6 +173,7 @@ def _train_reference(
         recipe=config.compare,
         layers_recipe={},
         embedding_codes="",
+        attention="",
         switch="",
         compare="",
         save="",

@@ -17,6 +17,7 @@ from torch import nn
 
 from narrowgauge import recipes
 from narrowgauge.conversion import convert, embeddings, products
+from narrowgauge.conversion.attention_precision import use_fp8_attention
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.kept_layers import SMALLEST
 from narrowgauge.errors import ConfigError
@@ -90,6 +91,8 @@ def build(
         }
         if kept:
             convert(model, kept)
+    if config.attention:
+        use_fp8_attention(model)  # after the attention that a suspended pass computes
     if config.fuse:
         fuse(model, config.save if config.save in FUSED_SAVES else None)  # type: ignore[arg-type]
     if config.lora:

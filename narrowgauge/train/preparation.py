@@ -61,7 +61,11 @@ def notes(config: TrainConfig) -> Iterator[str]:
         recipes.SHORTHANDS.get(name, (name,))[0] for name in (config.recipe, config.compare)
     )
     if own == other and not (
-        config.layers_recipe or config.embedding_codes or config.switch or config.save
+        config.layers_recipe
+        or config.embedding_codes
+        or config.attention
+        or config.switch
+        or config.save
     ):
         yield (
             f"compare = {config.compare!r} is the recipe of the run itself: the same numbers are computed twice. Name another, as bf16."

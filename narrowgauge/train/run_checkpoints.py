@@ -198,6 +198,7 @@ class RunCheckpoints:
             for key in (
                 "recipe",
                 "embedding_codes",
+                "attention",
                 "precision",
                 "optimizer",
                 "states",

@@ -17,6 +17,7 @@ from torch import nn
 
 import narrowgauge
 from narrowgauge.conversion import auto
+from narrowgauge.conversion.attention_precision import IN_16_BITS, attention_words
 from narrowgauge.conversion.description import describe, without_numbers
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.diagnose.runs import read_run
@@ -49,13 +50,17 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     )
     if parent.get("step") == trainer.step:
         resumed = f"; branch of {parent['from']}, from step {trainer.step}"
+    others = elsewhere(config.layers_recipe, config.embedding_codes, config.attention)
     show.say(
-        f"{config.recipe}{elsewhere(config.layers_recipe, config.embedding_codes)} ({config.precision}) on {device_name(device)}: "
+        f"{config.recipe}{others} ({config.precision}) on {device_name(device)}: "
         f"{trainer.setup.parameters:,} parameters, {trainer.task.summary()}{resumed}"
     )
     show.say(f"{trainer.setup.coverage['sentence'].removesuffix('.')}.")
     if attention := trainer.setup.coverage.get("attention"):
         show.say(f"{attention}.")
+    for words in attention_words(model):
+        if words.startswith(IN_16_BITS):
+            show.say(f"{words}.")
     if words := trainer.parallel.words():
         show.say(words)
     slow = [*emulated_on_gpu(model, device), *stepped_in_torch(trainer.optimizer)]
@@ -188,6 +193,7 @@ def of_run(trainer: Trainer) -> dict[str, Any]:
         "recipe": config.recipe,
         "recipes": dict(config.layers_recipe),
         "embedding_codes": config.embedding_codes,
+        "attention": config.attention,
         "auto": trainer.setup.auto,
         "coverage": trainer.setup.coverage,
         "precision": config.precision,

@@ -46,7 +46,7 @@ def refuse(
         )
     # Older checkpoints lack these keys and were written with these values. Any other missing key
     # counts as equal.
-    before = {"keep_float32": "none", "loss": "chunks", "embedding_codes": ""}
+    before = {"keep_float32": "none", "loss": "chunks", "embedding_codes": "", "attention": ""}
     for key, own in settings.items():
         if facts.get(key, before.get(key, own)) != own:
             named = {former_key(each): key_of(each) for each in fields(TrainConfig)}

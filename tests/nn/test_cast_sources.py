@@ -263,6 +263,17 @@ def test_the_entry_goes_with_its_tensor():
     assert shared._entry is None
 
 
+def test_an_input_may_outlive_the_recipes_of_its_readers():
+    """A graph that waits while the model is turned back is freed without an error."""
+    model = built("fp8-current")
+    x = torch.randn(TOKENS, WIDTH)
+    model(x)
+    entry = layers(model)[0].state.shared_inputs
+    ng.convert(model, None)
+    del x
+    assert entry._entry is None
+
+
 def test_backward_does_not_hold_the_casts_of_inputs():
     model = built("fp8-current")
     layer = layers(model)[0]

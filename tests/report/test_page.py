@@ -343,6 +343,14 @@ def test_a_run_that_recorded_nothing_but_its_start(tmp_path):
     assert "No step was recorded" in html and "no evaluation was recorded" in html
 
 
+def test_the_commands_that_continued_a_run_are_shown(tmp_path):
+    folder = write_pair(tmp_path / "run", Plan(steps=60, planned=60, resumed_at=(30,)))
+    run = json.loads((folder / "run.json").read_text())
+    again = ["narrowgauge", "train", "--resume", "--output", "my run", "--lr", "1e-4"]
+    (folder / "run.json").write_text(json.dumps(run | {"resumed": [again]}))
+    assert "narrowgauge train --resume --output &#39;my run&#39; --lr 1e-4" in written(folder)
+
+
 @pytest.mark.parametrize(
     "kind", quick(["step", "eval"], ["step", "eval", "sample", "checkpoint", "resume", "done"])
 )

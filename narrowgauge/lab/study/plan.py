@@ -14,7 +14,7 @@
       report.html          the report
 
 A seed gives every recipe the same initial weights and batches. The reference uses its recipe
-everywhere. The settings `recipes`, `embedding_codes`, `switch`, `save` and `guard` apply to the
+everywhere. The settings `recipes`, `embedding_codes`, `attention`, `switch`, `save` and `guard` apply to the
 other recipes only. Seeds and recipes may be added to a folder later but not removed: a verdict must
 not leave out runs whose results are known.
 """
@@ -164,7 +164,13 @@ class Study:
         # The reference and the control use one recipe everywhere, without per-layer exceptions.
         if job.recipe in (self.recipes[0], POSITIVE_CONTROL):
             config = replace(
-                config, layers_recipe={}, embedding_codes="", switch="", save="", guard=""
+                config,
+                layers_recipe={},
+                embedding_codes="",
+                attention="",
+                switch="",
+                save="",
+                guard="",
             )
         return resolved(config)
 

@@ -25,6 +25,9 @@ class RecipeSettings:
     embedding_codes: str = RECIPE("",
         "Rows of embeddings are looked up as such codes, with a learned step (LSQ); empty: as they are.",
         OneOf(("", "int4", "int8")))
+    attention: str = RECIPE("",
+        "Q @ K.T and P @ V of attention in FP8 (E4M3), forward only, slower without a kernel for it; empty: as the precision has them.",
+        OneOf(("", "fp8")))
     switch: str = RECIPE("", "Wider recipes later in the run, as 'fp8-current@80%' or 'layers.0.*=bf16@240:forward'.")
     precision: str = RECIPE("amp-bf16", "Numbers outside the recipe.",
         OneOf(("fp32", "amp-bf16", "amp-fp16", "bf16-o2", "bf16-o3")))

@@ -59,7 +59,7 @@ class Answers:
         config, shape, room = self.config, self.shape(), self.room
         found, other = (
             self.counts.of(config),
-            elsewhere(config.layers_recipe, config.embedding_codes),
+            elsewhere(config.layers_recipe, config.embedding_codes, config.attention),
         )
         answer: dict[str, Any] = {
             "run": f"{config.recipe}{other} ({config.precision}, {config.optimizer} with {config.states} states)",

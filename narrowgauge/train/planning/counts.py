@@ -223,6 +223,7 @@ def probe_in_bf16(config: TrainConfig) -> TrainConfig:
         recipe=NO_RECIPE,
         layers_recipe={},
         embedding_codes="",
+        attention="",
         switch="",
         save=save,
         guard="",
