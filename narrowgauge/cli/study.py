@@ -12,10 +12,8 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from narrowgauge.cli.flags import from_flags, say_former, signature_of
+from narrowgauge.cli.flags import key_of_name, shared_settings, signature_of
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.config import toml
-from narrowgauge.train.config.settings import TrainConfig, path_of
 
 STUDY = Group("study", sort_key=0)
 SOURCES = Parameter(
@@ -73,14 +71,10 @@ def study(
 
     recipes, seeds = recipes or USUAL["recipes"], seeds or USUAL["seeds"]
     output = output or USUAL["output"]
-    flags = from_flags(given)
-    from_file = toml.read(Path(sources[0])) if sources else {}
     # `parallel` and `compare` of the file stay, so that plan.Study refuses them with a message; the
     # rest that the study sets itself is ignored.
     left_out = {*OF_STUDY} - {"layers_recipe", "parallel", "compare"}
-    shared = {name: entry for name, entry in from_file.items() if name not in left_out}
-    say_former(flags, from_file)
-    settings = toml.build(shared, flags)
+    settings = shared_settings(sources[0] if sources else "", given, left_out)
     asked = plan.Study(
         config=settings, recipes=_names(recipes), seeds=_seeds(seeds), output=Path(output), metric=metric, margin=margin,
         parallel=_parallel(parallel), control=control,
@@ -102,13 +96,9 @@ def _refuse_sources(sources: Sequence[str], settings: Sequence[str], reference: 
             code="study.one-folder",
         )
     if settings:
-        flag = (
-            path_of(name)
-            if (name := TrainConfig.__dataclass_fields__.get(settings[0]))
-            else settings[0]
-        )
+        flag = key_of_name(settings[0]).replace("_", "-")
         raise ConfigError(
-            f"study: --{flag.replace('_', '-')} is of runs that a study trains, and these are trained. Leave it out, or name a file with "
+            f"study: --{flag} is of runs that a study trains, and these are trained. Leave it out, or name a file with "
             "settings instead of folders.",
             code="study.of-runs",
         )

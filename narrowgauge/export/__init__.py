@@ -297,7 +297,7 @@ def _refuse_arguments(tokenizer: Any, dtype: Any) -> None:
 
 
 def refuse_calibration(form: ExportFormat) -> None:
-    """Raises ConfigError for a format that has no place for what a calibration gives."""
+    """Raises ConfigError for a format without static scales of x."""
     if form.calibrated is None:
         raise ConfigError(
             f"calibration: {form.name} has no static scale of x that a pass could give. Leave it out, or export nvfp4-modelopt.",

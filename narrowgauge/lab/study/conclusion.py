@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge import storage
 from narrowgauge.diagnose import seeds_text
 from narrowgauge.diagnose.seeds import NOT_FINITE, Margin, SeedComparison
 from narrowgauge.errors import EXIT_CANNOT_TELL, OutOfMemoryError
@@ -96,7 +95,6 @@ def conclude_runs(
     found = groups.gather(folders, reference, metric, chosen)
     verdicts = found.verdicts()
     _tell(found, verdicts, {})
-    storage.make_folder(output)
     tell(f"Report: {several.write(found, output / 'report.html')}")
     code = int(bool(found.apart))
     if not code and any(each.is_insensitive for each in verdicts):

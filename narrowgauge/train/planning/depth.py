@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge import recipes
-from narrowgauge.recipe import SHARED_SCALES
 from narrowgauge.train.config import recipe_syntax
 from narrowgauge.train.pretrained import ModelClass, own_configuration
 
@@ -77,7 +76,7 @@ def _differing(config: TrainConfig) -> str:
         if any(re.search(r"(^|\.)\d", pattern) for pattern in patterns):
             return f"{key} names blocks by their numbers"
     for name in sorted(recipe_syntax.names(config.recipe, config.layers_recipe)):
-        plain = name.removesuffix(SHARED_SCALES)
+        plain = name.removesuffix(recipes.SHARED_SCALES)
         if plain in recipes.names() and (wide := recipes.get(name).wide_blocks) is not None:
             return f"recipe {name!r} keeps the {wide}"
     return ""
