@@ -1,0 +1,81 @@
+"""Compiled kernels, interpreted from their PTX, against their definitions (exact; sums bounded, see `proof`).
+
+Quick: a cooperative cast of both orientations and a delayed one for sm_90. Slow: some cases of each
+family and GPU, drawn so that every kernel and every GPU occurs. The whole matrix:
+
+    python -m benchmarks.ptx_proof
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ptx.launching import CAPABILITIES
+from tests.ptx.machine import Schedule
+from tests.ptx.proof import Case, cases, outcome
+
+GPUS = tuple(CAPABILITIES)
+QUICK = ("tensor 80x144 and x.T", "e4m3 later and x.T")
+# Family -> one case in so many, on each GPU; the cases differ from GPU to GPU.
+SHARES = {
+    "casts": 9, "delayed": 5, "strided": 10, "precast": 10, "norms": 24, "rotary": 8, "optimizer": 4,
+    "hadamard": 9, "block mm": 4,
+}  # fmt: skip
+# Programs that wait for each other, count their ends, or share maxima.
+RANDOM = ("tensor 80x144", "row 80x144 and x.T", "e4m3 first", "e4m3 later and x.T", "nv 67x131")
+
+
+def named(name: str, sm: int = 90) -> Case:
+    return next(each for each in cases(sm) if each.name == name)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_compiled_casts_have_the_bits_of_their_definition(name):
+    found = outcome(named(name), 90)
+    assert not found.words and found.instructions > 400, found
+
+
+def test_one_changed_instruction_is_noticed():
+    """Control: the largest magnitude by a minimum."""
+    changed = []
+
+    def mutate(kernel: str, ptx: str) -> str:
+        changed.append(ptx.count("max.s32"))
+        return ptx.replace("max.s32", "min.s32", 1)
+
+    found = outcome(named(QUICK[0]), 90, mutate=mutate)
+    assert changed[0] > 10 and "wrong" in found.words, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SHARES)
+@pytest.mark.parametrize("sm", GPUS)
+def test_a_share_of_the_matrix_agrees(family, sm):
+    """Every n-th case, from another one on each GPU."""
+    step = SHARES[family]
+    chosen = [each for each in cases(sm) if each.family == family][GPUS.index(sm) % step :: step]
+    if family == "block mm" and sm == 80:
+        assert not chosen
+        return
+    assert chosen
+    wrong = {each.name: found.words for each in chosen if (found := outcome(each, sm)).words}
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANDOM)
+def test_warps_of_all_programs_in_any_order(name):
+    for seed in range(2):
+        found = outcome(named(name), 90, schedule=Schedule.RANDOM, seed=seed)
+        assert not found.words, (seed, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor 80x144 and x.T", "vector 67x131"])
+def test_reciprocals_that_are_off_by_a_unit_are_repaired(name, monkeypatch):
+    """PTX allows rcp.approx one unit of error; the scales take a Newton step, so no code changes."""
+    from tests.ptx.opcodes import APPROXIMATION
+
+    monkeypatch.setattr(APPROXIMATION, "units", 1)
+    found = outcome(named(name), 90)
+    assert not found.words, found
