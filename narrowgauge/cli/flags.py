@@ -90,6 +90,7 @@ def shared_settings(path: str, given: Mapping[str, Any], without: Collection[str
     """
     flags = from_flags(given)
     from_file = toml.read(Path(path)) if path else {}
+    # A flag that the verb does not take is refused by cyclopts, so only the file is filtered.
     shared = {name: entry for name, entry in from_file.items() if name not in without}
     say_former(flags, from_file)
     return toml.build(shared, flags)

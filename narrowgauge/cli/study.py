@@ -59,7 +59,9 @@ def study(
 
     Run folders may come from other training loops (narrowgauge.integrations.RunFolder).
     """
+    # A folder is never a file of settings, so one alone gets the error that names `report`.
     if any(Path(each).is_dir() for each in sources) or len(sources) > 1:
+        # Only flags that differ from their defaults are there to refuse.
         own = {"seeds": seeds, "parallel": parallel != "auto", "no-control": not control} | given
         _refuse_sources(sources, [name for name, value in own.items() if value], recipes)
         from narrowgauge.lab.study import conclusion
@@ -69,6 +71,7 @@ def study(
         return conclusion.conclude_runs(folders, place, recipes, metric, margin).exit_code
     from narrowgauge.lab.study import plan, runner
 
+    # The defaults are filled in here: run folders need to know what was typed.
     recipes, seeds = recipes or USUAL["recipes"], seeds or USUAL["seeds"]
     output = output or USUAL["output"]
     # `parallel` and `compare` of the file stay, so that plan.Study refuses them with a message; the
