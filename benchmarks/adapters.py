@@ -313,6 +313,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS / "adapters.jsonl")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument(
+        "--share", default="0/1", help="train the runs I, I + N, ... of all, as I/N"
+    )
     parser.add_argument(
         "--minutes", type=float, default=8, help="begin no run after so many minutes"
     )
