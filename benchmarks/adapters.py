@@ -1,6 +1,6 @@
 """Adapters over a narrow frozen base beside the same adapters over a bf16 base: losses, bytes per frozen weight, merges.
 
-    python -m benchmarks.adapters --data DATA_FOLDER [--minutes 8] [--variants lora] [--share 0/2]
+    python -m benchmarks.adapters --data DATA_FOLDER [--minutes 8] [--variants lora] [--share 0/2] [--finished]
 
 --share trains a part of the runs and records nothing, for several processes; finished runs are not repeated.
 
@@ -34,10 +34,12 @@ from typing import Any
 import torch
 
 from benchmarks.harness import RESULTS, record
-from narrowgauge import cli, convert
+from narrowgauge import cli, convert, describe
 from narrowgauge.diagnose.sensitivity import POSITIVE_CONTROL
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.report import groups
 from narrowgauge.train import adapter, adapter_state
+from narrowgauge.train.attention import use_float32_attention
 from narrowgauge.train.evaluation.saved import SavedRun
 
 NOUNS = ("man", "woman", "boy", "girl", "dog", "people", "men", "child")
@@ -99,9 +101,10 @@ class Run:
 
 def planned(seeds: Sequence[int]) -> Iterator[Run]:
     """All runs, the most telling first."""
-    for seed in seeds:
-        for task in TASKS:
-            yield from (Run(task, "lora", base, seed) for base in BASES[:-1])
+    for bases in (OF_VARIANTS, ("mxfp4", "int8")):
+        for seed in seeds:
+            for task in TASKS:
+                yield from (Run(task, "lora", base, seed) for base in bases)
     for seed in seeds:
         for variant in ("dora", "rslora", "pissa"):
             yield from (Run("translation", variant, base, seed) for base in OF_VARIANTS)
@@ -119,6 +122,8 @@ def main() -> None:
         )
     runs = [run for run in planned(options.seeds) if run.variant in options.variants]
     part, parts = map(int, options.share.split("/"))
+    if options.finished:
+        runs = [run for run in runs if (run.folder(output) / "final").is_dir()]
     for run in runs[part::parts]:
         if (run.folder(output) / "final").is_dir():
             continue
@@ -251,7 +256,6 @@ def merged(folder: Path) -> dict[str, Any]:
     saved = SavedRun.open(folder, torch.device("cpu"))
     (path,) = saved.paths("newest")
     model, _, _ = saved.model(path)
-    recipe = json.loads((folder / "run.json").read_text())["recipe"]
     # Wide: peft's own sum over what the codes decode to, layer by layer.
     weights = {}
     for name, layer in model.named_modules():
@@ -259,13 +263,17 @@ def merged(folder: Path) -> dict[str, Any]:
             weights[f"{name}.weight"] = wide_sum(layer)
     ids = torch.arange(256)[None] * 3 % model.config.vocab_size
     report = adapter.merge(model.eval())
+    recipes = {row.name: row.recipe for row in describe(model) if row.recipe != "none"}
     ours = model(ids).logits
     read = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
     plain = read.state_dict() | weights
     fresh = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
     fresh.load_state_dict(plain)
+    # As the run computes them: its head in bf16, and attention in float32 where the CPU has no bfloat16.
     for each in (read, fresh):
-        convert(each.eval(), recipe)
+        convert(each.eval(), recipes)
+        if not device_facts("cpu", None).bf16_gemm:
+            use_float32_attention(each)
     logits, of_folder = fresh(ids).logits, read(ids).logits
     assert adapter_state.adapters_of(model) is None and report.is_coded
     return {
@@ -296,7 +304,9 @@ def shown(row: dict[str, Any]) -> str:
         return f"{head}, seed {row['seed']}: {row['unequal']} of {row['logits']:,} logits unequal, {row['survives']:.1%} survives"
     words = f"{head}: {row['loss']:.4f}"
     if "mean" in row:
-        words += f" ({row['mean']:+.4f}, {row['low']:+.4f} to {row['high']:+.4f}, {row['outcome']} within {row['margin']:.4f})"
+        known = row["low"] is not None  # an interval takes two seeds
+        interval = f", {row['low']:+.4f} to {row['high']:+.4f}" if known else ""
+        words += f" ({row['mean']:+.4f}{interval}, {row['outcome']} within {row['margin']:.4f})"
     return words + (
         f", {row['bytes_per_weight']:.3f} bytes per frozen weight"
         if "bytes_per_weight" in row
@@ -316,6 +326,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument(
         "--share", default="0/1", help="train the runs I, I + N, ... of all, as I/N"
+    )
+    parser.add_argument(
+        "--finished", action="store_true", help="train nothing; record the runs that are finished"
     )
     parser.add_argument(
         "--minutes", type=float, default=8, help="begin no run after so many minutes"

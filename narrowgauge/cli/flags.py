@@ -123,6 +123,11 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
+def flag_of(parameter: str) -> str:
+    """The flag of a parameter of `signature_of`."""
+    return flag(_named(parameter)[1])
+
+
 def from_flags(given: Mapping[str, Any]) -> toml.Given:
     """Settings by flags; `given` names the parameters of `signature_of`."""
     entries = []

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from narrowgauge.cli.flags import key_of_name, shared_settings, signature_of
+from narrowgauge.cli.flags import flag_of, shared_settings, signature_of
 from narrowgauge.errors import ConfigError
 
 STUDY = Group("study", sort_key=0)
@@ -99,9 +99,8 @@ def _refuse_sources(sources: Sequence[str], settings: Sequence[str], reference: 
             code="study.one-folder",
         )
     if settings:
-        flag = key_of_name(settings[0]).replace("_", "-")
         raise ConfigError(
-            f"study: --{flag} is of runs that a study trains, and these are trained. Leave it out, or name a file with "
+            f"study: {flag_of(settings[0])} is of runs that a study trains, and these are trained. Leave it out, or name a file with "
             "settings instead of folders.",
             code="study.of-runs",
         )
