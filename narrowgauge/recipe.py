@@ -52,6 +52,7 @@ __all__ = [
 ]  # fmt: skip
 
 GEMMS = ("output", "grad_input", "grad_weight")
+SHARED_SCALES = "+shared-scales"  # end of the name of such a recipe (`Recipe.with_shared_scales`)
 
 # 8/6: under E8M0_FLOOR a tile's amax can exceed e2m1's maximum by this factor.
 LARGEST_HEADROOM = 4 / 3
@@ -809,7 +810,7 @@ class Recipe:
             # The codes of grad_input are the same in square tiles, and others in rows.
             grad_input=shared(self.grad_input, two_level),
         )
-        return self if found == self else replace(found, name=f"{self.name}+shared-scales")
+        return self if found == self else replace(found, name=self.name + SHARED_SCALES)
 
     def with_gemm(self, **changes: Gemm) -> Recipe:
         """Copy of this recipe with some GEMMs replaced: `recipe.with_gemm(grad_weight=Gemm())`.

@@ -1,7 +1,8 @@
 """The named recipes. A new recipe is one constant here, above ALL, with its name and its summary.
 
-    get("fp8-current")    the recipe
-    names()               all names, in the order of the table in docs/recipes.md
+    get("fp8-current")             the recipe
+    get("nvfp4+shared-scales")     the same with `Recipe.with_shared_scales`
+    names()                        all names, in the order of the table in docs/recipes.md
 
 If published implementations disagree, a comment gives the choice made here and its reason. The
 other choice is one `dataclasses.replace` away.
@@ -15,6 +16,7 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.formats import E2M1, E3M0, E4M3, E5M2, INT4, INT4X2, INT8
 from narrowgauge.recipe import (
     CURRENT,
+    SHARED_SCALES,
     Cast,
     ClippedRms,
     CurrentScaling,
@@ -408,13 +410,16 @@ AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-
 def get(name: str) -> Recipe:
     """The recipe called `name`, or the recipe behind a shorthand ("fp8", "int4").
 
-    Also finds POSITIVE_CONTROL, which `names` omits. Raises ConfigError with the closest name.
+    A name may end in "+shared-scales": `Recipe.with_shared_scales` of the recipe before it. Also
+    finds POSITIVE_CONTROL, which `names` omits. Raises ConfigError with the closest name.
     """
     if not isinstance(name, str):
         raise ConfigError(
             f"recipes.get: {name!r} is no name. Pass one of {', '.join(names())}.",
             code="recipes.not-a-name",
         )
+    if name.endswith(SHARED_SCALES):
+        return _with_shared_scales(name.removesuffix(SHARED_SCALES))
     name = SHORTHANDS[name][0] if name in SHORTHANDS else name
     if name == AUTO:
         raise ConfigError(
@@ -428,3 +433,16 @@ def get(name: str) -> Recipe:
         f"recipes.get: no recipe {name!r}. Closest: {closest(name, names()) or ', '.join(names())}.",
         code="recipes.unknown",
     )
+
+
+def _with_shared_scales(name: str) -> Recipe:
+    recipe = get(name)
+    found = recipe.with_shared_scales()
+    if found is recipe:
+        there = ", ".join(each.name for each in ALL if each.with_shared_scales() is not each)
+        raise ConfigError(
+            f"recipes.get: {recipe.name!r} has no scale of a weight that {SHARED_SCALES!r} would make a power of two; {there} have one. "
+            f"Write {recipe.name!r}.",
+            code="recipes.no-shared-scales",
+        )
+    return found

@@ -162,6 +162,23 @@ def test_recipes_are_found_by_name():
             recipes.get(given)
 
 
+@pytest.mark.parametrize(
+    "name", [each for each in recipes.names() if "nvfp4" in each or each == "int8"]
+)
+def test_a_name_says_that_scales_are_shared(name):
+    found = recipes.get(f"{name}+shared-scales")
+    assert found == recipes.get(name).with_shared_scales() != recipes.get(name)
+    assert recipes.get(found.name) == found  # a table's or a log's name is one to type
+
+
+def test_a_recipe_without_scales_to_share_is_refused_with_those_that_have_some():
+    for name in ("bf16", "fp8-row", "mxfp4"):
+        with raises(ConfigError, "recipes.no-shared-scales", "nvfp4", "int8"):
+            recipes.get(f"{name}+shared-scales")
+    with raises(ConfigError, "recipes.unknown"):
+        recipes.get("nvfp5+shared-scales")
+
+
 def test_every_constant_is_in_the_registry():
     """A new recipe is one constant in one file. The positive control is none that a user is offered."""
     constants = [value for value in vars(recipes).values() if isinstance(value, Recipe)]

@@ -28,6 +28,10 @@ def export(
     requantize: Annotated[
         bool, _flag("Cast weights anew where the format cannot hold their codes.")
     ] = False,
+    calibrate: Annotated[
+        str,
+        _flag("nvfp4-modelopt: text from which x gets a static scale; own: the run's own data."),
+    ] = "",
     unfused: Annotated[
         bool,
         _flag("Not for servers that load q, k, v as one weight: let each go out by itself."),
@@ -59,6 +63,7 @@ def export(
         output=output,
         recipe=recipe,
         requantize=requantize,
+        calibrate=calibrate,
         fused=not unfused,
         overwrite=overwrite,
         load=load,

@@ -83,6 +83,19 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
+def shared_settings(path: str, given: Mapping[str, Any], without: Collection[str]) -> TrainConfig:
+    """Settings that several runs share, of a file ('': none) and the flags.
+
+    without  names of settings of the file that the verb sets itself
+    """
+    flags = from_flags(given)
+    from_file = toml.read(Path(path)) if path else {}
+    # A flag that the verb does not take is refused by cyclopts, so only the file is filtered.
+    shared = {name: entry for name, entry in from_file.items() if name not in without}
+    say_former(flags, from_file)
+    return toml.build(shared, flags)
+
+
 def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     """Settings of CONFIG, or of the run to resume.
 
@@ -108,6 +121,11 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
 
 def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
+
+
+def flag_of(parameter: str) -> str:
+    """The flag of a parameter of `signature_of`."""
+    return flag(_named(parameter)[1])
 
 
 def from_flags(given: Mapping[str, Any]) -> toml.Given:

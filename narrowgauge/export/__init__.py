@@ -163,11 +163,8 @@ def save(
     _refuse_model(model)
     dtype = dtype or (torch.float16 if _dtype(model) == torch.float16 else torch.bfloat16)
     _refuse_arguments(tokenizer, dtype)
-    if calibration is not None and form.calibrated is None:
-        raise ConfigError(
-            f"calibration: {form.name} has no static scale of x that a pass could give. Leave it out, or export nvfp4-modelopt.",
-            code="export.calibration",
-        )
+    if calibration is not None:
+        refuse_calibration(form)
     _refuse_place(path, overwrite)
     if form.is_gguf:
         gguf_file.refuse(model, tokenizer)
@@ -296,6 +293,15 @@ def _refuse_arguments(tokenizer: Any, dtype: Any) -> None:
         raise ConfigError(
             f"tokenizer = {tokenizer!r}: is neither a tokenizer with save_pretrained nor a folder. Pass one, or None.",
             code="export.tokenizer",
+        )
+
+
+def refuse_calibration(form: ExportFormat) -> None:
+    """Raises ConfigError for a format without static scales of x."""
+    if form.calibrated is None:
+        raise ConfigError(
+            f"calibration: {form.name} has no static scale of x that a pass could give. Leave it out, or export nvfp4-modelopt.",
+            code="export.calibration",
         )
 
 

@@ -190,7 +190,7 @@ def _q8(cast: Cast, columns: int) -> str:
     if cast.tile[1] != WHOLE and cast.tile[1] < columns and cast.tile[1] % Q8:
         return Reason("other-tile", f"its cast {cast} is not in tiles of whole blocks of {Q8}")
     if not cast.scale.power_of_two or cast.has_global_scale:
-        words = "convert(..., share_scales=True) trains int8 with powers of two"
+        words = "the recipe int8+shared-scales trains with powers of two"
         return Reason(
             "wide-scales", f"its cast {cast} has scales of 32 bits, and Q8_0 has 16; {words}"
         )

@@ -55,6 +55,10 @@ def metadata(tokenizer: Any, config: Any, rows: int) -> dict[str, Any]:
     if backend is None:
         _refuse("has no tokenizer.json, which names its rules")
     state = json.loads(backend.to_str())
+    if is_sentencepiece(state):
+        _refuse(
+            "is one of SentencePiece, and the scores by which llama.cpp merges its pieces are not in tokenizer.json"
+        )
     if changed := _changes(state):
         _refuse(f"{changed}, which llama.cpp does not")
     rule = split_rule(state)
@@ -88,6 +92,13 @@ def metadata(tokenizer: Any, config: Any, rows: int) -> dict[str, Any]:
     if isinstance(template, str):
         found["tokenizer.chat_template"] = template
     return found
+
+
+def is_sentencepiece(state: Mapping[str, Any]) -> bool:
+    """True for a tokenizer.json that was made from a SentencePiece model, as of Llama 2, Mistral and T5."""
+    # Bytes as pieces of their own, or spaces as U+2581.
+    model, text = state["model"], json.dumps([state.get("normalizer"), state.get("pre_tokenizer")])
+    return model.get("type") == "Unigram" or model.get("byte_fallback", False) or "\\u2581" in text
 
 
 def _changes(state: Mapping[str, Any]) -> str:

@@ -43,6 +43,7 @@ FUSED = (
     ("query", "key", "value"),
 )
 LARGEST_NVFP4 = 448 * 6  # E4M3's largest number times E2M1's
+CALIBRATED_TOKENS = 2_048  # of one forward pass: logits of all at once would be gigabytes
 MEASURED = 8  # layers of which a refusal says how far the format's own cast is from the forward's
 
 
@@ -320,7 +321,8 @@ def calibrated(
 
     ids  [rows, positions], of real text: elements beyond the amax seen here saturate
 
-    That is NVFP4's second scale, as modelopt takes it from its calibration. One forward pass.
+    That is NVFP4's second scale, as modelopt takes it from its calibration. One forward pass for
+    CALIBRATED_TOKENS ids, in whole rows.
     """
     _refuse_ids(ids, model.get_input_embeddings().weight.shape[0])
     largest: dict[str, float] = {}
@@ -337,7 +339,8 @@ def calibrated(
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        model(input_ids=ids.to(next(model.parameters()).device))
+        for rows in ids.split(max(1, CALIBRATED_TOKENS // ids.shape[1])):
+            model(input_ids=rows.to(next(model.parameters()).device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -34,11 +34,15 @@ from narrowgauge.diagnose.verdict import (
 
 
 def write(path: Path, page: str, variables: Mapping[str, Any]) -> Path:
-    """Render a page into the file `path` and return it. Raises StorageError if it cannot be written.
+    """Render a page into the file `path`, in a folder that may be new, and return it.
+
+    Raises StorageError if it cannot be written.
 
     page  "folder/name" of the template: "report/page.html.jinja", "lab/ladder.html.jinja"
     """
     text = environment().get_template(page).render(variables)
+    with storage.refusals("write a page in", path.parent):
+        storage.make_folder(path.parent)
     # errors="replace": a sample may hold a lone surrogate.
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path

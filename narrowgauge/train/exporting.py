@@ -7,6 +7,8 @@
 
 A run's recipes come from its own config.toml, with all switches up to the weights' step, and are
 compared with the table of layers in run.json. Reading final/ needs neither data nor cache.
+
+A calibration reads text by the model's own tokenizer, or the batches of the run's first steps.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from narrowgauge import export
+from narrowgauge import data, export
 from narrowgauge.conversion import convert
 from narrowgauge.conversion.description import describe
 from narrowgauge.diagnose.runs import read_metrics, read_run
@@ -36,19 +38,27 @@ from narrowgauge.train.pretrained import (
 from narrowgauge.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 CPU = torch.device("cpu")
+CAUSAL = ("text", "causal-lm")  # tasks whose batches are ids of one text
+OWN = "own"  # calibration by the run's own data
+ROWS, POSITIONS = 32, 512  # of a calibration, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of an export; see `narrowgauge.export.save`. recipe: of a folder that is no run."""
+    """Options of an export; see `narrowgauge.export.save`.
+
+    recipe     of a folder that is no run
+    calibrate  file or folder of text, or OWN: training data of the run; '': no calibration
+    """
 
     format: str
     output: Path
     recipe: str = ""
     requantize: bool = False
+    calibrate: str = ""
     fused: bool = True
     overwrite: bool = False
     load: bool = True
@@ -57,6 +67,8 @@ class Options:
 def exported(source: str, options: Options) -> export.ExportReport:
     """Exports what `source` names, and returns the report. Writes nothing into the source."""
     form = export.format_of(options.format)
+    if options.calibrate:
+        export.refuse_calibration(form)
     ref = CheckpointRef.of(source)
     folder = RunFolder(ref.run)
     if Path(options.output).resolve() == ref.run.resolve():
@@ -74,13 +86,21 @@ def exported(source: str, options: Options) -> export.ExportReport:
         _refuse_adapters(folder)
         with RunFolder.reading(ref.run):
             model, tokenizer, facts = _of_run(ref, form.inputs)
-            return _save(model, tokenizer, facts, options)
+            is_own = options.calibrate == OWN
+            ids = _own_ids(ref.run, model) if is_own else _ids(options.calibrate, model, tokenizer)
+            return _save(model, tokenizer, facts, options, ids)
+    if options.calibrate == OWN:
+        raise ConfigError(
+            f"--calibrate {OWN}: is of a run, and '{source}' is a folder of a model. Name a file with text.",
+            code="export.calibration",
+        )
     model, facts = _of_folder(source, options.recipe, needs_recipe=form.cast is not None)
-    return _save(model, Path(source), facts, options)
+    ids = _ids(options.calibrate, model, Path(source))
+    return _save(model, Path(source), facts, options, ids)
 
 
 def _save(
-    model: nn.Module, tokenizer: Any, facts: Mapping[str, Any], options: Options
+    model: nn.Module, tokenizer: Any, facts: Mapping[str, Any], options: Options, ids: Tensor | None
 ) -> export.ExportReport:
     return export.save(
         model.eval(),
@@ -92,7 +112,59 @@ def _save(
         overwrite=options.overwrite,
         load=options.load,
         facts=facts,
+        calibration=ids,
     )
+
+
+# --- token ids of a calibration ------------------------------------------------------------------
+
+
+def _ids(source: str, model: Any, tokenizer: Any) -> Tensor | None:
+    """[rows, positions] int64 of the beginning of a text; None without one.
+
+    tokenizer  an object, or the folder of one
+    """
+    if not source:
+        return None
+    if isinstance(tokenizer, Path):
+        tokenizer = data.load(tokenizer)
+    found: list[int] = []
+    for document in data.documents(source):
+        found += tokenizer(document.text, add_special_tokens=False)["input_ids"]
+        if len(found) >= ROWS * POSITIONS:
+            break
+    return _rows(found, model, f"'{source}'")
+
+
+def _own_ids(run: Path, model: Any) -> Tensor:
+    """[rows, positions] int64 of what a run read in its first steps, without padding."""
+    saved = SavedRun.open(run, CPU)
+    if saved.config.task not in CAUSAL:
+        raise ConfigError(
+            f"--calibrate {OWN}: the task of {run} is {saved.config.task!r}, whose batches are not token ids alone. Name a file with text.",
+            code="export.calibration",
+        )
+    feed, found = saved.task.feed(model), list[int]()
+    for step in range(saved.config.steps):
+        for batch in feed.draw(step).batches:
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            found += (ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]).flatten().tolist()  # fmt: skip
+        if len(found) >= ROWS * POSITIONS:
+            break
+    return _rows(found, model, f"the data of {run}")
+
+
+def _rows(ids: list[int], model: Any, source: str) -> Tensor:
+    """ids end to end in rows of equal length; the last, shorter row is dropped."""
+    longest = getattr(model.config, "max_position_embeddings", None) or POSITIONS
+    positions = min(POSITIONS, longest, len(ids))
+    rows = min(ROWS, len(ids) // positions) if positions else 0
+    if not rows:
+        raise ConfigError(
+            f"--calibrate: {source} holds no token. Name a file with ordinary text.",
+            code="export.calibration",
+        )
+    return torch.tensor(ids[: rows * positions]).reshape(rows, positions)
 
 
 # --- a run ---------------------------------------------------------------------------------------

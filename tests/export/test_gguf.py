@@ -5,6 +5,7 @@ What the package gguf writes and reads is skipped where it is not installed; the
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -194,6 +195,26 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused():
     )
     with raises(ConfigError, "export.gguf-tokenizer", "WordLevel"):
         gguf_tokenizer.metadata(words, llama().config, 96)
+
+
+def test_a_sentencepiece_model_is_refused_by_its_name():
+    """Llama 2's form: BPE with bytes as pieces; T5's: Unigram; Mistral's: spaces as U+2581."""
+    import transformers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    for model, change in (
+        (models.BPE({"a": 0}, [], byte_fallback=True), {}),
+        (models.Unigram([("a", 0.0)]), {}),
+        (models.BPE({"a": 0}, []), {"normalizer": normalizers.Replace(" ", "\u2581")}),
+        (models.BPE({"a": 0}, []), {"pre_tokenizer": pre_tokenizers.Metaspace()}),
+    ):
+        backend = Tokenizer(model)
+        for name, value in change.items():
+            setattr(backend, name, value)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+        with raises(ConfigError, "export.gguf-tokenizer", "SentencePiece"):
+            gguf_tokenizer.metadata(tokenizer, llama().config, 96)
+    assert not gguf_tokenizer.is_sentencepiece(json.loads(byte_level().backend_tokenizer.to_str()))
 
 
 def test_what_llama_cpp_would_not_do_to_text_is_refused():

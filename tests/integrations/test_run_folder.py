@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import narrowgauge as ng
+from narrowgauge import cli
 from narrowgauge.diagnose.runs import read_metrics, read_run
-from narrowgauge.errors import BusyError, ConfigError
+from narrowgauge.errors import EXIT_CANNOT_TELL, BusyError, ConfigError
 from narrowgauge.integrations import RunFolder
 from narrowgauge.integrations.recorder import UNSEEN
 from narrowgauge.nn.linear import QLinear
@@ -148,6 +149,9 @@ def test_runs_of_a_trainer_are_judged_over_seeds_as_a_study_judges(tmp_path):
     [verdict] = groups.gather(folders, "bf16").verdicts()
     assert (verdict.runs.name, len(verdict.seeds)) == ("fp8-delayed", 2)
     assert verdict.half_width is not None
+    words = [*map(str, folders), "--recipes=bf16", f"--output={tmp_path / 'judged'}"]
+    assert cli.main(["study", *words]) in (0, EXIT_CANNOT_TELL)
+    assert "the data" in (tmp_path / "judged" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

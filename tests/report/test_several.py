@@ -20,7 +20,7 @@ from narrowgauge.cli import main
 from narrowgauge.diagnose import seeds, seeds_text
 from narrowgauge.errors import ConfigError
 from narrowgauge.report import groups, several, several_curves, several_figures
-from tests.raising import coded, raises
+from tests.raising import cli_raises, coded, raises
 
 
 def write(
@@ -229,6 +229,35 @@ def test_a_study_is_named_by_its_folder(tmp_path, capsys):
         and "The run fp8-row-seed1 failed (no memory)" in text
     )
     assert main(["report", str(folder), "--metric=mcc"]) == 2
+
+
+def test_the_verb_study_judges_run_folders_of_any_loop(six, tmp_path, capsys):
+    """The verdict and the page are those of the same runs named to `report`, with the reference that is asked for."""
+    words = [*map(str, reversed(six)), "--recipes=bf16", f"--output={tmp_path / 'out'}"]
+    assert main(["study", *words]) == 0
+    said = capsys.readouterr().out
+    [verdict] = groups.gather(six, "bf16").verdicts()
+    assert seeds_text.verdict(verdict).text("fp8-row") in said
+    page = tmp_path / "out" / "report.html"
+    expected = several.write_folders(six[::-1], tmp_path / "same.html", "bf16", "", "")
+    assert page.read_bytes() == expected.read_bytes()
+    other = write(tmp_path / "other", "int8", 0, facts={"parameters": 5})
+    assert main(["study", *words, str(other)]) == 1
+    assert "other is left out of the verdicts: 5 parameters" in capsys.readouterr().err
+
+
+def test_flags_of_training_are_refused_for_run_folders(six, tmp_path):
+    two = [str(six[0]), str(six[3])]
+    for words, code, *more in (
+        ([two[0]], "study.one-folder", "report"),
+        ([two[0], str(tmp_path / "absent")], "study.sources", "absent"),
+        ([*two, "--seeds=3"], "study.of-runs", "--seeds"),
+        ([*two, "--training.steps=3"], "study.of-runs", "--training.steps"),
+        ([*two, "--no-control"], "study.of-runs", "--no-control"),
+        ([*two, "--recipes=bf16,fp8-row"], "study.of-runs", "reference"),
+        ([*two, "--margin=none"], "study.margin"),
+    ):
+        cli_raises(["study", *words], ConfigError, code, *more)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import narrowgauge as ng
 from narrowgauge import cli
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.lab import training
+from narrowgauge.train.evaluation.saved import SavedRun
 from narrowgauge.train.run_folder import RunFolder
 from tests.compare import assert_same
 from tests.raising import cli_raises
@@ -137,3 +138,64 @@ def test_a_final_of_another_model_or_recipe_is_refused(trained, tmp_path):
     shutil.copyfile(trained / "run.json", run / "run.json")
     cli_raises(words, ConfigError, "export.other-model", "layers.1")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def shared(text, tmp_path_factory):
+    """A run of three steps in nvfp4 whose global scales are powers of two, by the name of its recipe."""
+    folder = tmp_path_factory.mktemp("shared") / "run"
+    config = tiny.settings(
+        text, folder, recipe="nvfp4+shared-scales", steps=3, hidden_size=64, intermediate_size=64
+    )
+    assert training.run(config) == 0
+    return folder
+
+
+def test_shared_scales_of_a_run_let_all_of_a_block_out(shared, tmp_path):
+    """The first block has seven Linears in three groups; by nvfp4 alone q, k and v have scales of their own."""
+    words = ["export", str(shared), "--format", "nvfp4", "--output", str(tmp_path / "out")]
+    assert cli.main([*words, "--no-load"]) == 0
+    facts = ng.export.verify(tmp_path / "out")
+    assert set(facts["narrow"].values()) == {"nvfp4+shared-scales"}
+    block = [name for name in facts["narrow"] if "layers.0." in name]
+    assert len(block) == 7 and facts["bits"]["equal"] == len(facts["narrow"])
+    plain = tmp_path / "plain"
+    words = ["export", str(shared / "final"), "--recipe", "nvfp4", "--format", "nvfp4"]
+    assert cli.main([*words, "--output", str(plain), "--no-load"]) == 0
+    assert len(ng.export.verify(plain)["narrow"]) < len(facts["narrow"])  # control
+
+
+@pytest.mark.parametrize("source", ["own", "a file"])
+def test_a_calibration_takes_text_or_the_runs_own_data(shared, source, tmp_path, text):
+    file = tmp_path / "text.txt"
+    file.write_text("The scale of a tile rounds the amax. " * 30, encoding="utf-8")
+    words = ["export", str(shared), "--format", "nvfp4-modelopt", "--output", str(tmp_path / "out")]
+    given = source if source == "own" else str(file)
+    assert cli.main([*words, "--calibrate", given, "--no-load"]) == 0
+    found = tensors(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(shared / "final").eval()
+    if source == "own":
+        saved = SavedRun.open(shared, torch.device("cpu"))
+        feed = saved.task.feed(model)
+        ids = torch.cat([feed.draw(step).batches[0]["input_ids"] for step in range(3)])
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(shared / "final")
+        every = tokenizer(file.read_text(), add_special_tokens=False)["input_ids"]
+        longest = model.config.max_position_embeddings
+        rows = min(32, len(every) // longest)
+        ids = torch.tensor(every[: rows * longest]).reshape(rows, longest)
+    # x of the first layer needs no product before it, so it is the wide model's.
+    with torch.no_grad():
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+    name = "model.layers.0.self_attn.q_proj.input_scale"
+    assert_same(found[name], (x.abs().amax().double() / (448 * 6)).float())
+
+
+def test_calibrations_without_text_or_use_are_refused(shared, tmp_path):
+    def refused(source, format, calibrate, *words):
+        asked = ["--format", format, "--output", str(tmp_path / "out"), "--calibrate", calibrate]
+        cli_raises(["export", str(source), *asked], ConfigError, "export.calibration", *words)
+        assert not (tmp_path / "out").exists()
+
+    refused(shared, "nvfp4", "own", "nvfp4-modelopt")
+    refused(shared / "final", "nvfp4-modelopt", "own", "Name a file")

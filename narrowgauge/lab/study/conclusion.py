@@ -1,14 +1,19 @@
-"""Conclusion of a study: how its runs ended, the verdicts over seeds, and the report."""
+"""Conclusion of a study: how its runs ended, the verdicts over seeds, and the report.
+
+conclude         runs that `narrowgauge study` trained
+conclude_runs    run folders of any loop, as `integrations.RunFolder` writes them
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.diagnose import seeds_text
-from narrowgauge.diagnose.seeds import NOT_FINITE, SeedComparison
+from narrowgauge.diagnose.seeds import NOT_FINITE, Margin, SeedComparison
 from narrowgauge.errors import EXIT_CANNOT_TELL, OutOfMemoryError
 from narrowgauge.report import groups, several
 from narrowgauge.report.run_data import read_alone
@@ -58,12 +63,7 @@ def conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> StudyR
             verdicts=numbers,
         )
         log.sync()
-    for each in verdicts:
-        print(seeds_text.verdict(each).text(each.runs.name))
-    for words in several.limits(found, facts):
-        print(words)
-    for recorded, why in found.apart:
-        tell(f"{recorded.folder.name} is left out of the verdicts: {why}.")
+    _tell(found, verdicts, facts)
     tell(f"Report: {several.write(found, folder.path / 'report.html', facts)}")
     failed = facts["failed"]
     code = (
@@ -76,3 +76,43 @@ def conclude(study: Study, folder: StudyFolder, facts: dict[str, Any]) -> StudyR
     for name, why in failed.items():
         tell(f"{name} failed: {why}. The same command tries it again.")
     return StudyResult(code, verdicts, failed)
+
+
+def conclude_runs(
+    folders: Sequence[Path], output: Path, reference: str = "", metric: str = "", margin: str = ""
+) -> StudyResult:
+    """Computes the verdicts on finished run folders, prints them, and writes OUTPUT/report.html.
+
+    reference  recipe; '': that of the first run
+    metric     of the last evaluation; '': what chose the best weights, else the loss
+    margin     as of `Study`
+
+    Who trained the runs has to give pairs of one seed the same batches: tokens of each step are
+    compared, and the data where run.json names them. Exit codes are those of `runner.run`; 1 also
+    if some runs cannot be compared.
+    """
+    chosen = Margin.parse(margin) if margin else None
+    found = groups.gather(folders, reference, metric, chosen)
+    verdicts = found.verdicts()
+    _tell(found, verdicts, {})
+    tell(f"Report: {several.write(found, output / 'report.html')}")
+    code = int(bool(found.apart))
+    if not code and any(each.is_insensitive for each in verdicts):
+        code = EXIT_CANNOT_TELL
+    return StudyResult(code, verdicts)
+
+
+def _tell(
+    found: groups.Gathered, verdicts: Sequence[SeedComparison], facts: Mapping[str, Any]
+) -> None:
+    """Prints the verdicts and their limits; on standard error the runs that are in none."""
+    for each in verdicts:
+        print(seeds_text.verdict(each).text(each.runs.name))
+    for words in several.limits(found, facts):
+        print(words)
+    for recorded, why in found.apart:
+        tell(f"{recorded.folder.name} is left out of the verdicts: {why}.")
+    for group in found.groups:
+        if group.reason:
+            names = ", ".join(each.folder.name for each in group.runs)
+            tell(f"{names} has no verdict: {group.reason}.")

@@ -8,7 +8,8 @@ from typing import Any
 from narrowgauge.train.config import lora_syntax
 from narrowgauge.train.config.rules import Check, OneOf, setting, shown
 
-BASES = ("fp8-block", "nvfp4", "mxfp4", "int8")  # recipes whose weights can be held as codes
+# Recipes whose weights can be held as codes
+BASES = ("fp8-block", "nvfp4", "mxfp4", "int8", "nvfp4+shared-scales", "int8+shared-scales")
 LORA, ROOT = (partial(setting, name) for name in ("lora", ""))
 
 

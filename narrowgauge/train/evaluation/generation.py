@@ -3,6 +3,7 @@
     RUN      the weights of one of its checkpoints, in the recipe and the precision of the run
     FOLDER   a model folder such as RUN/final: wide, or converted to the recipe that is named. An
              adapter's is put around its base, which is read from where the training run had it
+    GGUF     a file of llama.cpp, or the folder of model.gguf, which transformers decodes
 
 Decoding is transformers' generate with its KV cache: greedy, or sampled from the `top_k` likeliest
 tokens. Forced, suppressed and ending tokens of the model's generation settings apply, and rows of
@@ -17,6 +18,8 @@ Cost: a pass over the prompt, and a pass for each new token. Writes no file.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,6 +46,7 @@ from narrowgauge.train.model_files import quiet
 from narrowgauge.train.pretrained import CAUSAL_LM, SEQ2SEQ, own_configuration, pretrained
 
 PRODUCTS = ("narrow", "wide")
+GGUF = "model.gguf"  # of an export
 NEW_TOKENS = 64  # at most, where no number is given
 
 
@@ -136,10 +140,12 @@ def _writer(place: Path, asked: GenerationOptions, device: torch.device) -> Iter
             yield writer
     elif (place / "config.json").exists() or (place / adapter.BASE).exists():
         yield _of_folder(place, asked, device)
+    elif (file := place if place.suffix == ".gguf" else place / GGUF).is_file():
+        yield _of_gguf(file, asked, device)
     else:
         raise ConfigError(
-            f"'{place}': holds neither a run (config.toml) nor a model (config.json). Name a folder that narrowgauge train wrote, or "
-            "its final/. An export in GGUF is read by llama.cpp, or by transformers with gguf_file='model.gguf'.",
+            f"'{place}': holds neither a run (config.toml) nor a model (config.json, {GGUF}). Name a folder that narrowgauge train "
+            "wrote, its final/, or an export.",
             code="generate.place",
         )
 
@@ -186,6 +192,31 @@ def _of_folder(place: Path, asked: GenerationOptions, device: torch.device) -> W
         adapter.load(model, place)
     recipe = asked.recipe if is_narrow else "none"
     return Writer(model, load(place), str(place), recipe, None, special=True)
+
+
+def _of_gguf(file: Path, asked: GenerationOptions, device: torch.device) -> Writer:
+    """The decoded model of a GGUF file, in float32, and the tokenizer that is in the file."""
+    given = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        # Its progress bar for GGUF has no switch.
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, **given
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **given)
+    # Without the package gguf an ImportError; for a type that it does not decode, as NVFP4, others.
+    except Exception as error:
+        words = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"'{file}': transformers cannot read it ({type(error).__name__}: {words}). Install gguf (pip install gguf), or give the "
+            f"file to llama.cpp: llama-cli -m {file}. NVFP4, and files without a tokenizer, are read there alone.",
+            code="generate.gguf",
+        ) from error
+    model.eval().to(device)
+    is_narrow = bool(asked.recipe) and asked.products == "narrow"
+    if is_narrow:
+        convert(model, asked.recipe)
+    return Writer(model, tokenizer, str(file), asked.recipe if is_narrow else "none", None, True)
 
 
 def _written(writer: Writer, asked: GenerationOptions) -> dict[str, Any]:

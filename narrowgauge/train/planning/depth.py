@@ -76,6 +76,7 @@ def _differing(config: TrainConfig) -> str:
         if any(re.search(r"(^|\.)\d", pattern) for pattern in patterns):
             return f"{key} names blocks by their numbers"
     for name in sorted(recipe_syntax.names(config.recipe, config.layers_recipe)):
-        if name in recipes.names() and (wide := recipes.get(name).wide_blocks) is not None:
+        plain = name.partition("+")[0]  # nvfp4 of "nvfp4+shared-scales"
+        if plain in recipes.names() and (wide := recipes.get(name).wide_blocks) is not None:
             return f"recipe {name!r} keeps the {wide}"
     return ""

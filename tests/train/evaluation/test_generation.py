@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -140,6 +141,32 @@ def test_without_a_number_as_many_tokens_as_the_model_has_positions_for(run):
 def test_a_folder_that_holds_nothing_is_refused(tmp_path):
     with raises(ConfigError, "generate.place"):
         generate(tmp_path, GenerationOptions(prompt="the"))
+
+
+@pytest.mark.skipif(not find_spec("gguf"), reason="needs the package gguf")
+def test_a_gguf_file_writes_what_the_weights_in_it_write(run, tmp_path):
+    """Its bfloat16 weights by transformers beside those of the export in bf16, in float32."""
+    for form in ("gguf-bf16", "bf16"):
+        words = ["export", str(run), "--format", form, "--output", str(tmp_path / form)]
+        assert cli.main([*words, "--no-load"]) == 0
+    folder = tmp_path / "gguf-bf16"
+    asked = GenerationOptions(prompt="the scale", **GREEDY)
+    found = generate(folder, asked)
+    assert found == generate(folder / "model.gguf", asked) | {"tokens_per_s": found["tokens_per_s"]}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bf16")
+    ids = tokenizer("the scale", return_tensors="pt")["input_ids"]
+    banned = list(range(len(tokenizer), model.config.vocab_size)) or None
+    expected = model.generate(ids, do_sample=False, max_new_tokens=6, suppress_tokens=banned)
+    assert found["text"] == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+    assert found["text"] and found["source"].endswith("model.gguf")
+
+
+def test_a_file_that_is_no_gguf_is_refused_with_its_reader(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
+    for place in (tmp_path, tmp_path / "model.gguf"):
+        with raises(ConfigError, "generate.gguf", "llama-cli"):
+            generate(place, GenerationOptions(prompt="the", device="cpu"))
 
 
 def test_logits_that_are_not_finite_are_refused():
