@@ -85,6 +85,9 @@ check: $(INSTALLED) ## format, lint, language, structure, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+wheel: $(INSTALLED) ## a wheel for this kind of processor in dist/, with the C++ kernels compiled: its users need no compiler
+	$(BIN)/python scripts/wheel.py $(ARGS)
+
 format: $(INSTALLED) ## rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .

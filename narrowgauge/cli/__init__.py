@@ -39,6 +39,7 @@ VERBS = {
     "blame": "Say which product of which layer is inaccurate, and whether that hurts.",
     "debug": "Repeat a stretch of a run under one change after another, and say which mends it.",
     "report": "Write the page that shows how a run went, or several.",
+    "card-report": "Try and time the kernels of this machine's GPU, into one file to send back.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",
 }
@@ -129,7 +130,8 @@ def _dispatch(arguments: list[str]) -> int:
             code="cli.command",
         )
     # Only the module of the called verb is imported: importing torch takes seconds.
-    return _call(getattr(importlib.import_module(f"narrowgauge.cli.{verb}"), verb), verb, rest)
+    name = verb.replace("-", "_")
+    return _call(getattr(importlib.import_module(f"narrowgauge.cli.{name}"), name), verb, rest)
 
 
 def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
@@ -167,7 +169,7 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:9}{words}" for verb, words in VERBS.items())
+    verbs = "\n".join(f"  {verb:13}{words}" for verb, words in VERBS.items())
     return (
         f"Usage: narrowgauge COMMAND [OPTIONS]\n\nTrain Transformers on narrow numbers.\n\nCommands:\n{verbs}\n\n"
         "narrowgauge COMMAND --help says more. --version prints the version."

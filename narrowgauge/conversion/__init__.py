@@ -36,6 +36,7 @@ from narrowgauge.conversion.attention_precision import (
 )
 from narrowgauge.conversion.bypassed import refuse_fast_path, warn
 from narrowgauge.conversion.coverage import warn_of_small_share
+from narrowgauge.conversion.disguises import reason_to_leave_convolution
 from narrowgauge.conversion.embeddings import (
     check_embeddings,
     quantize_embeddings,
@@ -46,7 +47,7 @@ from narrowgauge.conversion.pretrained_folder import take_up
 from narrowgauge.errors import ConfigError
 from narrowgauge.fuse import Save, check_save, unfuse
 from narrowgauge.fuse import fuse as fuse_producers
-from narrowgauge.nn import step_end
+from narrowgauge.nn import patches, step_end
 from narrowgauge.nn.attention import close, opened
 from narrowgauge.nn.cast_sources import SharedInputs
 from narrowgauge.nn.converted_model import advance, nonfinite_amax, quantized_linears, suspended
@@ -58,7 +59,7 @@ from narrowgauge.structure import require_module
 if TYPE_CHECKING:
     from narrowgauge.nn.embedding import Codes
 
-__all__ = ["Patterns", "advance", "convert", "nonfinite_amax", "suspended"]
+__all__ = ["Patterns", "advance", "convert", "nonfinite_amax", "suspended", "use_fp8_attention"]
 
 
 def convert(
@@ -134,7 +135,7 @@ def convert(
         check_fp8_attention(model)
     was_converted = any(isinstance(each, QLinear) for each in model.modules())
     # Everything that can be refused is refused before `_apply` changes the first layer.
-    with opened(model):
+    with opened(model), patches.opened(model, reason_to_leave_convolution):
         given = assignments(model, recipe, tokens=tokens, compiled=compiled, choices=choices)
         if share_scales:
             given = {name: each.with_shared_scales() for name, each in given.items()}
@@ -171,6 +172,7 @@ def _restored(model: nn.Module) -> nn.Module:
     for _, quantized in quantized_linears(model, "convert"):
         quantized.restore()
     close(model)
+    patches.close(model)
     # Linears that a pattern left alone carry the reason for `describe`.
     for module in model.modules():
         module.__dict__.pop(LEFT_BY, None)

@@ -21,7 +21,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, Reason
-from narrowgauge.nn.fp8_attention import STATE, Fp8State, fp8_attention, state_of
+from narrowgauge.nn.fp8_attention import (
+    STATE,
+    Fp8State,
+    fp8_attention,
+    fp8_states,
+    state_of,
+)
 
 NAME = "narrowgauge_fp8"
 # Attention that computes softmax(scale * Q @ K.T + mask) @ V and nothing else, and the beginning of
@@ -36,7 +42,6 @@ LACKED = {
     "indices": "chooses its keys",
     "block_indices": "chooses its keys",
 }
-IN_16_BITS = "Attention in 16 bits"
 DROPOUTS = ("attention_dropout", "attn_dropout", "dropout_p", "dropout")
 
 
@@ -94,6 +99,14 @@ def restore_attention(model: nn.Module) -> None:
                 config._attn_implementation_internal = state.before
 
 
+def follow_attention(policy: nn.Module, reference: nn.Module) -> None:
+    """Give the reference attention in FP8 if the policy has it, and else what it had before."""
+    if any(fp8_states(policy)):
+        use_fp8_attention(reference)
+    else:
+        restore_attention(reference)
+
+
 def reason_to_leave(module: Any) -> str:
     """Return the reason for leaving an attention module in 16 bits, or ''."""
     kind, asked = type(module).__name__, module.config._attn_implementation or "eager"
@@ -131,7 +144,8 @@ def attention_words(model: nn.Module) -> list[str]:
         for kind, count in narrow.items()
     ]
     said += [
-        f"{IN_16_BITS}: {_modules(count, kind)}: {reason}" for (kind, reason), count in wide.items()
+        f"Attention in 16 bits: {_modules(count, kind)}: {reason}"
+        for (kind, reason), count in wide.items()
     ]
     return said
 

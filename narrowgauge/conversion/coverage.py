@@ -415,6 +415,7 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
     Without a batch the number of operations is unknown, so elements of weights stand for it. Output
     heads and routers count on neither side, since `convert` keeps them on purpose.
     """
+    from narrowgauge.conversion.disguises import reason_without_recipe
     from narrowgauge.conversion.kept_layers import output_head, reason_of_weight, reason_to_keep
 
     head, reached = output_head(model), 0
@@ -436,7 +437,8 @@ def warn_of_small_share(model: nn.Module, decided: Mapping[str, Any]) -> None:
             if name not in decided and reason and getattr(reason, "code", "") != "kept":
                 leave(name, module.weight, reason)
         elif isinstance(module, nn.modules.conv._ConvNd):
-            leave(name, module.weight, "a convolution has no recipe")
+            if why := reason_without_recipe(name, module, decided):
+                leave(name, module.weight, why)
         else:
             for weight, _, reason in other_weights(name, module):
                 own = weight.removeprefix(f"{name}.") if weight != name else "weight"

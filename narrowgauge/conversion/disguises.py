@@ -2,13 +2,15 @@
 
     transformers' Conv1D     weight [in_features, out_features]
     subclasses of nn.Linear  with or without a forward of their own
+    nn.Conv1d, 2d, 3d        whose kernels do not overlap, and 1x1 (nn/patches.py)
 
 Adopted modules compute y = x @ matrix.T + bias and nothing else. Such a module holds a weight,
 perhaps a bias, and no other parameter, buffer or submodule. And its forward is tried out: a
 stand-in with the module's class and attributes, and a small weight of random integers, must give
 the results of F.linear and its three gradients to the last bit in float32, in both modes, for
 inputs of two and of three axes. Sums of such integers are exact in every order, so a difference in
-a bit means another function.
+a bit means another function. Convolutions are tried out the same way. oneDNN sums them in another
+order than a Linear, so the trial shows what they compute and not how it rounds.
 
 The trial costs some milliseconds for each class, draws from a generator of its own, and runs no
 hook. The module is not called, so it may be on the meta device or under fake tensors.
@@ -16,8 +18,9 @@ hook. The module is not called, so it may be on the meta device or under fake te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import Reason, warn
-from narrowgauge.ops import rng
+from narrowgauge.ops import patches, rng
 from narrowgauge.structure import is_conv1d
 
 IN, OUT = 24, 40  # features of a stand-in
@@ -64,6 +67,80 @@ def reason_to_leave(layer: nn.Module) -> Reason | None:
     if is_conv1d(layer) and not _watched:
         _watched.append(register_module_module_registration_hook(_warn_of_adapter))
     return _tried_out(layer)
+
+
+def reason_to_leave_convolution(layer: nn.Module) -> Reason | None:
+    """The reason why `convert` does not compute a convolution as a Linear over patches, or None."""
+    held = {name for name, each in layer._parameters.items() if each is not None}
+    others = sorted({*held, *layer._buffers, *layer._modules} - {"weight", "bias"})
+    kind, weight = type(layer).__name__, layer._parameters.get("weight")
+    if nn.utils.parametrize.is_parametrized(layer) or weight is None or others:
+        return Reason("own-parameters", f"{kind} holds more than a weight and a bias, or no weight")
+    if type(weight) is not nn.Parameter and issubclass(type(weight), nn.Parameter):
+        return Reason("own-class", f"the weight of {kind} is a {type(weight).__name__}")
+    if (overlaps := patches.refuse_overlap(layer)) is not None:
+        return overlaps
+    has_bias = layer._parameters.get("bias") is not None
+    settings: Any = (layer.kernel_size, layer.stride)
+    # Attributes of a class of its own may decide what it computes.
+    key = (type(layer), has_bias, *settings) if type(layer) in patches.KINDS else ()
+    if key not in _tried or not key:
+        _tried[key] = _differs_in_patches(layer, has_bias)
+    return _tried[key]
+
+
+def reason_without_recipe(name: str, layer: nn.Module, decided: Mapping[str, Any]) -> Reason | None:
+    """Why a convolution has no recipe; None if it has one, or a pattern decided about it.
+
+    decided  names of the layers that a pattern decided about
+    """
+    if patches.LINEAR in layer._modules or f"{name}.{patches.LINEAR}" in decided:
+        return None
+    return reason_to_leave_convolution(layer) or Reason("no-pattern", "no pattern named it")
+
+
+def _differs_in_patches(layer: Any, has_bias: bool) -> Reason | None:
+    """Compare the forward of a convolution's class with a Linear over patches, on the CPU."""
+    kind, (channels, out) = type(layer).__name__, (2, 3)
+    with _plain_torch():
+        generator = torch.Generator().manual_seed(0)
+
+        def integers(*shape: int) -> Tensor:
+            drawn = torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator, device="cpu")
+            return drawn.to(torch.float32)
+
+        weight, bias = integers(out, channels, *layer.kernel_size), None
+        if has_bias:
+            bias = integers(out)
+        # Two patches along each axis, and a rest that is not read.
+        sides = [max(pair) for pair in zip(layer.kernel_size, layer.stride, strict=True)]
+        x = integers(2, channels, *(3 * side - 1 for side in sides))
+        sizes = {"in_channels": channels, "out_channels": out}
+        for training in (True, False):
+
+            def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+                made = object.__new__(type(layer))
+                held = {"weight": weight, "bias": bias}
+                # Called in this pass alone, so `training` is that of the pass.
+                own = {"training": training, "_parameters": held}  # noqa: B023
+                made.__dict__ = vars(layer) | sizes | own
+                return type(layer).forward(made, x)
+
+            linear = partial(patches.as_linear, stride=layer.stride)
+            gy = integers(*linear(x, weight, bias).shape)
+            expected = _results(linear, x, weight, bias, gy)
+            try:
+                found = _results(forward, x, weight, bias, gy)
+            except Exception as error:
+                return Reason(
+                    "own-arguments",
+                    f"{kind} has a forward of its own, which a trial ended with {type(error).__name__}",
+                )
+            if not all(map(_same, found, expected)):
+                return Reason(
+                    "own-forward", f"{kind} has a forward of its own, which is not a convolution's"
+                )
+    return None
 
 
 _watched: list[Any] = []  # the handle of `_warn_of_adapter`, once

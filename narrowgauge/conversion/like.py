@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge.conversion.attention_precision import follow_attention
 from narrowgauge.conversion.bypassed import refuse_fast_path
 from narrowgauge.errors import ConfigError, closest, warn
 from narrowgauge.fuse import fuse as fuse_producers
@@ -31,6 +32,7 @@ from narrowgauge.nn.converted_state import ADDED
 from narrowgauge.nn.disguised import adopt
 from narrowgauge.nn.embedding import FORMATS, QEmbedding
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.nn.patches import opened_like
 from narrowgauge.structure import is_linear, plain_name, require_module
 
 BASE = (
@@ -47,7 +49,7 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
 
     Each Linear gets the recipe of the layer with its name, a copy of the recipe's state (amax
     histories, learned steps, sampler readings), and its suspension. Linears that are ordinary in
-    `policy` become ordinary. Quantized embeddings and fused norms follow as well. Later steps of
+    `policy` become ordinary. Quantized embeddings, fused norms and attention in FP8 follow as well. Later steps of
     `policy` change nothing in `reference`.
 
     With equal weights both models then compute bit-identical results in forward, with two
@@ -72,8 +74,12 @@ def convert_like(policy: nn.Module, reference: nn.Module) -> nn.Module:
             "pass the converted model first.",
             code="convert-like.not-converted",
         )
-    with opened(reference) if is_opened(policy) else nullcontext():
+    with (
+        opened(reference) if is_opened(policy) else nullcontext(),
+        opened_like(policy, reference),
+    ):
         _follow_policy(policy, reference, sources)
+    follow_attention(policy, reference)
     return reference
 
 

@@ -146,6 +146,13 @@ def step(
     layer.weight.requires_grad_(workload.trains)
     if name != "bf16":
         layer = QLinear.adopt(layer, recipes.get(name))
+    return step_of(layer, workload, sets, device)
+
+
+def step_of(
+    layer: nn.Module, workload: LinearWorkload, sets: Sequence[tuple[Tensor, Tensor]], device: torch.device
+) -> Step:  # fmt: skip
+    """The same of a layer that is given: any module from x to y with a `weight`."""
     forward: Any = compiled_alone(layer) if workload.compiled else layer
     autocast = workload.dtype == torch.float32
 

@@ -14,6 +14,7 @@ One forward and backward pass
     projections of nn.MultiheadAttention                          attention
     attention whose two products multiply E4M3                    fp8_attention
     Conv1D, and Linears with a forward of their own               disguised
+    convolutions whose kernels do not overlap                     patches
     DTensors; torch's own forward, with the recipe suspended      sharded; suspended_linear
     what a suspended pass leaves alone: histories and caches      converted_model
     torch.fx, functorch, forward-mode AD                          transforms

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
-from narrowgauge.ops.cpp.build import BUILT, cache_folder, digest, is_whole
+from narrowgauge.ops.cpp.build import BUILT, cache_folder, is_whole
+from narrowgauge.ops.cpp.prebuilt import digest
 from narrowgauge.ops.registry import constant_while_compiling
 from narrowgauge.storage import publish, reading, temporary, write_synced
 

@@ -66,11 +66,15 @@ class KernelCheck(Generic[Spec]):
               spec
     compare   yields the comparisons, see `Compare`
     examples  specs for which the tests run the check
+    large     the same comparisons on a sample of training's size, which starts as many programs as
+              a device holds at once, and more: `narrowgauge card-report` runs it. The reference
+              takes seconds of CPU time. None: `compare` is all there is
     """
 
     kind: Callable[[Spec], tuple[Hashable, ...] | None]
     compare: Compare
     examples: Callable[[], Iterable[Spec]]
+    large: Compare | None = None
 
     def failure(
         self, op: str, kernel: Kernel[Spec], kind: tuple[Hashable, ...], device: torch.device
@@ -103,11 +107,13 @@ class CheckResult:
     reason     clause that says why the kernel is refused, or None if it passed
     worst      largest error as a fraction of its bound
     elapsed_s  duration, including the first compilation or loading of the kernel
+    raised     True if the kernel raised an exception instead of computing a wrong result
     """
 
     reason: str | None
     worst: float
     elapsed_s: float
+    raised: bool = False
 
 
 # (operator, kernel, kind of call, device index).
@@ -115,9 +121,12 @@ RESULTS: dict[tuple[str, str, Hashable, int], CheckResult] = {}
 
 
 def examine(
-    op: str, run: Callable[..., Any], check: KernelCheck[Any], kind: Hashable, device: torch.device
-) -> CheckResult:
+    op: str, run: Callable[..., Any], check: KernelCheck[Any], kind: Hashable, device: torch.device,
+    *, large: bool = False,
+) -> CheckResult:  # fmt: skip
     """Run a check once. A kernel that raises is refused with the text of its exception.
+
+    large  True runs the comparisons of `check.large`
 
     Raises OutOfMemoryError if the device has too little memory.
     """
@@ -131,7 +140,9 @@ def examine(
         torch.autocast(device.type, enabled=False),
     ):
         try:
-            worst, reason = _first_failure(check.compare(run, kind, device), device)
+            compare = check.large if large and check.large is not None else check.compare
+            worst, reason = _first_failure(compare(run, kind, device), device)
+            raised = False
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"{op}: {device} has no memory left for the check of a kernel, which takes a few MiB. Free some, or "
@@ -144,7 +155,8 @@ def examine(
                 float("inf"),
                 f"it failed when it was tried on {device}: {_first_line(error)}",
             )
-    return CheckResult(reason, worst, time.perf_counter() - started_at_s)
+            raised = True
+    return CheckResult(reason, worst, time.perf_counter() - started_at_s, raised)
 
 
 def _first_failure(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from narrowgauge.ops.selfcheck import KernelCheck
 from narrowgauge.ops.triton import refuse as refuse_triton
 from narrowgauge.optim import rules
 from narrowgauge.optim.cpp import binding
-from narrowgauge.optim.selfcheck import StepKind, compare
+from narrowgauge.optim.selfcheck import EXAMPLES, LARGE, StepKind, compare
 from narrowgauge.optim.step import ParamStep, step_in_torch
 
 if TYPE_CHECKING:
@@ -74,9 +74,11 @@ def _refuse_native(spec: BackendSpec) -> Refusal | None:
     return Refusal("toolchain", reason) if (reason := binding.refuse()) else None
 
 
-# The examples of this self-check are the cases in tests/ops/triton/stepped.py.
 CHECK: KernelCheck[BackendSpec] = KernelCheck(
-    lambda spec: None if spec.kind is None else (spec.kind,), compare, lambda: ()
+    lambda spec: None if spec.kind is None else (spec.kind,),
+    compare,
+    lambda: (BackendSpec(Device("cpu"), kind.rule, kind) for kind in EXAMPLES.values()),
+    large=partial(compare, times=LARGE),
 )
 
 

@@ -16,6 +16,8 @@ If the step also writes the cast of the weight, its amax and codes are compared.
 have 35 (48) and 9 (16) rows: more than a band of programs, and less than a program. The codes under
 a NaN scale are compared too.
 
+LARGE, for `KernelCheck.large`, has more programs than a device holds at once.
+
 Runs once per process, device and `StepKind`. Cost: about ten milliseconds of CPU time, a compilation
 that the step needs anyway, and one sync.
 """
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,16 +35,14 @@ from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.ops.quantize import precast_weight
 from narrowgauge.ops.quantize.precast_weight import PrecastWeight
 from narrowgauge.ops.selfcheck import OutputComparison
-from narrowgauge.optim import masters, noise
+from narrowgauge.optim import masters, moments, noise, rules
 from narrowgauge.optim.moments import Moment, States
 from narrowgauge.optim.shards import Part
 from narrowgauge.optim.step import ParamStep, new_state, step_in_torch
 from narrowgauge.recipe import Cast, DelayedScaling
 
-if TYPE_CHECKING:
-    from narrowgauge.optim.rules import Rule
-
 STEPS, SEED = 3, 20260614
+LARGE = 512  # times the rows of both tensors
 GROUP = {"lr": 1e-2, "weight_decay": 0.1}
 
 Run = Callable[[Sequence[ParamStep], dict[Any, Any]], None]
@@ -59,7 +59,7 @@ class StepKind:
     See `step.ParamStep` for the other fields.
     """
 
-    rule: Rule
+    rule: rules.Rule
     nesterov: bool
     first: Moment
     second: Moment
@@ -73,10 +73,29 @@ class StepKind:
     shift: int = 0
 
 
-def compare(run: Run, kinds: tuple[StepKind], device: torch.device) -> Iterator[OutputComparison]:
+# States, masters, alignments and shards of the kinds that training uses most.
+EXAMPLES = {
+    "8bit": StepKind(
+        rules.ADAMW, False, moments.E5M2, moments.TAPERED8, torch.float32, torch.bfloat16, None, 256, aligned=True
+    ),
+    "4bit": StepKind(
+        rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
+    ),
+    "shard": StepKind(
+        rules.LION, False, moments.WIDE, moments.NONE, torch.bfloat16, torch.bfloat16, "stochastic", 256, aligned=False, shift=13
+    ),
+    "scaled shard": StepKind(
+        rules.SGD, False, moments.WIDE, moments.NONE, torch.bfloat16, torch.float32, "fp16-scaled", 256, aligned=True, shift=9
+    ),
+}  # fmt: skip
+
+
+def compare(
+    run: Run, kinds: tuple[StepKind], device: torch.device, times: int = 1
+) -> Iterator[OutputComparison]:
     """Yield comparisons of all tensors that a step writes, after each step, with the definition."""
     [kind] = kinds
-    expected, found = _samples(kind, torch.device("cpu")), _samples(kind, device)
+    expected, found = (_samples(kind, there, times) for there in (torch.device("cpu"), device))
     for step in range(1, STEPS + 1):
         for each in (*expected, *found):
             group = {**kind.rule.options, **GROUP, "nesterov": kind.nesterov}
@@ -96,7 +115,7 @@ def compare(run: Run, kinds: tuple[StepKind], device: torch.device) -> Iterator[
                 )
 
 
-def _samples(kind: StepKind, device: torch.device) -> list[ParamStep]:
+def _samples(kind: StepKind, device: torch.device, times: int) -> list[ParamStep]:
     generator = torch.Generator().manual_seed(SEED)
     odd = 0 if kind.aligned else 5
     heights = (5, 3) if kind.cast is None else (48, 16) if kind.turns_aligned else (35, 9)
@@ -105,6 +124,7 @@ def _samples(kind: StepKind, device: torch.device) -> list[ParamStep]:
     for number, (rows, columns) in enumerate(
         zip(heights, (2 * kind.tile + 48 + odd, kind.tile + odd), strict=True)
     ):
+        rows *= times
         weight = (torch.randn(rows, columns, generator=generator) * 0.02).to(kind.weight).to(device)
         stepped = None if kind.cast is None else _stepped(weight, kind.cast, number)
         state = new_state(weight, kind.rule, states, kind.master, device)

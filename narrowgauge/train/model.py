@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from narrowgauge import recipes
-from narrowgauge.conversion import convert, embeddings, products
-from narrowgauge.conversion.attention_precision import use_fp8_attention
+from narrowgauge.conversion import convert, embeddings, products, use_fp8_attention
 from narrowgauge.conversion.description import describe
 from narrowgauge.conversion.kept_layers import SMALLEST
 from narrowgauge.errors import ConfigError

@@ -17,7 +17,6 @@ from torch import nn
 
 import narrowgauge
 from narrowgauge.conversion import auto
-from narrowgauge.conversion.attention_precision import IN_16_BITS, attention_words
 from narrowgauge.conversion.description import describe, without_numbers
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.diagnose.runs import read_run
@@ -58,8 +57,8 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
     show.say(f"{trainer.setup.coverage['sentence'].removesuffix('.')}.")
     if attention := trainer.setup.coverage.get("attention"):
         show.say(f"{attention}.")
-    for words in attention_words(model):
-        if words.startswith(IN_16_BITS):
+    for words in describe(model).attention:
+        if "16 bits: " in words:  # and the reason, where the others are in FP8
             show.say(f"{words}.")
     if words := trainer.parallel.words():
         show.say(words)

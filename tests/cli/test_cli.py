@@ -460,9 +460,9 @@ def test_a_wrong_flag_is_refused_with_code_2(loop, capsys, arguments, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", quick([6], [1, 6]))
+@pytest.mark.parametrize("each", quick([6], [3]))
 def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys, each):
-    """A letter deleted or two swapped in the middle of each flag; at least 95 % suggested rightly, of one flag in six all but two."""
+    """A letter deleted or two swapped in the middle of each flag; at least 95 % suggested rightly, of a part all but two."""
     right = total = 0
     known = {key_of(field) for field in by_path().values()}
     for key in sorted(known)[::each]:

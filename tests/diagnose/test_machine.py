@@ -128,6 +128,9 @@ def test_the_compiler_is_the_one_that_torch_takes(monkeypatch, tmp_path):
     compiler.rename(tmp_path / "clang++")
     monkeypatch.delenv("CXX")
     assert "C++ compiler: none" in machine.info()
+    assert "C++ kernels of the CPU: none" in machine.info()
+    monkeypatch.setattr(machine.prebuilt, "carried_level", lambda: "x86-64-v3")
+    assert "those of the wheel, compiled for x86-64-v3" in machine.info()
 
 
 def test_the_c_compiler(monkeypatch, tmp_path):

@@ -236,7 +236,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _selfcheck(module: Any) -> None:
-    module.examine = lambda op, run, check, kind, device: module.Result(None, 0.0, 0.0)
+    module.examine = lambda *call, large=False: module.CheckResult(None, 0.0, 0.0)
 
 
 def _proofs(module: Any) -> None:

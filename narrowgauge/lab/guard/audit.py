@@ -15,6 +15,8 @@ compares the numbers themselves, during the run's own steps:
     random numbers  of stochastic rounding with the random numbers of the previous step
 
 The last three are compared for at most LAYERS layers per check, other layers at the next check.
+The matrices of one parameter of experts count as one layer: each expert multiplies its own rows, so
+together they cost k dense products, k experts a token. At most EXPERTS of them are compared.
 Measures and limits are those used by blame (`recast`, `measure`). In sound runs all differences are
 zero, so one check is enough. Only the first call of a layer in a step is compared.
 
@@ -29,7 +31,7 @@ for each of their GEMMs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 STEPS = 2  # audited steps at the end of a check
 LAYERS = 16  # layers per check whose GEMMs are recomputed
+EXPERTS = 16  # matrices of one parameter of experts, per check
 # Random numbers compared per cast; two independent draws are equal with a probability of 2^-1536.
 SAMPLE = 64
 
@@ -134,15 +137,26 @@ class Audit:
         """Observe the next step."""
         self.end()
         layers = converted(self._model)
-        # A window of layers that moves from check to check and wraps around.
-        first = self._number * LAYERS % max(len(layers), 1)
-        chosen = {(first + place) % len(layers) for place in range(min(LAYERS, len(layers)))}
-        for place, (name, layer) in enumerate(layers):
-            watch = _LayerAudit(name, layer, place in chosen, self._noise)
+        chosen = self._chosen(layers)
+        for name, layer in layers:
+            watch = _LayerAudit(name, layer, name in chosen, self._noise)
             self._watches.append(watch)
             # A user's observer is not displaced; the layer then counts as unseen.
             if layer.observer is None:
                 layer.observer = watch
+
+    def _chosen(self, layers: Sequence[tuple[str, NarrowLayer]]) -> set[str]:
+        """Names of the layers whose GEMMs are compared in this check."""
+        units: dict[Any, list[str]] = {}
+        for name, layer in layers:
+            # The parameter of an expert's matrix is that of all experts.
+            shared = getattr(layer, "parameter", None) if _is_expert(layer) else None
+            units.setdefault(name if shared is None else id(shared), []).append(name)
+        found = _window(list(units.values()), LAYERS, self._number)
+        # By laps over all units: moved at every check, the experts of a unit that comes up at
+        # every second one might always be the same.
+        lap = self._number // max(-(-len(units) // LAYERS), 1)
+        return {name for unit in found for name in _window(unit, EXPERTS, lap)}
 
     def end(self) -> None:
         """Stop observing, after the step or after its failure."""
@@ -177,6 +191,16 @@ class Audit:
         for each in told:
             total.take(each)
         return total
+
+
+def _is_expert(layer: NarrowLayer) -> bool:
+    return bool(getattr(layer, "is_expert", False))
+
+
+def _window(found: list[Any], length: int, number: int) -> list[Any]:
+    """At most `length` entries, which move from check to check and wrap around."""
+    first = number * length % max(len(found), 1)
+    return [*found[first:], *found[:first]][:length]
 
 
 class _LayerAudit:

@@ -1,8 +1,8 @@
-"""Build C++ kernels for the CPU with the installed compiler, and load them with ctypes.
+"""Load C++ kernels for the CPU with ctypes: those of the wheel (prebuilt.py), else built here.
 
-Each library is built once per machine.
+Each library is built once per machine, with the installed compiler.
 
-A library is cached in $XDG_CACHE_HOME/narrowgauge (default ~/.cache/narrowgauge), which no other
+A library that was built is cached in $XDG_CACHE_HOME/narrowgauge (default ~/.cache/narrowgauge), which no other
 user may write to. Its file name contains a hash of the sources, the flags, the compiler and the
 processor, and a hash of the library's own bytes. Loading a damaged library could end the process,
 so a file whose bytes do not match its name is rebuilt.
@@ -28,27 +28,20 @@ from importlib import resources
 from pathlib import Path
 
 from narrowgauge.errors import BackendError, StorageError
+from narrowgauge.ops.cpp import prebuilt
+from narrowgauge.ops.cpp.prebuilt import FLAGS, digest
 from narrowgauge.storage import reading, refuse_shared
 
-# Neither contraction into fused multiply-adds nor -ffast-math: results must be bit-identical to the
-# definition. Square roots vectorize only without errno and floating-point traps.
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-shared",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-)
 TUNINGS = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
 BUILT = reading.Kind(
     most_bytes=256 * reading.MIB, error=StorageError, step="Remove it.", only_own=True
 )
+# Whoever installed the package owns its libraries, as he owns its Python files.
+CARRIED = reading.Kind(most_bytes=256 * reading.MIB, error=StorageError, step="Install it again.")
 
 
 def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) -> ctypes.CDLL:
-    """Load the library of `sources`, and build it first if no intact copy is cached.
+    """Load the library of `sources`: the wheel's, or a cached one, or one that is built now.
 
     package    Python package that contains the sources
     sources    file names; the first is compiled, the others are included by it
@@ -57,6 +50,11 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
 
     Raises BackendError if there is no compiler, if it fails, or if the result cannot be loaded.
     """
+    folder = resources.files(package)
+    texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
+    found = carried(Path(str(folder)), sources[0], texts)
+    if found is not None:
+        return found
     compiler, subject = compiler_name(), package.rpartition(".")[2]
     path = shutil.which(compiler)
     if path is None:
@@ -65,8 +63,6 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
             f"CXX, or {instead}.",
             code="compiler.missing",
         )
-    folder = resources.files(package)
-    texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in sources}
     name = hashlib.sha256(
         "\0".join((*texts.values(), *FLAGS, path, _processor())).encode()
     ).hexdigest()[:32]
@@ -89,16 +85,23 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
         ) from error
 
 
-def is_whole(path: Path) -> bool:
+def carried(folder: Path, source: str, texts: dict[str, str]) -> ctypes.CDLL | None:
+    """Load the library that the wheel carries for this processor; None if there is none."""
+    for path in prebuilt.candidates(folder, source, texts):
+        if is_whole(path, CARRIED):
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:  # e.g. mounted noexec; one that is built lies in another folder
+                continue
+    return None
+
+
+def is_whole(path: Path, kind: reading.Kind = BUILT) -> bool:
     """Return True if the file still has the bytes that were written when it was built."""
     try:
-        return path.stem.rpartition("-")[2] == digest(reading.bytes_of(path, BUILT))
+        return path.stem.rpartition("-")[2] == digest(reading.bytes_of(path, kind))
     except StorageError:
         return False
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def compiler_name() -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -167,19 +168,21 @@ def rotate_and_encode(
 # --- self-check
 
 SAMPLE, SCALE, SLACK, SEED = (40, 300), 0.3, 2.0**-10, 20260613
+LARGE = (2048, 4096)  # sample of `KernelCheck.large`
 NAN_ROW, NAN_COLUMN = 17, 203
 Kind = tuple[int, Format, torch.dtype]
 
 
 def _compare(
-    run: Callable[..., EncodedRows], kind: Kind, device: torch.device
-) -> Iterator[OutputComparison]:
+    run: Callable[..., EncodedRows], kind: Kind, device: torch.device,
+    shape: tuple[int, int] = SAMPLE,
+) -> Iterator[OutputComparison]:  # fmt: skip
     order, format, dtype = kind
     hadamard = Hadamard(block=order, signs="random")
-    whole, generator = rotated_length(SAMPLE[1], hadamard), torch.Generator().manual_seed(SEED)
+    whole, generator = rotated_length(shape[1], hadamard), torch.Generator().manual_seed(SEED)
     signs = torch.randint(0, 2, (whole,), generator=generator, dtype=torch.float32) * 2 - 1
     matrix = hadamard_matrix(order, torch.device("cpu")).sign().to(torch.float64) * order**-0.5
-    numbers = torch.randn(SAMPLE, generator=generator)
+    numbers = torch.randn(shape, generator=generator)
     for with_nan in (False, True):
         x = numbers.clone()
         if with_nan:
@@ -209,7 +212,10 @@ _EXAMPLES = [
     for dtype in (torch.float32, torch.bfloat16)
 ]
 CHECK: KernelCheck[EncodingSpec] = KernelCheck(
-    lambda spec: (spec.order, spec.format, spec.dtype), _compare, lambda: _EXAMPLES
+    lambda spec: (spec.order, spec.format, spec.dtype),
+    _compare,
+    lambda: _EXAMPLES,
+    large=partial(_compare, shape=LARGE),
 )
 KERNELS: Registry[EncodingSpec] = Registry("rotate_and_encode")
 KERNELS.register(Kernel("triton", refuse, run_triton, check=lambda: CHECK))

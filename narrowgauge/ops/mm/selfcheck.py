@@ -19,11 +19,16 @@ A kernel with a wrong order of scales, or with a skipped or repeated block, has 
 of the result: a hundred times more. A check runs once per pair of casts and takes 5 to 11 ms of CPU
 time (docs/gpu.md) and five synchronized launches. Compiling a Triton kernel comes on top, but the
 first call would need it anyway.
+
+LARGE is for `KernelCheck.large`: more tiles than a device computes at once, and sums of training's
+length. Its reference result is computed for every 61st row, so each tile of 64 rows or more has
+one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
 Run = Callable[..., Tensor]
 
 ROWS, COLUMNS, CONTRACTED, SEED = 136, 264, 272, 20260529
+SMALL, LARGE = (ROWS, COLUMNS, CONTRACTED), (4096, 4096, 2048)
+EVERY = 61  # of the large result's rows, with a reference result
 SPREAD = 6  # tiles of the operands differ by up to 2**(2 * SPREAD)
 
 
@@ -57,36 +64,41 @@ def _kind(spec: MmSpec) -> tuple[FlatCast | Cast, ...]:
 
 
 def _compare(
-    run: Run, kind: tuple[FlatCast | Cast, ...], device: torch.device
-) -> Iterator[OutputComparison]:
+    run: Run, kind: tuple[FlatCast | Cast, ...], device: torch.device,
+    sizes: tuple[int, int, int] = SMALL,
+) -> Iterator[OutputComparison]:  # fmt: skip
+    rows, columns, contracted = sizes
     lhs, rhs = (plain(each) if isinstance(each, Cast) else unflatten_cast(*each) for each in kind)
     exact = isinstance(lhs.format, IntFormat) and isinstance(rhs.format, IntFormat)
-    allowed = 2.0**-20 if exact else 2.0**-8 + 2.0**-13 * -(-CONTRACTED // 32)
-    for with_nan in (False, True):
-        (left, x), (right, w) = _operand(ROWS, lhs, with_nan), _operand(COLUMNS, rhs, False)
+    allowed = 2.0**-20 if exact else 2.0**-8 + 2.0**-13 * -(-contracted // 32)
+    every = EVERY if sizes == LARGE else 1
+    for with_nan in (False, True) if sizes == SMALL else (False,):
+        left, x = _operand(rows, contracted, lhs, with_nan)
+        right, w = _operand(columns, contracted, rhs, False)
+        x = x[::every]
         truth = x.to(torch.float64) @ w.to(torch.float64).T
         bound = (x.abs() @ w.abs().T).clamp_min(torch.finfo(torch.float32).tiny) * allowed
         for fast_accumulate in (False, True):
             out = run(left.to(device), right.to(device), None, torch.float32, fast_accumulate)
-            yield OutputComparison("result", out, truth, bound)
+            yield OutputComparison("result", out[::every], truth, bound)
         if not with_nan:
             bias = truth[0].to(torch.bfloat16)
             out = run(left.to(device), right.to(device), bias.to(device), torch.bfloat16, False)
             # Eight times the cost of two roundings; a missing bias has an error of its own size.
             rounding = 2.0**-5 * (truth.abs() + bias.abs())
             yield OutputComparison(
-                "result with a bias", out, truth + bias.to(torch.float64), bound + rounding
+                "result with a bias", out[::every], truth + bias.to(torch.float64), bound + rounding
             )
 
 
-def _operand(rows: int, cast: Cast, with_nan: bool) -> tuple[QTensor, Tensor]:
-    """Return a quantized operand, and its decoded values in float32.
+def _operand(rows: int, contracted: int, cast: Cast, with_nan: bool) -> tuple[QTensor, Tensor]:
+    """Return a quantized operand [rows, contracted], and its decoded values in float32.
 
     It has normal numbers with a random power of two per 16 x 16 block, and one NaN if requested.
     """
-    x = spread_normal(rows, CONTRACTED, SPREAD, torch.Generator().manual_seed(SEED + rows))
+    x = spread_normal(rows, contracted, SPREAD, torch.Generator().manual_seed(SEED + rows))
     if with_nan:
-        x[rows // 2, CONTRACTED // 3] = float("nan")
+        x[rows // 2, contracted // 3] = float("nan")
     q = quantization.quantize(x, cast, None, None, None)
     return q, quantization.dequantize(q)
 
@@ -102,4 +114,6 @@ def _examples() -> Iterator[MmSpec]:
     yield from (MmSpec(lhs, rhs, Device("cpu")) for lhs, rhs in pairs)
 
 
-CHECK: KernelCheck[MmSpec] = KernelCheck(_kind, _compare, _examples)
+CHECK: KernelCheck[MmSpec] = KernelCheck(
+    _kind, _compare, _examples, large=partial(_compare, sizes=LARGE)
+)

@@ -3,7 +3,7 @@
 Values, statistics and gradients may be off by two units of the coarsest dtype. Sums have another
 order, which may add 72 units of float32 relative to the largest element in a row. Casts must be
 bit-identical to `quantize` of the values that the kernel wrote. So must amax states, with an amax
-of earlier steps and without one.
+of earlier steps and without one. LARGE is for `KernelCheck.large`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison
 from narrowgauge.recipe import WHOLE, Cast, DelayedScaling
 
 ROWS, COLUMNS, SEED = 36, 1072, 20261122
+SMALL, LARGE = (ROWS, COLUMNS), (2048, 4096)
 
 
 def tensors_of(kind: Kind) -> int:
@@ -50,20 +51,18 @@ def _kind(spec: NormActSpec) -> tuple[Hashable, ...]:
 
 
 def _compare(
-    of_gradients: bool, run: Callable[..., Any], kind: Any, device: torch.device
-) -> Iterator[OutputComparison]:
+    of_gradients: bool, run: Callable[..., Any], kind: Any, device: torch.device,
+    shape: tuple[int, int] = SMALL,
+) -> Iterator[OutputComparison]:  # fmt: skip
     function, dtypes, casts, kept = kind
     generator = torch.Generator().manual_seed(SEED)
-    shapes = [
-        (COLUMNS,) if place and function.is_norm else (ROWS, COLUMNS)
-        for place in range(len(dtypes))
-    ]
+    shapes = [shape[1:] if place and function.is_norm else shape for place in range(len(dtypes))]
     tensors = [
         torch.randn(size, generator=generator).to(dtype)
         for size, dtype in zip(shapes, dtypes, strict=True)
     ]
     y, statistics = definition.forward(function, tensors, None)
-    gy = torch.randn(ROWS, COLUMNS, generator=generator).to(y.value.dtype)
+    gy = torch.randn(shape, generator=generator).to(y.value.dtype)
     count = 2 if of_gradients and function.is_gated else 1
     given: list[Given] = list(tensors)
     if kept is not None:
@@ -159,5 +158,11 @@ def _examples(of_gradients: bool) -> Iterator[NormActSpec]:
 
 
 FORWARD, BACKWARD = (
-    KernelCheck(_kind, partial(_compare, each), partial(_examples, each)) for each in (False, True)
+    KernelCheck(
+        _kind,
+        partial(_compare, each),
+        partial(_examples, each),
+        large=partial(_compare, each, shape=LARGE),
+    )
+    for each in (False, True)
 )

@@ -16,7 +16,9 @@ Under delayed scaling the amax state is compared as well. Codes under a NaN scal
 `pair`).
 
 A check runs once per cast, dtype of x and form of the call. It does not cover rows longer than
-8,192, nor every shape.
+8,192, nor every shape. Its 10 to 15 programs take another binary than training, whose cooperative
+grids fill the device: LARGE is for those (`KernelCheck.large`), in both orders of memory, without
+NaN.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from narrowgauge.recipe import DelayedScaling
 from narrowgauge.scaling import WHOLE
 
 ROWS, COLUMNS, SPREAD, SEED = 144, 272, 12, 20260612
+LARGE = 2048, 4096  # 2,048 squares of 64 x 64; at most 752 programs are resident (188 SMs times 4)
 KEYS = Key((2**32 - 5, 77)), Key((3, 2**31 + 1))
 
 Run = Callable[..., Any]
@@ -56,12 +59,15 @@ def _check(
 ) -> KernelCheck[Spec]:
     """Return the check of kernels that `calls` calls, on both orientations of both samples."""
 
-    def compare(run: Run, kind: Hashable, device: torch.device) -> Iterator[OutputComparison]:
+    def compare(
+        run: Run, kind: Hashable, device: torch.device, shape: tuple[int, int] = (ROWS, COLUMNS)
+    ) -> Iterator[OutputComparison]:
         spec = _spec(kind)
-        cuts = (0, 4) if WHOLE in spec.cast.tile and not spec.delayed else (0,)
-        for poisoned in (False, True):
+        is_small = shape == (ROWS, COLUMNS)
+        cuts = (0, 4) if WHOLE in spec.cast.tile and not spec.delayed and is_small else (0,)
+        for poisoned in (False, True) if is_small else (False,):
             for turned, cut in itertools.product((False, True), cuts):
-                x = sample(spec.dtype, poisoned)[cut:]
+                x = sample(spec.dtype, poisoned, shape)[cut:]
                 for given, call in calls(spec, x.T.contiguous().T if turned else x):
                     copies = [_moved(each, device) for each in given]
                     truth, got = definition(*given), run(*copies)
@@ -75,7 +81,7 @@ def _check(
                     for each in compared(got, truth, window, poisoned):
                         yield each._replace(name=each.name + where)
 
-    return KernelCheck(_kind, compare, examples)
+    return KernelCheck(_kind, compare, examples, large=partial(compare, shape=LARGE))
 
 
 def _kind(spec: Spec) -> tuple[Hashable, ...]:
@@ -88,9 +94,9 @@ def _spec(kind: Any) -> Spec:
 
 
 @cache
-def sample(dtype: torch.dtype, poisoned: bool) -> Tensor:
-    """Return the sample [ROWS, COLUMNS] on the CPU; see the module."""
-    x = spread_normal(ROWS, COLUMNS, SPREAD, torch.Generator().manual_seed(SEED))
+def sample(dtype: torch.dtype, poisoned: bool, shape: tuple[int, int] = (ROWS, COLUMNS)) -> Tensor:
+    """Return the sample of this shape, at least [ROWS, COLUMNS], on the CPU; see the module."""
+    x = spread_normal(*shape, SPREAD, torch.Generator().manual_seed(SEED))
     x[5:7], x[32:48, 32:48] = 0.0, 0.0
     x[9, :8] = torch.tensor([-0.0, 1e-40, -1e-40, 1e-30, 0.5, -0.5, 1.5, 2.5])
     if poisoned:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -130,12 +131,16 @@ def run_triton(
     return results
 
 
+SMALL, LARGE = (2, 9, 5, 2), (2, 2048, 16, 4)  # batch, tokens, heads of q, heads of k
+
+
 def _compare(
-    run: Callable[..., Pair], kind: tuple[tuple[torch.dtype, ...], int], device: torch.device
-) -> Iterator[OutputComparison]:
-    """Compare values and gradients of a small sample bit by bit, in both layouts of a head."""
+    run: Callable[..., Pair], kind: tuple[tuple[torch.dtype, ...], int], device: torch.device,
+    sizes: tuple[int, int, int, int] = SMALL,
+) -> Iterator[OutputComparison]:  # fmt: skip
+    """Compare values and gradients of a sample bit by bit, in both layouts of a head."""
     for transposed in (True, False):
-        q, k, cos, sin = _sample(*kind, transposed)
+        q, k, cos, sin = _sample(*kind, transposed, sizes)
         results = (torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype))
         for inverse in (False, True):
             wanted = (q.dtype, k.dtype) if inverse else results
@@ -146,12 +151,21 @@ def _compare(
                 yield OutputComparison(f"gradient of {name}" if inverse else name, got, x)
 
 
-def _sample(dtypes: tuple[torch.dtype, ...], head: int, transposed: bool) -> list[Tensor]:
+def _sample(
+    dtypes: tuple[torch.dtype, ...],
+    head: int,
+    transposed: bool,
+    sizes: tuple[int, int, int, int] = SMALL,
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(20261121)
-    shapes = [(2, 9, heads, head) if transposed else (2, heads, 9, head) for heads in (5, 2)]
+    batch, tokens, *both = sizes
+    shapes = [
+        (batch, tokens, heads, head) if transposed else (batch, heads, tokens, head)
+        for heads in both
+    ]
     q, k = (torch.randn(shape, generator=generator) * 3 for shape in shapes)
     # Different angles in the two halves, which Llama does not have.
-    angles = 6 * torch.rand(1, 9, head, generator=generator)
+    angles = 6 * torch.rand(1, tokens, head, generator=generator)
     given = (q.transpose(1, 2), k.transpose(1, 2)) if transposed else (q, k)
     return [
         x.to(dtype) for x, dtype in zip((*given, angles.cos(), angles.sin()), dtypes, strict=True)
@@ -165,7 +179,10 @@ _EXAMPLES = [
     for head in (8, 80)  # a power of two, and another length
 ]
 CHECK: KernelCheck[RotarySpec] = KernelCheck(
-    lambda spec: (spec.dtypes, spec.head), _compare, lambda: _EXAMPLES
+    lambda spec: (spec.dtypes, spec.head),
+    _compare,
+    lambda: _EXAMPLES,
+    large=partial(_compare, sizes=LARGE),
 )
 KERNELS: Registry[RotarySpec] = Registry("rotary")
 KERNELS.register(Kernel("triton", refuse, run_triton, check=lambda: CHECK))

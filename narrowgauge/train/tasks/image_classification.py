@@ -16,8 +16,8 @@ Wherever a run counts tokens, an image counts as its patches: height x width / p
 for ViT at 224 pixels. Models without patches count patches of 16 x 16. The loss has one target for
 each image, so `eval_tokens` limits the number of images.
 
-The patch projection is a convolution and the classifier is a head. Both keep their precision under
-every recipe unless a pattern names them.
+The patch projection is a convolution whose kernels do not overlap, and has the recipe of the Linears
+(nn/patches.py). The classifier is a head and keeps its precision unless a pattern names it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,10 @@ from torch.nn import functional as F
 import narrowgauge as ng
 from narrowgauge.cuda_graphs import cast_weight
 from narrowgauge.diagnose.verdict import UNKNOWN, WORSE
-from narrowgauge.lab.guard.result import STALE
+from narrowgauge.lab.guard import audit
+from narrowgauge.lab.guard.result import KERNEL, STALE
+from narrowgauge.recipe import GEMMS
+from tests.lab.blame.planted import dropping
 from tests.lab.blame.test_experts import EXPERT, expert_of, mixture
 from tests.selection import quick
 
@@ -56,3 +59,37 @@ def test_codes_of_one_expert_that_are_a_step_old_are_named() -> None:
         f"{EXPERT}:grad_input": STALE,
     }
     assert f"{EXPERT}:output" in event["sentence"]
+
+
+@pytest.mark.parametrize("product", quick(["output"], GEMMS))
+@pytest.mark.parametrize("expert", quick(["2"], ["0", "2", "3"]))
+def test_a_kernel_that_drops_columns_of_one_expert_is_seen_at_the_first_check(
+    product: str, expert: str
+) -> None:
+    model = mixture()
+    name = EXPERT.replace(".2.", f".{expert}.")
+    with dropping(model.get_submodule(name), product, columns=8):  # type: ignore[arg-type]
+        event = first_check(model)
+    assert event["outcome"] == WORSE
+    assert {key: kind for key, (kind, _) in event["unlike"].items()} == {
+        f"{name}:{product}": KERNEL
+    }
+
+
+def test_experts_beyond_the_limit_have_their_turn_at_the_next_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each parameter two experts a check, and dense layers beside them (exact)."""
+    monkeypatch.setattr(audit, "EXPERTS", 2)
+    model = mixture()
+    layers = audit.converted(model)
+    chosen = [audit.Audit(model, number)._chosen(layers) for number in (0, 1, 2)]
+    experts = [{name for name in each if ".experts." in name} for each in chosen]
+    assert experts[0] == experts[2] and len(experts[0]) == len(experts[1]) == 8
+    assert not experts[0] & experts[1] and f"{EXPERT}" in experts[1]
+    assert all(
+        each - own == chosen[0] - experts[0] for each, own in zip(chosen, experts, strict=True)
+    )
+    monkeypatch.setattr(audit, "LAYERS", 3)
+    few = [audit.Audit(model, number)._chosen(layers) for number in range(8)]
+    assert len(set.union(*few)) == len(set.union(*chosen))

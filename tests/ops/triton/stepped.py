@@ -25,7 +25,6 @@ from narrowgauge.ops.selfcheck import examine
 from narrowgauge.optim import (
     AdamW,
     base,
-    moments,
     param_groups,
     rules,
     selfcheck,
@@ -424,26 +423,10 @@ def cases() -> Iterator[Case]:
     yield "groups", compare_groups
     yield "replayed", compare_replayed
     yield "graphed", compare_graphed
-    for name, kind in PROVEN.items():
+    for name, kind in selfcheck.EXAMPLES.items():
         yield f"check {name}", lambda kind=kind: prove(kind)
     yield "broken", find_the_broken_kernel
     yield "unknown rule", refuse_an_unknown_rule
-
-
-PROVEN = {
-    "8bit": selfcheck.StepKind(
-        rules.ADAMW, False, moments.E5M2, moments.TAPERED8, torch.float32, torch.bfloat16, None, 256, aligned=True
-    ),
-    "4bit": selfcheck.StepKind(
-        rules.ADAMW, False, moments.DYNAMIC4, moments.LINEAR4, torch.bfloat16, torch.bfloat16, "stochastic", 128, aligned=False
-    ),
-    "shard": selfcheck.StepKind(
-        rules.LION, False, moments.WIDE, moments.NONE, torch.bfloat16, torch.bfloat16, "stochastic", 256, aligned=False, shift=13
-    ),
-    "scaled shard": selfcheck.StepKind(
-        rules.SGD, False, moments.WIDE, moments.NONE, torch.bfloat16, torch.float32, "fp16-scaled", 256, aligned=True, shift=9
-    ),
-}  # fmt: skip
 
 
 def failure(kind: selfcheck.StepKind) -> str:
@@ -458,7 +441,7 @@ def prove(kind: selfcheck.StepKind) -> None:
 def refuse_an_unknown_rule() -> None:
     """A number without a branch in the kernel computed SGD."""
     unknown = replace(rules.LION, kernel=77)
-    reason = failure(replace(PROVEN["shard"], rule=unknown))
+    reason = failure(replace(selfcheck.EXAMPLES["shard"], rule=unknown))
     assert "no branch for this rule" in reason, reason
 
 
@@ -469,7 +452,7 @@ def find_the_broken_kernel() -> None:
     whole = moment_codes.noise_bits
     kernel.noise_bits = lambda key, first, column: whole(key, first, column) >> 1
     try:
-        reason = failure(PROVEN["8bit"])
+        reason = failure(selfcheck.EXAMPLES["8bit"])
     finally:
         kernel.noise_bits = whole
     # The first moment is rounded with noise too, and the weight is compared before the moments.
