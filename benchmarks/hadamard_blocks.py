@@ -153,7 +153,7 @@ def rounded_product(x: Tensor, weight: Tensor, gemm: Gemm, hadamard: Hadamard | 
 
 
 def _cast(operand: Tensor, cast: Cast) -> Any:
-    noise = torch.rand_like(operand) if cast.rounding == "stochastic" else None
+    noise = torch.rand(cast.noise_shape(tuple(operand.shape))) if cast.draws else None
     return quantize(
         operand, cast, amax=calibrated_amax(operand, cast), noise=noise, expand=torch.float32
     )

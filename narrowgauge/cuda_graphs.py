@@ -542,7 +542,7 @@ def cast_weight(layer: QLinear) -> Casts:
         rows, cols = plan.serves_a_step
         if rows:
             operand.rows(Rotation.draw(plan.rows_rotate, weight))
-        if cols and layer.recipe is not None and layer.recipe.backward == "recast":
+        if cols and layer.recipe is not None and layer.recipe.backward != "straight-through":
             # Straight-through recipes have no cols of their own: backward reads the codes of rows.
             operand.cols(Rotation.draw(plan.cols_rotate, weight.T), operand)
     return cache.casts

@@ -69,7 +69,10 @@ class Format:
 
     def decode(self, codes: Tensor) -> Tensor:
         """Decode codes to float32 of the same shape, exactly."""
-        return _table(self, codes.device)[codes.to(torch.int64)]
+        # Dynamo warns of cached functions.
+        compiles = torch.compiler.is_compiling()
+        table = self.values().to(codes.device) if compiles else _table(self, codes.device)
+        return table[codes.to(torch.int64)]
 
     def values(self) -> Tensor:
         """Value of each code 0 ... 2**bits - 1, float32 on the CPU; NaN for codes that mean NaN."""

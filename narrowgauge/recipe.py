@@ -31,6 +31,7 @@ from narrowgauge.scaling import (
     POW2,
     WHOLE,
     ScaleRule,
+    scale_shape,
 )
 
 __all__ = [
@@ -92,6 +93,11 @@ def _require(owner: object, name: str, valid: bool, wanted: str) -> None:
 def is_whole(value: object, least: float = 1) -> bool:
     # bool is a subclass of int: True would pass as 1.
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_block(value: int) -> bool:
+    """True for the block of a rotation: a power of two from 2 to LARGEST_BLOCK."""
+    return is_whole(value, 2) and value <= LARGEST_BLOCK and not value & (value - 1)
 
 
 def is_positive(value: object) -> bool:
@@ -217,8 +223,14 @@ class Cast:
     scale      rule that turns a tile's amax into its scale
     calibrate  source of amax: CURRENT, DelayedScaling, ClippedRms or LearnedStep. DelayedScaling
                and LearnedStep need per-tensor tiles
-    rounding   "nearest" (ties to even) or "stochastic" (draws from torch's generator; unbiased
-               where no element saturates)
+    rounding   "nearest" (ties to even), "stochastic" (draws from torch's generator; unbiased
+               where no element saturates), or "eden": to nearest, then the scales are corrected
+               block by block, which is unbiased over the random signs of the GEMM's rotation
+               (ops/quantize/eden.py)
+    block      elements along the contracted axis that share a correction, the block of the GEMM's
+               rotation; "eden" alone reads it
+    draws      (derived) the cast needs a random number for each of its "elements" or "scales", in the
+               shape of `noise_shape`; "": it needs none
     headroom   factor by which the tensor is scaled down before the cast and scaled up after
                decoding. Rules that may saturate the top of a tile need headroom for unbiased
                stochastic rounding: 4/3 with E8M0_FLOOR (arXiv 2502.20586), 17/16 with
@@ -230,8 +242,10 @@ class Cast:
     tile: tuple[int, int] = (WHOLE, WHOLE)
     scale: ScaleRule = FP32
     calibrate: Calibrate = CURRENT
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic", "eden"] = "nearest"
     headroom: float = 1.0
+    block: int = 128
+    draws: Literal["", "elements", "scales"] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         wanted = "it must be a Format. Take a constant of narrowgauge.formats, or look a name up with formats.get."
@@ -264,9 +278,15 @@ class Cast:
         _require(
             self,
             "rounding",
-            self.rounding in ("nearest", "stochastic"),
-            "choose 'nearest' or 'stochastic'.",
+            self.rounding in ("nearest", "stochastic", "eden"),
+            "choose 'nearest', 'stochastic' or 'eden'.",
         )
+        self._check_block()
+        # An attribute and no property: every cast of every step reads it. Float32 scales take a
+        # correction without another rounding.
+        rounds_scales = self.rounding == "eden" and self.scale.two_level
+        drawn_for = {"stochastic": "elements", "eden": "scales" if rounds_scales else ""}
+        object.__setattr__(self, "draws", drawn_for.get(self.rounding, ""))
         if self.scale.reads_elements and (WHOLE in self.tile or self.headroom != 1):
             raise ConfigError(
                 f"Cast: {self.scale} compares the errors of scales tile by tile, but the tile is {self.tile} with a headroom of "
@@ -276,6 +296,25 @@ class Cast:
         headroom = is_positive(self.headroom) and 1 <= self.headroom <= LARGEST_HEADROOM
         wanted = f"it must be a number from 1 (none) to {LARGEST_HEADROOM}: more than the rules can saturate by would only"
         _require(self, "headroom", headroom, f"{wanted} waste resolution.")
+
+    def _check_block(self) -> None:
+        wanted = f"it must be a power of two from 2 to {LARGEST_BLOCK}, such as 128."
+        _require(self, "block", _is_block(self.block), wanted)
+        outer, inner = self.tile
+        divides = outer == 1 and inner != WHOLE and self.block % inner == 0
+        is_corrected = divides and self.headroom == 1 and not self.scale.power_of_two
+        if self.rounding == "eden" and not is_corrected:
+            raise ConfigError(
+                f"Cast: rounding='eden' multiplies the scales within {self.block} elements of a row by one correction, but the "
+                f"tile is {self.tile}, the scale {self.scale} and the headroom {self.headroom:g}. Use a tile (1, n) where n "
+                "divides the block, a scale of float32 or E4M3, and no headroom.",
+                code="cast.corrected-scales",
+            )
+
+    def noise_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the random numbers that a cast of a matrix [outer, inner] takes."""
+        is_for_scales = self.draws == "scales"
+        return scale_shape((shape[0], shape[1]), self.tile) if is_for_scales else shape
 
     @property
     def is_per_tensor(self) -> bool:
@@ -307,7 +346,7 @@ class Cast:
         if self.calibrate != CURRENT:
             words.append(str(self.calibrate))
         if self.rounding != "nearest":
-            words.append(self.rounding)
+            words.append("eden " + str(self.block) if self.rounding == "eden" else self.rounding)
         if self.headroom != 1:
             words.append(f"headroom {Fraction(self.headroom).limit_denominator(64)}")
         return " ".join(words)
@@ -324,20 +363,20 @@ class Hadamard:
     H_block is the orthonormal Sylvester matrix, so H is symmetric and its own inverse. An axis that
     the block does not divide is padded with zeros.
 
-    block  size of a block of contiguous elements: a power of two
-    signs  s: "none" (all +1), "fixed" (the same at every call), or "random" (drawn at every call,
-           the same for both operands)
+    block   size of a block of contiguous elements: a power of two
+    signs   s: "none" (all +1), "fixed" (the same at every call), or "random" (drawn at every call,
+            the same for both operands)
+    rounds  rotations in a row, each with random signs of its own. One round spreads a block that
+            one element dominates to numbers of one magnitude; the second makes these nearly normal,
+            which casts by rounding="eden" need to be unbiased (docs/four-bit.md)
     """
 
     block: int = 32
     signs: Literal["none", "fixed", "random"] = "none"
+    rounds: int = 1
 
     def __post_init__(self) -> None:
-        power = (
-            is_whole(self.block, 2)
-            and self.block <= LARGEST_BLOCK
-            and not self.block & (self.block - 1)
-        )
+        power = _is_block(self.block)
         wanted = f"it must be a power of two from 2 to {LARGEST_BLOCK}. Gemm(rotate=None) does not rotate."
         _require(self, "block", power, wanted)
         _require(
@@ -346,9 +385,14 @@ class Hadamard:
             self.signs in ("none", "fixed", "random"),
             "choose 'none', 'fixed' or 'random'.",
         )
+        # Without new signs H H is the identity.
+        most = 2 if self.signs == "random" else 1
+        rounds = is_whole(self.rounds) and self.rounds <= most
+        _require(self, "rounds", rounds, "it must be 1, or 2 with signs='random'.")
 
     def __str__(self) -> str:
-        return f"Hadamard {self.block}" + (f", {self.signs} signs" if self.signs != "none" else "")
+        signs = f", {self.signs} signs" if self.signs != "none" else ""
+        return f"Hadamard {self.block}{signs}" + (" twice" if self.rounds == 2 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,12 +526,14 @@ class Recipe:
 
     name         name that users pass
     summary      one line for lists of recipes. Two recipes that differ in it alone are equal
-    save         form in which x is saved for `grad_weight`. The gradients are bit-identical.
+    save         form in which x is saved for `grad_weight`, unless backward="recast-codes". The
+                 gradients are bit-identical.
                  "original": the tensor itself, which its producer often saves anyway; cast again in
                  backward. "quantized": its 8-bit codes, a quarter to half of the bytes, without a
                  second cast
     backward     "recast": the backward GEMMs cast x and w again, from the originals and along their
-                 own contracted axis. "straight-through": they use the codes of `output` in its
+                 own contracted axis. "recast-codes": they cast the decoded x and w of `output` again,
+                 so x is saved as its codes (nn/recast_codes.py). "straight-through": they use the codes of `output` in its
                  rotated basis; clipped elements get no gradient, and results are rotated back. A
                  LearnedStep has a gradient only then
     wide_blocks  Transformer blocks that `convert` leaves in bf16, found by the model's structure;
@@ -506,7 +552,7 @@ class Recipe:
     grad_input: Gemm = Gemm()
     grad_weight: Gemm = Gemm()
     save: Literal["original", "quantized"] = "original"
-    backward: Literal["recast", "straight-through"] = "recast"
+    backward: Literal["recast", "recast-codes", "straight-through"] = "recast"
     wide_blocks: HighPrecisionBlocks | None = None
 
     def __post_init__(self) -> None:
@@ -529,10 +575,9 @@ class Recipe:
             self.save in ("original", "quantized"),
             "choose 'original' or 'quantized'.",
         )
-        choices = ("recast", "straight-through")
-        _require(
-            self, "backward", self.backward in choices, "choose 'recast' or 'straight-through'."
-        )
+        choices = ("recast", "recast-codes", "straight-through")
+        wanted = "choose 'recast', 'recast-codes' or 'straight-through'."
+        _require(self, "backward", self.backward in choices, wanted)
         self._check_operands()
         if self.backward == "straight-through":
             self._check_straight_through()
@@ -546,6 +591,8 @@ class Recipe:
                 "recipe.learned-step-recast",
                 "a LearnedStep has a gradient with backward='straight-through' only. Choose that, or ClippedRms.",
             )
+        if self.backward == "recast-codes":
+            self._check_recast_codes()
 
     def _refuse(self, code: str, why: str) -> NoReturn:
         raise ConfigError(f"Recipe {self.name!r}: {why}", code=code)
@@ -557,6 +604,18 @@ class Recipe:
                     "recipe.unsigned-format",
                     f"{role} is cast to {cast.format}, which has no negative numbers. Choose a signed format.",
                 )
+        for product, gemm in self.gemms().items():
+            rotate = gemm.rotate
+            for operand in (gemm.lhs, gemm.rhs):
+                if operand is None or operand.rounding != "eden":
+                    continue
+                # Rounded to nearest as they stand, operands are biased: the expectation is over signs.
+                if rotate is None or rotate.signs != "random" or rotate.block != operand.block:
+                    self._refuse(
+                        "recipe.unrotated-correction",
+                        f"{product} casts with rounding='eden', which is unbiased over random signs of a rotation of "
+                        f"{operand.block}, but rotates by {rotate}. Use rotate=Hadamard(block={operand.block}, signs='random').",
+                    )
         if self.save == "quantized" and self.grad_weight.rhs is None:
             self._refuse(
                 "recipe.quantized-uncast",
@@ -587,6 +646,11 @@ class Recipe:
             self._refuse(
                 "recipe.sampled-output",
                 "output samples rows. Only the products of the gradient can; use sample=None.",
+            )
+        if self.output.rotate is not None and self.output.rotate.rounds > 1:
+            self._refuse(
+                "recipe.rotated-twice",
+                f"output rotates by {self.output.rotate}. Results are rotated back by one round; use rounds=1 there.",
             )
 
     def _check_straight_through(self) -> None:
@@ -629,6 +693,38 @@ class Recipe:
                     f"{role} is calibrated by '{cast.calibrate}', for which backward='straight-through' has no place. "
                     "Use CURRENT or ClippedRms.",
                 )
+
+    def _check_recast_codes(self) -> None:
+        """Check that `output` has the same codes in a repeated pass, and that backward casts anew."""
+        output, casts = self.output, (self.output.lhs, self.output.rhs)
+        is_repeatable = all(
+            cast is not None
+            and cast.rounding == "nearest"
+            and not isinstance(cast.calibrate, DelayedScaling)
+            for cast in casts
+        )
+        if not is_repeatable or (output.rotate is not None and output.rotate.signs == "random"):
+            self._refuse(
+                "recipe.recast-codes-output",
+                f"backward='recast-codes' decodes x and w of output, which is {output}. Cast both to nearest by their own "
+                "magnitudes, without random signs, or choose backward='recast'.",
+            )
+        if self.grad_input.rotate is None or self.grad_weight.rotate is None:
+            self._refuse(
+                "recipe.recast-codes-rotation",
+                "backward='recast-codes' casts decoded operands again for products that rotate them. Rotate grad_input and "
+                "grad_weight, or choose backward='recast'.",
+            )
+        if self.save == "quantized":
+            self._refuse(
+                "recipe.recast-codes-save",
+                "save='quantized' keeps codes of x.T, and backward='recast-codes' those of output. Leave save at 'original'.",
+            )
+
+    @property
+    def saves_codes(self) -> bool:
+        """True if backward has codes of x, and not x."""
+        return self.save == "quantized" or self.backward == "recast-codes"
 
     def _casts(self) -> list[tuple[str, Cast]]:
         """(role, cast) of all operands that are cast."""
@@ -718,9 +814,9 @@ class Recipe:
     def with_gemm(self, **changes: Gemm) -> Recipe:
         """Copy of this recipe with some GEMMs replaced: `recipe.with_gemm(grad_weight=Gemm())`.
 
-        Replacing `output` of a straight-through recipe makes it a "recast" recipe, because the
-        codes for backward are gone: rotation and sampling are dropped, and a LearnedStep becomes
-        ClippedRms.
+        Replacing any of a "recast-codes" recipe makes it a "recast" recipe. Replacing `output` of a
+        straight-through recipe makes it one too, because the codes for backward are gone: rotation
+        and sampling are dropped, and a LearnedStep becomes ClippedRms.
         """
         unknown = set(changes) - set(GEMMS)
         if unknown:
@@ -734,7 +830,8 @@ class Recipe:
             f"+{name}:{'16-bit' if gemm == Gemm() else 'custom'}" for name, gemm in changes.items()
         )
         gemms: dict[str, Any] = self.gemms() | changes
-        backward = self.backward
+        # The decoded operands of forward serve two products with rotations, and no other one.
+        backward = "recast" if self.backward == "recast-codes" and changes else self.backward
         if backward == "straight-through" and gemms["output"] != self.output:
             backward = "recast"
             gemms |= {

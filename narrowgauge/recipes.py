@@ -27,6 +27,8 @@ from narrowgauge.recipe import (
     Recipe,
 )
 from narrowgauge.scaling import (
+    E4M3_EDEN,
+    E4M3_EDEN_FOUR_OVER_SIX,
     E4M3_FOUR_OVER_SIX,
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
@@ -278,6 +280,53 @@ NVFP4_46 = replace(
     output=Gemm(lhs=_NV46_VECTOR, rhs=_NV46_SQUARE),
     grad_input=replace(NVFP4.grad_input, rhs=_NV46_SQUARE),
     grad_weight=replace(NVFP4.grad_weight, rhs=_NV46_VECTOR),
+)
+
+# "Quartet II" (arXiv 2601.22813). Forward: x and w in 1x16, the
+# better of two scales, not rotated. Backward: both operands of each product are rotated in blocks of
+# 128 with new signs, and cast by EDEN (ops/quantize/eden.py), so that nothing of their rounding is
+# left on average. No block stays in bf16, as published.
+#
+# "quartet2" is the paper's. "quartet2-46" tries two scales inside EDEN too, which is not published: of
+# a normal operand the squared error of its backward cast is 0.0082 of the operand's square, 0.0098
+# under quartet2 and 0.0222 under nvfp4 (benchmarks/frontier.py). Heavy tails and zeros leave a bias,
+# which Hadamard(rounds=2) removes; the gradient of a small Llama gained nothing by it, so one round.
+# Both cast the decoded x and w of the forward pass again, so backward keeps 4.5 bits of x. From the
+# 16-bit originals the gradient is more accurate: `replace(QUARTET2_46, backward="recast")`.
+_EDEN_ROTATION = Hadamard(block=128, signs="random")
+_FP4_EDEN = Cast(format=E2M1, tile=(1, 16), scale=E4M3_EDEN, rounding="eden")
+_FP4_EDEN_46 = replace(_FP4_EDEN, scale=E4M3_EDEN_FOUR_OVER_SIX)
+_FP4_GRADIENT = Gemm(lhs=_FP4_EDEN, rhs=_FP4_EDEN, rotate=_EDEN_ROTATION)
+_FP4_GRADIENT_46 = Gemm(lhs=_FP4_EDEN_46, rhs=_FP4_EDEN_46, rotate=_EDEN_ROTATION)
+QUARTET2 = Recipe(
+    name="quartet2",
+    summary="4-bit floats in 1x16 tiles, x kept in 4 bits; backward rotated at random and corrected (MS-EDEN)",
+    output=Gemm(lhs=_NV46_VECTOR, rhs=_NV46_VECTOR),
+    grad_input=_FP4_GRADIENT,
+    grad_weight=_FP4_GRADIENT,
+    backward="recast-codes",
+)
+QUARTET2_46 = replace(
+    QUARTET2,
+    name="quartet2-46",
+    summary="as quartet2, backward in the better of two scales a tile as well",
+    grad_input=_FP4_GRADIENT_46,
+    grad_weight=_FP4_GRADIENT_46,
+)
+
+# The forward pass of int4-hq-bs with the same backward pass in integers: one 4-bit digit for each
+# operand, a float32 scale for each rotated block. A scale per row would be biased where blocks differ
+# in size, and has 1.5 times the error. It gains speed where INT4 units exist (compute capability 8.0
+# to 8.9); elsewhere the two digits of int4-hq-bs are one INT8 product as well.
+_INT4_EDEN = Cast(format=INT4, tile=(1, 128), rounding="eden")
+_INT4_EDEN_GRADIENT = Gemm(lhs=_INT4_EDEN, rhs=_INT4_EDEN, rotate=_EDEN_ROTATION)
+INT4_EDEN = Recipe(
+    name="int4-eden",
+    summary="forward as int4-hq-bs; backward in one 4-bit digit, rotated at random and corrected (EDEN)",
+    output=INT4_HQ_BS.output,
+    grad_input=_INT4_EDEN_GRADIENT,
+    grad_weight=_INT4_EDEN_GRADIENT,
+    backward="recast-codes",
 )
 
 # OCP MXFP4: E2M1 in 1x32 tiles with power-of-two scales, all six operands, after Hadamard

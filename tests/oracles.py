@@ -236,14 +236,19 @@ def exact_two_level(
     if not math.isfinite(largest):
         return np.full_like(amax, NAN), NAN
     smallest = Fraction(smallest_scale(format)) * 2**9
+    # Corrected scales leave room to grow, and the top of a tile at 0.988 of the largest number.
+    top, factor = (256, to_float32(Fraction(1 / 0.988))) if rule == "e4m3-eden" else (448, 1.0)
     whole = 1.0
     if largest >= 2.0**-126:
-        whole = to_float32(max(Fraction(largest) / Fraction(448 * format.max), smallest))
+        whole = to_float32(max(Fraction(largest) / Fraction(top * format.max), smallest))
         if rule == "e4m3-two-level-pow2":
             whole = 2.0 ** math.ceil(math.log2(whole))
     wanted = [to_float32(Fraction(float(a)) / Fraction(format.max)) for a in amax.ravel()]
     relative = [
-        to_float32(Fraction(r) / Fraction(whole)) if r >= 2.0**-126 else 0.0 for r in wanted
+        to_float32(Fraction(to_float32(Fraction(r) * Fraction(factor))) / Fraction(whole))
+        if r >= 2.0**-126
+        else 0.0
+        for r in wanted
     ]
     relative = np.array([r if r >= 2.0**-126 else 0.0 for r in relative], dtype=np.float32)
     if rule == "e4m3-two-level-ceil":

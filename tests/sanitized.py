@@ -101,10 +101,10 @@ def casts(device: torch.device) -> None:
 
 def _cast(x: Tensor, cast: Cast) -> None:
     packs = cast.format.codes_per_byte > 1
-    stochastic = cast.rounding == "stochastic"
 
     def noise(like: Tensor) -> object:
-        return draw(tuple(like.shape), like.device) if stochastic else None
+        shape = cast.noise_shape(tuple(like.shape))
+        return draw(shape, like.device) if cast.draws else None
 
     if isinstance(cast.calibrate, DelayedScaling):
         live = AmaxHistory(cast.calibrate, x.device).live

@@ -21,7 +21,7 @@ def recipes(name: str = "", /) -> int:
                 f"    {product:<12} {gemm}"
                 + (", fast accumulation" if gemm.fast_accumulate else "")
             )
-        if recipe.save == "quantized":
+        if recipe.saves_codes:
             print(f"    {'kept':<12} x as codes")
         print()
     for shorthand, (recipe_name, why) in registry.SHORTHANDS.items():

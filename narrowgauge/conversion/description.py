@@ -257,7 +257,7 @@ def _embedding_row(model: nn.Module, name: str, layer: QEmbedding) -> Row:
 
 
 def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
-    kept = ", x kept as codes" if recipe.save == "quantized" else ""
+    kept = ", x kept as codes" if recipe.saves_codes else ""
     if kept and recipe.backward == "straight-through":
         kept += " and what was clipped"
     backends = {product: _backend(gemm, layer) for product, gemm in recipe.gemms().items()}

@@ -76,11 +76,12 @@ def row_spread(gy: Tensor) -> RowStatistics:
 def channel_spread(x: Tensor, rotation: Hadamard | None = None) -> Channels:
     """Channel statistics of x [T, K], any float dtype.
 
-    rotation  the recipe's rotation; None: blocks of 32. Random signs are replaced by the fixed ones
+    rotation  the recipe's rotation; None: blocks of 32. Random signs are replaced by the fixed ones,
+              in one round
     """
     wide, rotation = _finite(x), rotation or Hadamard(block=BLOCK)
     known = (
-        replace(rotation, signs="fixed") if rotation.signs == "random" else rotation
+        replace(rotation, signs="fixed", rounds=1) if rotation.signs == "random" else rotation
     )  # leaves the run's generator untouched
     before = _over_median(wide.abs().amax(0).cpu())
     # A rotation can enlarge the ratio: down_proj's input has a mean, which the first Hadamard

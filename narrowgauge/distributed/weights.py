@@ -307,7 +307,8 @@ class GatheredWeight:
             return None
         casts = Casts(amax=operand.casts.amax)
         operand.is_carrier = True
-        if operand.is_restored and not operand.needs[0] and self.recipe.backward == "recast":
+        recasts = self.recipe.backward != "straight-through"
+        if operand.is_restored and not operand.needs[0] and recasts:
             return casts
         orientation = "cols" if operand.is_restored and self.coder.has_two_sets else "rows"
         use_history = operand.context.records
@@ -577,6 +578,8 @@ def _reason_against_codes(layer: QLinear) -> str:
         return f"{product} takes it in 16 bits"
     casts = {"output": rows, "grad_input": cols}
     for product, cast in casts.items():
+        if cast.rounding == "eden":
+            return f"{product} corrects the scales of rotated blocks of the original"
         if cast.rounding != "nearest":
             return f"{product} rounds the original stochastically"
         if cast.scale.reads_elements:

@@ -7,6 +7,7 @@ One forward and backward pass
     kernels of a recipe on a device; emulation                    plan; NEEDS in ops.mm.spec
     layout of an operand and its two casts                        operands
     backward reads the codes of forward (INT4)                    straight_through
+    backward casts decoded codes of forward (quartet2)            recast_codes
     what backward saves of x, w and gy, by recipe and device      keep_policy
     random numbers and their repetition, checkpointing            noise; ops.random
     rotation of a GEMM's operands                                 rotation; on a GPU rotated_pieces

@@ -92,8 +92,10 @@ class FrozenWeight(LayerState):
     @property
     def quantized(self) -> QTensor:
         scale = from_exponents(self.scale) if self.cast.scale.power_of_two else self.scale
+        # Two codes to a byte are uint8, whatever holds one code.
+        is_packed = self.codes.shape[1] < self.inner
         return QTensor(
-            data=self.codes.view(self.cast.format.storage),
+            data=self.codes if is_packed else self.codes.view(self.cast.format.storage),
             scale=scale,
             cast=self.cast,
             inner=self.inner,
@@ -240,7 +242,7 @@ class FrozenWeight(LayerState):
             operand.is_carrier = True
             return Casts(cols=_expanded(_turned(self.quantized), plan.cols_expand))
         # The operand casts this copy along the other axis and frees it after the GEMM.
-        operand.tensor = self.decoded(operand.tensor.dtype)
+        operand.tensor, operand.is_decoded = self.decoded(operand.tensor.dtype), True
         return Casts()
 
     def _turns(self, plan: OperandPlan) -> bool:

@@ -3,6 +3,7 @@
 Of x, if the gradient of w is needed. The first line that applies:
 
     1  backward="straight-through"        packed codes of the forward GEMM and mask bits
+       backward="recast-codes"            packed codes of the forward GEMM and their scales
     2  the producer of x saves its inputs PRODUCER_INPUTS, from which backward recomputes the cast
     3  save="original"                    INPUT: x itself
     4  an observer needs x in backward    INPUT
@@ -20,14 +21,15 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
     fp8-current, fp8-delayed, fp8-current-fast            values   codes
     fp8-row, fp8-block, mxfp8, int8                       x        codes
     bf16, nvfp4, nvfp4-46, mxfp4                          x        x
-    int4-*                                                packed   packed
+    int4-*, quartet2, quartet2-46                         packed   packed
 
     values  the elements that `output` read, before scales, and the scale: a transposed view, in
             bfloat16. In float32 if the CPU has no bfloat16 instructions. In float32 too if x, the
             weight and the output of a QLinear are float32 (eager mode, no autocast)
     codes   one byte per element, [K, T], and the scales. x in their place if its producer saves it
             (line 5), from the first `advance` on
-    packed  half a byte per element, and one bit per element that says whether it was in range
+    packed  half a byte per element, and in straight-through recipes one bit per element that says
+            whether it was in range; else the scales of `output`
 
 Of w, by `weight_codes`. Autograd always saves w itself. Results are bit-identical:
 

@@ -769,9 +769,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> No
 
 
 def _draws_weight(recipe: Recipe) -> bool:
-    """True if the forward cast of the weight is rounded stochastically."""
+    """True if the forward cast of the weight needs random numbers."""
     cast = recipe.output.rhs
-    return cast is not None and cast.rounding == "stochastic"
+    return cast is not None and cast.draws != ""
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -183,4 +183,6 @@ def plan_of(
     kinds = KINDS
     if recipe.backward == "straight-through":
         from narrowgauge.nn.straight_through import KINDS as kinds
+    elif recipe.backward == "recast-codes":
+        from narrowgauge.nn.recast_codes import KINDS as kinds
     return LinearPlan.of(recipe, device, kinds, hidden_by, wide)

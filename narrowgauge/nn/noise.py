@@ -52,19 +52,24 @@ def _noise_of(operand: Any, x: Tensor, which: str) -> Tensor | Key:
         return waited
     plan, context = operand.plan, operand.context
     keys: dict[str, Key] = operand.casts.noise_keys
-    rotate = plan.rows_rotate if which == "rows" else plan.cols_rotate
+    cast, rotate = (
+        (plan.rows, plan.rows_rotate) if which == "rows" else (plan.cols, plan.cols_rotate)
+    )
+    shape = tuple(x.shape)
+    if cast.draws == "scales":
+        shape = cast.noise_shape(shape)
     # Only the noise of a cached weight is needed again. Random signs change its cast at every call.
     if (
         plan.role != "w"
         or context.sources.weight_cache is None
         or (rotate is not None and rotate.signs == "random")
     ):
-        return draw(tuple(x.shape), x.device, context.ranks.stream, plan.role, which)
+        return draw(shape, x.device, context.ranks.stream, plan.role, which)
     # One cast of w serves an optimizer step, so a recast in a later pass must repeat its noise:
     # of cols the key is read, of rows `setdefault` returns the first key.
     if which == "cols" and which in keys:
         return keys[which]
-    noise = draw(tuple(x.shape), x.device, context.ranks.stream, plan.role, which)
+    noise = draw(shape, x.device, context.ranks.stream, plan.role, which)
     return noise if isinstance(noise, Tensor) else keys.setdefault(which, noise)
 
 
@@ -85,7 +90,8 @@ def show(operand: Any, made: QTensor, product: str, which: str) -> None:
         return
     if not isinstance(noise, Tensor):
         outer, inner = made.shape
-        noise = noise.uniform((inner, outer) if is_turned else (outer, inner))
+        shape = (inner, outer) if is_turned else (outer, inner)
+        noise = noise.uniform(made.cast.noise_shape(shape))
     observation.noise(product, operand.plan.role, noise.T if is_turned else noise)
 
 
@@ -99,9 +105,9 @@ def drawn_ahead(gy: Any, w: Any) -> bool:
     if gy.context.plan.recipe.backward == "straight-through" or not draws_keys(gy.tensor.device):
         return False
     rows, cols, serves = gy.plan.rows, w.plan.cols, w.plan.transposes and w.casts.rows is not None
-    if gy.casts.rows is None and rows is not None and rows.rounding == "stochastic":
+    if gy.casts.rows is None and rows is not None and rows.draws:
         gy.waiting["rows"] = noise_of(gy, gy.tensor, "rows")
-    if w.casts.cols is None and not serves and cols is not None and cols.rounding == "stochastic":
+    if w.casts.cols is None and not serves and cols is not None and cols.draws:
         w.waiting["cols"] = noise_of(w, w.tensor.t(), "cols")
     return True
 

@@ -90,6 +90,7 @@ class Operand:
     sampled      [n] int64, the rows of t that the sampler selected; None: all rows
     is_restored  True in backward for an operand that `restore` rebuilt
     is_carrier   True if the tensor has no data: its codes were gathered or frozen
+    is_decoded   (w) True in backward if the tensor holds decoded codes of a frozen weight
     after        (backward) the incoming gradient, which orders work of gathered codes after it
     pending_recompute  (backward) (Recompute, saved tensors) that recompute cols on first use
     waiting      noise of rows or cols that was drawn earlier than used (noise.py)
@@ -99,6 +100,7 @@ class Operand:
     sampled: Tensor | None = None
     is_restored = False
     is_carrier = False
+    is_decoded = False
     after: Tensor | None = None
     pending_recompute: tuple[Recompute, Saved] | None = None
     drawn: dict[str, Any] | None = None
@@ -157,7 +159,7 @@ class Operand:
                 run = plan.one_read(x, delayed, both, self.context.records)
             if run is not None:
                 noise: tuple[Any, Any] = (None, None)
-                if cast.rounding == "stochastic":
+                if cast.draws:
                     noise = self._noise(x, "rows"), self._noise(x.T, "cols") if both else None
                 casts.rows, casts.cols, casts.amax = run(x, state, noise)
                 casts.amax_state = state
@@ -193,7 +195,7 @@ class Operand:
     def _casts_both(self, cast: Cast) -> bool:
         """True if cols made now will still exist when a GEMM reads them."""
         is_recomputed, cache = self.casts.source is not None, self.context.sources.weight_cache
-        is_stochastic = cast.rounding == "stochastic"
+        is_stochastic = cast.draws != ""
         if not self.context.keep.casts_both(
             self.plan.role, self.needs, is_stochastic, is_recomputed
         ):
@@ -218,7 +220,7 @@ class Operand:
     def _show(self, which: str, original: Tensor, made: QTensor | Tensor) -> None:
         role = self.plan.role
         product = PRODUCTS[role][which == "cols"]
-        if isinstance(made, QTensor) and made.cast.rounding == "stochastic":
+        if isinstance(made, QTensor) and made.cast.draws:
             from narrowgauge.nn.noise import show
 
             show(self, made, product, which)
@@ -247,7 +249,7 @@ class Operand:
             if not rotation.is_random:
                 casts.rows = made
             return made
-        if plan.role == "w" and plan.rows is not None and plan.rows.rounding == "stochastic":
+        if plan.role == "w" and plan.rows is not None and plan.rows.draws:
             # Advance the generator as the cast did: activation checkpointing repeats a forward pass
             # that cast w, and finds the cast here.
             self._noise(rotation(self.tensor), "rows")
@@ -296,7 +298,7 @@ class Operand:
             from narrowgauge.nn.rotated_pieces import cast_in_pieces, casts_apart
 
             if casts_apart(cast, x):
-                noise = self._noise(x, which) if cast.rounding == "stochastic" else None
+                noise = self._noise(x, which) if cast.draws else None
                 return cast_in_pieces(x, cast, rotation, noise, self.plan, expand)
         return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 
@@ -309,7 +311,7 @@ class Operand:
         """
         if cast is None:
             return high_precision(x, self.context.out_dtype)
-        noise = self._noise(x, which) if cast.rounding == "stochastic" else None
+        noise = self._noise(x, which) if cast.draws else None
         # Under current scaling an amax is known if an earlier read returned
         # it, which saves one read here.
         amax = (

@@ -25,7 +25,7 @@ def casts_apart(cast: Cast, x: Tensor) -> bool:
     """True if `cast_in_pieces` gives the same codes for x [outer, inner] as a cast of the whole."""
     if len(row_chunks(x)) == 1:
         return False
-    if cast.rounding == "stochastic":
+    if cast.draws:
         from narrowgauge.ops.random import draws_keys
 
         if not draws_keys(x.device):

@@ -21,12 +21,14 @@ class Rotation:
     signs      [padded inner] of +1 and -1, or None
     is_random  the signs are drawn at every GEMM, so casts under them cannot be reused
     kernel     kernel that rotates (`ops.hadamard.plan`); None: chosen at each call
+    second     signs of a second round, after the first; None: one round
     """
 
     hadamard: Hadamard | None = None
     signs: Tensor | None = None
     is_random: bool = False
     kernel: Functions | None = None
+    second: Tensor | None = None
 
     @classmethod
     def draw(
@@ -50,23 +52,32 @@ class Rotation:
         from narrowgauge.ops.hadamard import draw_signs
 
         is_random = hadamard.signs == "random"
-        signs = draw_signs(hadamard, operand.shape[1], operand.device, stream, product)
+        of = operand.shape[1], operand.device, stream
+        signs, second = draw_signs(hadamard, *of, product), None
         if is_random and signs is not None:
             from narrowgauge.nn.noise import tied
 
             # Under torch.compile an untied draw gave the two operands of
             # grad_weight different signs.
             signs = tied(signs, operand)
-        return cls(hadamard, signs, is_random, kernel)
+            if hadamard.rounds == 2:
+                again = draw_signs(hadamard, *of, f"{product}, second round")
+                assert again is not None
+                second = tied(again, operand)
+        return cls(hadamard, signs, is_random, kernel, second)
 
     def __call__(self, operand: Tensor) -> Tensor:
         if self.hadamard is None:
             return operand
-        if self.kernel is not None:
-            return self.kernel.rotate(operand, self.hadamard.block, self.signs)
-        from narrowgauge.ops.hadamard import rotate
+        # A loop and no method: each call of a layer counts its Python calls.
+        for signs in (self.signs,) if self.second is None else (self.signs, self.second):
+            if self.kernel is not None:
+                operand = self.kernel.rotate(operand, self.hadamard.block, signs)
+                continue
+            from narrowgauge.ops.hadamard import rotate
 
-        return rotate(operand, self.hadamard, self.signs)
+            operand = rotate(operand, self.hadamard, signs)
+        return operand
 
 
 NONE = Rotation()

@@ -87,9 +87,7 @@ def _changes(recipe: Recipe) -> bool:
     """True if two calls with equal tensors may differ: the recipe draws noise or has state."""
     gemms = recipe.gemms().values()
     casts = [cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None]
-    draws = any(cast.rounding == "stochastic" for cast in casts) or any(
-        gemm.rotate is not None for gemm in gemms
-    )
+    draws = any(cast.draws for cast in casts) or any(gemm.rotate is not None for gemm in gemms)
     return draws or recipe.has_state
 
 

@@ -180,7 +180,7 @@ def test_the_docstring_names_the_saved_form_of_each_recipe(name, device_is):
         device_is(device, of="cpu")
         ng.advance(layer)
         context = layer.context(x * 1, layer.state.cache)
-        if layer.recipe.backward == "straight-through":
+        if layer.recipe.backward != "recast":
             forms.append("packed")
         elif context.keep.of_input(True, False) is SavedInput.INPUT:
             forms.append("x")

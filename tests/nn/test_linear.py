@@ -24,14 +24,20 @@ from tests.compare import assert_same, sqnr_db
 from tests.oracles import gaussian_sqnr_db
 from tests.raising import raises
 
+
+def has_random_signs(recipe: Recipe) -> bool:
+    """Codes of x.T could not be used again."""
+    rotate = recipe.grad_weight.rotate
+    return rotate is not None and rotate.signs == "random"
+
+
 SHAPES = [(48, 64, 32), (33, 130, 70), (1, 16, 16), (7, 5, 3)]  # tokens, in_features, out_features
 STATELESS = [recipe for recipe in recipes.ALL if not recipe.has_state]
 NARROW = [recipe for recipe in recipes.ALL if recipe.name != "bf16"]
 # 4-bit integers: tests/nn/test_straight_through.py.
 RECAST = [recipe for recipe in recipes.ALL if recipe.backward == "recast"]
 FOUR_BITS = [recipe for recipe in NARROW if recipe.output.lhs.format.bits == 4]
-# Random signs: codes of x could not be used again.
-KEEPS_CODES = [recipe for recipe in NARROW if recipe.name != "mxfp4"]
+KEEPS_CODES = [recipe for recipe in NARROW if not has_random_signs(recipe)]
 
 
 def layer_of(recipe: Recipe | None, k: int = 64, n: int = 32, **options: object) -> QLinear:

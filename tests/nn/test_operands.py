@@ -23,8 +23,8 @@ from tests.compare import assert_same
 
 
 def test_the_three_products_stand_on_one_page():
-    """83 statements, the guard of imports for annotations included; docstrings may grow."""
-    assert statements(Path(linear_function.__file__).read_text(encoding="utf-8")) <= 83
+    """85 statements, the guard of imports for annotations included; docstrings may grow."""
+    assert statements(Path(linear_function.__file__).read_text(encoding="utf-8")) <= 85
 
 
 # Recipe -> the most calls, and moves between files, of one forward and backward pass.
@@ -44,6 +44,9 @@ CALLS = {
     "int4-row-sr": (246, 140),
     "nvfp4": (243, 103),
     "nvfp4-46": (243, 103),
+    "quartet2": (605, 293),
+    "quartet2-46": (733, 357),
+    "int4-eden": (492, 264),
     "mxfp4": (268, 138),
 }
 
@@ -81,9 +84,9 @@ def test_importing_the_linear_brings_few_statements():
         [sys.executable, "-c", IMPORTED], capture_output=True, encoding="utf-8", check=True
     )
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
-    # 2,950 before the plan chose the kernels of rotations and of the amax. Docstrings and comments may
-    # grow.
-    assert int(done.stdout) <= 3120
+    # 2,950 before the plan chose the kernels of rotations and of the amax. 3,120 before a cast could
+    # correct its scales, and a recipe cast decoded operands. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3195
 
 
 class Gathered:

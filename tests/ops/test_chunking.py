@@ -55,7 +55,7 @@ CASTS = {
 @pytest.mark.parametrize("expand", [None, torch.bfloat16])
 def test_a_cast_in_pieces_has_the_same_codes_and_scales(small_pieces, name, turned, expand):
     cast, x = CASTS[name], X.T if turned else X
-    noise = Key((2**32 - 5, 17)) if cast.rounding == "stochastic" else None
+    noise = Key((2**32 - 5, 17)) if cast.draws else None
     cut = both(small_pieces, lambda: definition.quantize(x, cast, None, noise, expand))
     assert len(chunking.row_chunks(x, max(cast.tile[0], 1))) > 1
     whole, piecewise = cut
@@ -102,7 +102,7 @@ def test_norms_of_rows_in_pieces(small_pieces):
 )
 def test_rotated_rows_are_cast_in_pieces_to_the_same_codes(small_pieces, cast):
     rotation = Rotation(Hadamard(block=32), None)
-    key = Key((9, 1)) if cast.rounding == "stochastic" else None
+    key = Key((9, 1)) if cast.draws else None
     small_pieces(False)
     whole = definition.quantize(rotation(X), cast, None, key, None)
     small_pieces(True)

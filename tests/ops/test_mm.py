@@ -82,9 +82,10 @@ def matrix(rows, columns, seed=0):
 
 def quantized(x, cast, expand=None):
     """With the same noise for every x of a shape, where the cast rounds stochastically."""
-    if cast.rounding == "nearest":
+    if not cast.draws:
         return quantize(x, cast, expand=expand)
-    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(7))
+    shape = cast.noise_shape(tuple(x.shape))
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(7))
     return quantize(x, cast, noise=noise.to(x.device), expand=expand)
 
 

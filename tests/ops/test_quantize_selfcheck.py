@@ -37,7 +37,7 @@ CASTS = (
 
 
 def spec(cast: Cast, **changes) -> Spec:
-    noise = "key" if cast.rounding == "stochastic" else None
+    noise = "key" if cast.draws else None
     return replace(Spec(HERE, torch.bfloat16, (64, 64), cast, noise), **changes)
 
 

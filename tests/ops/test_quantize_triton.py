@@ -59,7 +59,7 @@ def forgotten():
 
 
 def spec(cast: Cast, device: Device = HOPPER, shape: tuple[int, int] = (64, 64), **changes) -> Spec:
-    changes.setdefault("noise", "key" if cast.rounding == "stochastic" else None)
+    changes.setdefault("noise", "key" if cast.draws else None)
     return Spec(
         device=device, dtype=changes.pop("dtype", torch.bfloat16), shape=shape, cast=cast, **changes
     )
@@ -197,7 +197,7 @@ def wide(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.
 
 def check(x: torch.Tensor, cast: Cast, expand: torch.dtype | None = None) -> None:
     """x on the GPU, by the kernel and by the reference on the CPU; both orientations where there are codes."""
-    random = cast.rounding == "stochastic"
+    random = cast.draws
     key, other = (Key((11, 13)), Key((17, 19))) if random else (None, None)
     expected = quantize(x.cpu(), cast, noise=key, expand=expand, backend="reference")
     pairs = [(quantize(x, cast, noise=key, expand=expand, backend="triton"), expected)]

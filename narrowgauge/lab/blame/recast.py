@@ -16,7 +16,8 @@ If the random numbers of stochastic rounding are unknown, r is the expected valu
 then has a standard deviation of sqrt(sum x^2 (high - x) (x - low)) / <x, x>, and `apart` counts the
 elements of q that are neither of their two neighbours, low and high.
 
-Scales from an amax history and learned steps depend on more than x, so `scale off` skips them.
+Scales from an amax history and learned steps depend on more than x, so `scale off` skips them. Casts
+with rounding="eden" are repeated with their random numbers; r has the slope 1 if these are unknown.
 Costs a cast and a few float32 copies of the operand.
 """
 
@@ -30,9 +31,15 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.quantize import dequantize
-from narrowgauge.ops.quantize.definition import calibrated_amax, encoded, filled, scales_of
+from narrowgauge.ops.quantize.definition import (
+    calibrated_amax,
+    encoded,
+    filled,
+    quantize,
+    scales_of,
+)
 from narrowgauge.recipe import Cast, DelayedScaling, LearnedStep
-from narrowgauge.scaling import times_scale
+from narrowgauge.scaling import as_tiles, halved_sum, padded_to_tiles, times_scale
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
@@ -82,13 +89,21 @@ class Recast:
         if original.shape != codes.shape or not original.numel():
             return
         made, x = dequantize(codes), original.detach().to(torch.float32)
-        if codes.cast.rounding == "stochastic" and noise is None:
+        if codes.cast.draws and noise is None:
             # Noise 0 rounds every fraction up and noise just below 1 rounds it down: the two
             # neighbours.
-            ends = (recast(original, codes, torch.full_like(x, end)) for end in (0.0, _ALMOST_ONE))
+            shape = codes.cast.noise_shape(tuple(x.shape))
+            ends = (recast(original, codes, x.new_full(shape, end)) for end in (0.0, _ALMOST_ONE))
             low, high = torch.aminmax(torch.stack(tuple(ends)), dim=0)
-            own = x.clamp(low, high)
-            self.variance += _sum(x.square() * (high - own) * (own - low))
+            if codes.cast.rounding == "eden":
+                # The correction makes <r, x> = <x, x> (ops/quantize/eden.py). A tile has one random
+                # number, whose variance is at most a quarter of its range squared.
+                own = x
+                steps = padded_to_tiles(x * (high - low), codes.cast.tile)
+                self.variance += _sum(halved_sum(as_tiles(steps, codes.cast.tile)).square()) / 4
+            else:
+                own = x.clamp(low, high)
+                self.variance += _sum(x.square() * (high - own) * (own - low))
             away = made - made.clamp(low, high)
         else:
             own = recast(original, codes, noise)
@@ -99,7 +114,7 @@ class Recast:
         self.apart += _sum(away.square())
         self.differ += int((away != 0).sum())
         self.count += away.numel()
-        self.scale_off = max(self.scale_off, _scale_off(original, codes))
+        self.scale_off = max(self.scale_off, _scale_off(original, codes, noise))
 
     @property
     def slope(self) -> float:
@@ -140,25 +155,30 @@ def recast(x: Tensor, like: QTensor, noise: Tensor | Key | None = None) -> Tenso
     if (cast_again := getattr(like, "cast_again", None)) is not None:
         return cast_again(x)
     cast = like.cast
+    if cast.rounding == "eden":  # its scales were corrected after rounding: they round nothing
+        return dequantize(quantize(x, cast, None, noise, torch.float32))
     data = encoded(
         filled(x, cast.tile), like.shape, like.scale, like.global_scale, cast, noise, torch.float32
     )
     return times_scale(data, like.full_scale(), cast.tile)
 
 
-def own_scale(x: Tensor, cast: Cast) -> Tensor | None:
+def own_scale(x: Tensor, cast: Cast, noise: Tensor | Key | None = None) -> Tensor | None:
     """Return the scale that `cast` gives x, in the form of `QTensor.full_scale`.
 
-    None if the scale depends on more than x (amax history, learned step).
+    None if the scale depends on more than x: an amax history, a learned step, unknown noise.
     """
     if isinstance(cast.calibrate, DelayedScaling | LearnedStep):
         return None
+    if cast.rounding == "eden":
+        is_known = noise is not None or not cast.draws
+        return quantize(x, cast, None, noise, torch.float32).full_scale() if is_known else None
     scale, shared = scales_of(filled(x, cast.tile), calibrated_amax(x, cast), cast)
     return scale if shared is None else scale * shared
 
 
-def _scale_off(original: Tensor, codes: QTensor) -> float:
-    wanted, used = own_scale(original, codes.cast), codes.full_scale()
+def _scale_off(original: Tensor, codes: QTensor, noise: Tensor | None) -> float:
+    wanted, used = own_scale(original, codes.cast, noise), codes.full_scale()
     if wanted is None or wanted.shape != used.shape:
         return 0.0
     counts = wanted.isfinite() & (wanted > 0)

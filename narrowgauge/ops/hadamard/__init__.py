@@ -137,7 +137,10 @@ def draw_signs(
 def rotate(
     x: Tensor, hadamard: Hadamard, signs: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """Rotate x [outer, inner] -> [outer, inner in whole blocks] float32; see the module."""
+    """Rotate x [outer, inner] -> [outer, inner in whole blocks] float32; see the module.
+
+    One round: of a rotation of two, `nn.rotation` calls it with the signs of each.
+    """
     _check(x, signs, rotated_length(x.shape[-1], hadamard) if x.ndim == 2 else 0)
     return _functions(backend, x, signs).rotate(x, hadamard.block, signs)
 

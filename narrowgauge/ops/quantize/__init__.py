@@ -11,7 +11,7 @@ Contract of `quantize(x, cast)`
     amax    [1, 1] or the shape of the scales, float32: replaces the tensor's own amax; larger
             elements saturate
     noise   [outer, inner] in [0, 1), or the Key of such noise; required if cast.rounding is
-            "stochastic"
+            "stochastic". Of "eden" casts in the shape of the scales, if these are rounded (eden.py)
     expand  float32 or bfloat16: return decoded values of this dtype instead of codes, for a GEMM
             that computes in it. The values are the same: every value of every format is exact in
             bfloat16, except in tables, which need float32.
@@ -149,15 +149,17 @@ def quantize(
             f"{list(scale_shape(tuple(x.shape), cast.tile))}, or [1, 1] for all.",
             code="quantize.amax",
         )
-    if (cast.rounding == "stochastic") != (noise is not None):
+    if bool(cast.draws) != (noise is not None):
         raise ConfigError(
-            f"quantize: cast '{cast}' rounds {cast.rounding}, but noise was {'not ' if noise is None else ''}given. "
-            "Give noise in [0, 1) of x's shape exactly when the cast rounds stochastically.",
+            f"quantize: cast '{cast}' draws {'' if cast.draws else 'no '}random numbers, but noise was "
+            f"{'not ' if noise is None else ''}given. Give noise in [0, 1), of the shape cast.noise_shape(x.shape), exactly "
+            "when cast.draws.",
             code="quantize.noise",
         )
-    if isinstance(noise, Tensor) and noise.shape != x.shape:
+    if isinstance(noise, Tensor) and noise.shape != cast.noise_shape(tuple(x.shape)):
         raise ShapeError(
-            f"quantize: noise is {list(noise.shape)}, x {list(x.shape)}; both must have the same shape.",
+            f"quantize: noise is {list(noise.shape)}, x {list(x.shape)}; '{cast}' takes one number for each of its {cast.draws}, "
+            f"{list(cast.noise_shape(tuple(x.shape)))}.",
             code="quantize.noise-shape",
         )
     if expand not in (None, torch.float32, torch.bfloat16):

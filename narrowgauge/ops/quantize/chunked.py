@@ -38,7 +38,7 @@ def quantize_chunked(
     definition  the functions of the definition of a whole tensor
     given       amax of each tile, or None
     """
-    calibrated_amax, filled, amax, scales, least_error, encoded = definition
+    calibrated_amax, filled, amax, scales, tiles_cast = definition
     if given is None and cast.tile == (WHOLE, WHOLE):
         given = calibrated_amax(x, cast)
     elif given is None:
@@ -57,18 +57,20 @@ def quantize_chunked(
             if cast.tile[0] == WHOLE
             else slice(each.start // height, -(-each.stop // height))
         )
-        # Element 0 of the chunk has the noise of its place in the whole tensor.
+        # Element 0 of the chunk has the noise of its place in the whole tensor. Casts that draw for
+        # scales have tiles of one row.
+        width = cast.noise_shape((x.shape[0], x.shape[1]))[1]
         some = (
-            noise[each]
-            if isinstance(noise, Tensor)
-            else noise and noise.after(each.start * x.shape[1])
+            noise[each] if isinstance(noise, Tensor) else noise and noise.after(each.start * width)
         )
-        full = filled(chunk, cast.tile)
-        own = least_error(full, given[tiles], scale[tiles], global_scale, cast)
+        full, size = filled(chunk, cast.tile), tuple(chunk.shape)
+        data, own = tiles_cast(
+            full, size, given[tiles], scale[tiles], global_scale, cast, some, expand
+        )
+        parts.append(data)
         taken.append(own)
-        parts.append(encoded(full, tuple(chunk.shape), own, global_scale, cast, some, expand))
     data = torch.cat(parts)
-    if cast.scale.reads_elements:
+    if cast.tile[0] != WHOLE:
         scale = torch.cat(taken)
     return QTensor(
         data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=global_scale, checked=True

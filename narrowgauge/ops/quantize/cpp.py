@@ -67,6 +67,8 @@ def refuse(spec: Spec) -> Refusal | None:
     format = spec.cast.format
     if 0 in spec.shape:
         return Refusal("shape", "there is nothing to round")
+    if spec.cast.rounding == "eden":
+        return Refusal("rounding", "corrects no scales, which 'eden' does after it has rounded")
     if spec.noise == "tensor":
         return Refusal("noise", "generates the noise of a key, and reads no tensor of noise")
     # Candidates for a scale are compared by rounding to nearest.

@@ -173,7 +173,7 @@ def quantize(
 
         if len(slices := chunks_of(x, cast)) > 1:
             return quantize_chunked(
-                (calibrated_amax, filled, _amax, scales, least_error, encoded),
+                (calibrated_amax, filled, _amax, scales, tiles_cast),
                 slices,
                 x,
                 cast,
@@ -183,11 +183,36 @@ def quantize(
             )
     full = filled(x, cast.tile)
     given = _amax(full, shape, cast) if given is None else given
-    scale, global_scale = scales_of(full, given, cast)
-    data = encoded(full, shape, scale, global_scale, cast, noise, expand)
+    scale, global_scale = scales(given, cast)
+    data, scale = tiles_cast(full, shape, given, scale, global_scale, cast, noise, expand)
     return QTensor(
         data=data, scale=scale, cast=cast, inner=shape[1], global_scale=global_scale, checked=True
     )
+
+
+def tiles_cast(
+    full: Tensor, shape: tuple[int, ...], amax: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast,
+    noise: Tensor | Key | None, expand: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the data of a QTensor and the scales of its tiles; arguments as of `least_error`."""
+    scale = least_error(full, amax, scale, global_scale, cast)
+    if cast.rounding != "eden":
+        return encoded(full, shape, scale, global_scale, cast, noise, expand), scale
+    from narrowgauge.ops.quantize import eden  # only for casts that correct their scales
+
+    # Numbers are drawn for the scales, and elements go to nearest.
+    data = encoded(full, shape, scale, global_scale, cast, None, expand)
+    return data, eden.corrected_scales(
+        full, values_of(full, scale, global_scale, cast), scale, cast, noise
+    )
+
+
+def values_of(full: Tensor, scale: Tensor, global_scale: Tensor | None, cast: Cast) -> Tensor:
+    """Return the result of `filled` rounded to nearest and decoded, in the shape of `as_tiles`."""
+    tiles = as_tiles(full, cast.tile)
+    codes = cast.format.round(_times_reciprocal(tiles, scale, global_scale, cast), None)
+    whole = scale if global_scale is None else scale * global_scale
+    return codes * per_tile(whole, cast.tile)
 
 
 def _is_tiled(tile: tuple[int, int]) -> bool:
@@ -266,8 +291,7 @@ def least_error(
     tiles = as_tiles(full, cast.tile)
 
     def squared_error(scale: Tensor) -> Tensor:
-        codes = format.round(_times_reciprocal(tiles, scale, global_scale, cast), None)
-        off = tiles - codes * per_tile(scale * global_scale, cast.tile)
+        off = tiles - values_of(full, scale, global_scale, cast)
         # Subnormal differences count as zero, whether or not the subtraction flushes them.
         off = torch.where(off.abs() < SMALLEST_NORMAL, 0.0, off)
         return halved_sum(off.to(torch.float64).square())

@@ -96,7 +96,7 @@ def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
             cols,
             *flatten_cast(cast),
         )
-    noise = Key((0, 0)) if cast.rounding == "stochastic" else None
+    noise = Key((0, 0)) if cast.draws else None
     return (
         KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel.name
         != "reference"
@@ -127,7 +127,7 @@ def plan(
 
     It is valid for the same tensors as the plan of `quantize`.
     """
-    noise = Key((0, 0)) if cast.rounding == "stochastic" else None
+    noise = Key((0, 0)) if cast.draws else None
     kernel = KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel
     if noise is not None or not kernel.replays:
         return lambda x, state, noise: quantize_pair(

@@ -148,7 +148,9 @@ def refuse(cast: Cast) -> Refusal | None:
         shared = "share a scale among elements that no program of the step has together in both orientations"
         return Refusal("tile", f"tiles of {cast.tile} {shared}")
     if cast.rounding != "nearest":
-        return Refusal("rounding", "stochastic rounding draws anew at every forward pass")
+        return Refusal(
+            "rounding", f"{cast.rounding} rounding depends on random numbers of every forward pass"
+        )
     if not isinstance(cast.calibrate, CurrentScaling | DelayedScaling):
         return Refusal(
             "calibration", f"the scale is not of the largest magnitude but by {cast.calibrate}"

@@ -191,7 +191,7 @@ def _examples(op: str) -> Iterator[Spec]:
         cast for gemm in gemms for cast in (gemm.lhs, gemm.rhs) if cast is not None
     ):
         delayed = op == "quantize_pair" and isinstance(cast.calibrate, DelayedScaling)
-        kind = (cast, torch.bfloat16, "key" if cast.rounding == "stochastic" else None, False, None)
+        kind = (cast, torch.bfloat16, "key" if cast.draws else None, False, None)
         for cols in (True, False) if delayed else (op == "quantize_pair",):
             yield _spec((*kind, cols, delayed))
         if op == "quantize" and isinstance(cast.format, FloatFormat):

@@ -295,7 +295,7 @@ def with_amax(x: Tensor, cast: Cast) -> tuple[QTensor | None, Tensor]:
 
     With stochastic rounding the cast is None.
     """
-    if cast.rounding == "stochastic":
+    if cast.draws:
         return None, amax(x)
     rows, whole = (
         Output(tuple(x.shape), cast, x.device),

@@ -71,6 +71,8 @@ class CastConstants:
 
 def refuse(cast: Cast) -> Refusal | None:
     """Return the reason why the device functions do not support this cast, or None."""
+    if cast.rounding == "eden":
+        return Refusal("rounding", "corrects no scales, which 'eden' does after it has rounded")
     if not isinstance(cast.format, FloatFormat | IntFormat):
         return Refusal("format", f"computes floats and integers, not the levels of {cast.format}")
     if cast.scale.two_level and WHOLE in cast.tile:

@@ -97,7 +97,7 @@ def test_a_cast_by_the_scales_of_a_cast_is_that_cast(cast):
         x = torch.randn(shape) * torch.logspace(-3, 3, shape[1])
         if x.numel() > 100:
             x[0, 0], x[1], x[2, 3] = 1e6, 0.0, float("nan")
-        noise = Key((5, 7)) if cast.rounding == "stochastic" else None
+        noise = Key((5, 7)) if cast.draws else None
         made = quantize(x, cast, noise=noise)
         assert_same(
             *(each.nan_to_num(nan=777.0) for each in (recast(x, made, noise), dequantize(made)))
