@@ -10,7 +10,7 @@
     precast     codes that the optimizer wrote, still right or not; bits
     norms       norms and activations, forward and backward, with their casts; as their self-check asks
     rotary      bits
-    optimizer   kinds of steps of tests/ops/triton/stepped.py, three steps; bits
+    optimizer   the examples of its self-check, three steps; bits
     hadamard    rotation and encoding; half a code, and bits on whole numbers
     block mm    FP8 products; 2**-20 of the sum of magnitudes, and bits on small whole numbers
 
@@ -39,10 +39,9 @@ from narrowgauge.ops.quantize import selfcheck as of_casts
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.selfcheck import OutputComparison, difference, examine, spread_normal
 from narrowgauge.ops.triton import has_conversions
-from narrowgauge.optim import backends
+from narrowgauge.optim import backends, selfcheck
 from narrowgauge.optim.triton import launch as optim_launch
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard
-from tests.ops.triton import stepped
 from tests.ops.triton.test_compiled import CASTS
 from tests.ptx.launching import CAPABILITIES, Interpretation, interpreted
 from tests.ptx.memory import Fault
@@ -111,7 +110,7 @@ def cases(sm: int) -> Iterator[Case]:
     ):
         for kind in dict.fromkeys(check.kind(spec) for spec in check.examples()):
             yield Case(family, f"{op} {_named(kind)}", partial(_examined, op, run, check, kind))
-    for name, kind in stepped.PROVEN.items():
+    for name, kind in selfcheck.EXAMPLES.items():
         run = partial(_examined, "optim", optim_launch.step, backends.CHECK, (kind,))
         yield Case("optimizer", name, run)
     if multiplies:
