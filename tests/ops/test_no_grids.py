@@ -53,7 +53,7 @@ def test_recipes_without_grids_launch_the_same_in_a_group(group):
     assert not any(GRID in found for found in before.values())
 
 
-@pytest.mark.parametrize("words", ["too many blocks in cooperative launch", "operation not supported"])  # fmt: skip
+@pytest.mark.parametrize("words", triton._GRID_REFUSALS)
 def test_a_refused_grid_is_tried_once_and_warned_of(words, monkeypatch):
     monkeypatch.setattr(triton, "_NO_GRIDS", {})
     tried = []
