@@ -25,6 +25,8 @@ COMPARED = ("fp8-delayed", "fp8-row", "int4-hq-lss", "nvfp4")
 
 # Backward casts x along another axis, rotated or in 4 bits, so x itself is kept.
 KEEP_X = ("nvfp4", "nvfp4-46", "mxfp4")
+# The same saves as quartet2, whose own count takes two minutes: EDEN is many operations in plain torch.
+COUNTED_ELSEWHERE = ("quartet2-46",)
 
 pytestmark = pytest.mark.timeout(1800)  # 300 s ran out on two cores under a load of five
 
@@ -39,6 +41,8 @@ def test_no_recipe_needs_more_than_bfloat16(model):
     beside = counted(shape, PLAIN, "h100")
     # The benchmark counts every recipe for every model: minutes each.
     for recipe in RECIPES if model == "llama" else COMPARED:
+        if recipe in COUNTED_ELSEWHERE:
+            continue
         found = counted(shape, recipe, device_for(recipe))
         assert found["peak"] <= beside["peak"] * 1.001, recipe
         is_kept_in_codes = recipe not in KEEP_X and (model, recipe) != (
