@@ -118,7 +118,6 @@ def allocated(build: Callable[[], Step]) -> int:
         [("fp8-delayed", "8bit", None)],
         [
             ("none", "torch", None),
-            ("fp8-current", "torch", None),
             ("fp8-delayed", "8bit", None),
             ("fp8-row", "fp8", None),
             ("fp8-block", "torch", "full"),
@@ -127,8 +126,6 @@ def allocated(build: Callable[[], Step]) -> int:
             ("int8", "torch", "selective"),
             ("int4-hq-bs", "torch", None),
             ("int4-hq-lss", "8bit", "every-2"),
-            ("fp8-delayed", "torch", "full"),
-            ("int8", "4bit", None),
             ("mxfp4", "torch", None),
             ("nvfp4", "8bit", "every-2"),
             ("int4-lsq-luq", "torch", None),

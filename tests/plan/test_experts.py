@@ -55,9 +55,11 @@ def mixture(recipe: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "dtype"),
-    [(name, torch.float32) for name in ("none", *recipes.names())]
-    + [("fp8-current", torch.bfloat16)],
+    ("recipe", "dtype", "cpu"),
+    # One kind of CPU for each recipe in turn; `test_count` has both for a dense model.
+    [(name, torch.float32, place % 2 == 1) for place, name in enumerate(("none", *recipes.names()))]
+    + [("fp8-current", torch.bfloat16, True)],
+    indirect=["cpu"],
 )
 def test_what_is_counted_is_what_a_cpu_allocates(recipe: str, dtype: torch.dtype, cpu: Any) -> None:
     build = mixture(recipe, dtype)

@@ -38,15 +38,11 @@ def counted(
     quick(
         [("none", "torch", "full", {"dtype": torch.bfloat16})],
         [
-            ("none", "torch", None, {"dtype": torch.bfloat16}),
             ("none", "torch", "full", {"dtype": torch.bfloat16}),
-            ("fp8-current", "torch", None, {"dtype": torch.bfloat16}),
-            ("fp8-current", "8bit", "full", {}),
             ("fp8-current", "8bit", None, {"fuse": {"fuse": True}}),
             ("fp8-delayed", "4bit", "selective", {}),
             ("fp8-block", "fp8", None, {}),
             ("fp8-row", "fp8-lm", None, {"tokens": 64}),
-            ("mxfp8", "8bit", None, {}),
             ("mxfp4", "torch", "full", {}),
             ("int4-hq-bs", "8bit", None, {}),
             ("int8", "torch", "selective", {}),
