@@ -34,6 +34,7 @@ from narrowgauge.diagnose.runs import encode, read_metrics, read_run
 from narrowgauge.distributed import storage as distributed
 from narrowgauge.errors import ConfigError, NarrowgaugeError, StorageError
 from narrowgauge.export import writing as export_writing
+from narrowgauge.lab.card import archive as card_archive
 from narrowgauge.lab.ladder import Ladder, Rung
 from narrowgauge.lab.ladder_of_run import RungsFile
 from narrowgauge.lab.study import pool, progress
@@ -357,6 +358,32 @@ def built_library(folder: Path) -> Case:
     path.chmod(0o600)
     assert build.is_whole(path)
     return Case(path, lambda: build.is_whole(path))
+
+
+@case
+def library_of_a_wheel(folder: Path) -> Case:
+    path = put(folder / f"cast-x86-64-0-{build.digest(b'code')}.so", b"code")
+    assert build.is_whole(path, build.CARRIED)
+    return Case(path, lambda: build.is_whole(path, build.CARRIED))
+
+
+A_LINE = {"job": "mm", "part": "checks", "status": "pass"}
+
+
+@case
+def archive_of_a_card_report(folder: Path) -> Case:
+    folder.mkdir()
+    path = folder / "card-report.zip"
+    card_archive.write(path, {"ended": "finished"}, [A_LINE])
+    assert card_archive.read(path).lines == [A_LINE]
+    return Case(path, lambda: card_archive.read(path))
+
+
+@case
+def facts_of_a_card_report_that_was_cut_off(folder: Path) -> Case:
+    folder.mkdir()
+    card_archive.store(folder, {"format": card_archive.FORMAT})
+    return Case(folder / card_archive.REPORT, lambda: card_archive.read(folder), is_json=True)
 
 
 def _entry(folder: Path) -> Path:
@@ -777,6 +804,7 @@ OPENS = {
     "tokenize.open", "os.open", "io.open", "Image.open", "fromfile", "torch.from_file", "safetensors.torch.load", "ctypes.CDLL",
     "linecache.getlines", "mmap.mmap", "os.fdopen", "ParquetFile", "load_dataset", "json.JSONDecoder",
 }  # fmt: skip
+OWN_PROCESS = "what a process of this report writes, in a folder that the report has just made"
 SAVED_RUN = "SavedRun.open, which reads by the one reader"
 SOURCES, KERNEL, MEMORY, READ = (
     "a file of this package",
@@ -800,6 +828,13 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("ops/cpp/build.py", "ctypes.CDLL"): "a library whose bytes `is_whole` compared, in a folder that nobody else may write to",
     ("export/gguf_file.py", "fromfile"): "tensors of the file that it has just written, one at a time",
     ("export/gguf_tokenizer.py", "json.loads"): "what a tokenizer that is loaded says of itself",
+    ("ops/cpp/prebuilt.py", "read_text"): f"{SOURCES}; {KERNEL}",
+    ("ops/cpp/prebuilt.py", "read_bytes"): "a library that it has just compiled",
+    ("lab/card/archive.py", "open"): "a member of an archive whose bytes the reader gave",
+    ("lab/card/process.py", "os.open"): OWN_PROCESS,
+    ("lab/card/process.py", "open"): OWN_PROCESS,
+    ("lab/card/process.py", "read_text"): OWN_PROCESS,
+    ("lab/card/runner.py", "open"): OWN_PROCESS,
     ("ops/nvrtc.py", "read_text"): SOURCES,
     ("ops/nvrtc.py", "ctypes.CDLL"): "the driver's and the compiler's own libraries",
     ("conversion/measure.py", "read_bytes"): SOURCES,
@@ -893,7 +928,9 @@ def test_every_kind_of_file_is_searched_above() -> None:
     }  # fmt: skip
     assert kinds == {
         "manifest.py:LISTING", "manifest.py:PART", "diagnose/runs.py:METRICS", "diagnose/runs.py:RECORD", "diagnose/study_file.py:KIND",
-        "report/run_data.py:CONFIG", "conversion/measure.py:MEASURED", "ops/cpp/build.py:BUILT", "train/config/toml.py:STORED",
+        "report/run_data.py:CONFIG", "conversion/measure.py:MEASURED", "ops/cpp/build.py:BUILT",
+        "ops/cpp/build.py:CARRIED", "lab/card/archive.py:KIND", "lab/card/archive.py:MEMBER",
+        "train/config/toml.py:STORED",
         "train/run_folder.py:LOCK", "train/metrics.py:LOG", "lab/study/pool.py:SAID", "train/planning/cache.py:ENTRY",
         "train/planning/cache.py:TELLS", "train/evaluation/command.py:SCORES", "train/evaluation/task_code.py:FILE",
         "lab/ladder_of_run.py:RUNGS",

@@ -192,6 +192,8 @@ def test_scale_rules_are_values():
         "e4m3-two-level-pow2",
         "e4m3-four-over-six",
         "e4m3-four-over-six-pow2",
+        "e4m3-eden",
+        "e4m3-eden-four-over-six",
     }
 
 

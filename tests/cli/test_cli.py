@@ -108,7 +108,7 @@ def test_help_lists_every_verb_and_each_has_its_file(capsys):
     listed = capsys.readouterr().out
     for verb in cli.VERBS:
         assert f"  {verb}" in listed
-        assert (ROOT / "narrowgauge" / "cli" / f"{verb}.py").exists()
+        assert (ROOT / "narrowgauge" / "cli" / f"{verb.replace('-', '_')}.py").exists()
     assert cli.main([]) == 0 and capsys.readouterr().out == listed
 
 
@@ -460,12 +460,11 @@ def test_a_wrong_flag_is_refused_with_code_2(loop, capsys, arguments, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", quick([6], [3]))
-def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys, each):
-    """A letter deleted or two swapped in the middle of each flag; at least 95 % suggested rightly, of a part all but two."""
+def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys):
+    """A letter deleted or two swapped in the middle of every third flag; at least 95 % suggested rightly."""
     right = total = 0
     known = {key_of(field) for field in by_path().values()}
-    for key in sorted(known)[::each]:
+    for key in sorted(known)[::3]:
         middle = len(key) // 2
         for typo in {
             key[:middle] + key[middle + 1 :],
@@ -475,7 +474,7 @@ def test_nearly_every_typo_of_a_flag_gets_the_right_suggestion(capsys, each):
                 total += 1
                 assert cli.main(["train", cli_flags.flag(typo) + "=1"]) == 2
                 right += f"Did you mean {cli_flags.flag(key)}?" in capsys.readouterr().err
-    assert total > 80 // each and total - right <= max(2, 0.05 * total)
+    assert total > 25 and total - right <= max(2, 0.05 * total)
 
 
 def test_flags_override_the_file(loop, tmp_path):

@@ -120,7 +120,7 @@ def test_run_json_follows_the_contract(full):
         "started_at", "command", "resumed", "seed", "recipe", "recipes", "precision",
         "switches", "parameters", "model", "data", "tokens_per_step", "steps", "describe", "loss", "memory",
         "task", "best", "auto", "fused", "weight_casts", "parallel", "ranks", "float32", "freed_memory",
-        "left_out", "embedding_codes", "trivial", "loss_unit", "f1_over", "coverage",
+        "left_out", "embedding_codes", "trivial", "loss_unit", "f1_over", "coverage", "attention",
     }  # fmt: skip
     # As counted by hand: both blocks' Linears in 8 bits, the head and attention in 16.
     linears, head, attention = 2 * (4 * 32 * 32 + 3 * 32 * 48), 32 * 304, 2 * 2 * 16 * 32
