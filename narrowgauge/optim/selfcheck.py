@@ -72,6 +72,18 @@ class StepKind:
     turns_aligned: bool = False
     shift: int = 0
 
+    def __str__(self) -> str:
+        """The kind in words, the same in every process: the repr of a rule has addresses."""
+        weight, gradient = (
+            str(dtype).removeprefix("torch.") for dtype in (self.weight, self.gradient)
+        )
+        return (
+            f"{self.rule.name}{' nesterov' if self.nesterov else ''} {self.first.name} {self.second.name}, "
+            f"{weight} by {gradient}, master {self.master}, tile {self.tile}, shift {self.shift}"
+            f"{', aligned' if self.aligned else ''}{f', {self.cast}' if self.cast else ''}"
+            f"{', aligned turns' if self.turns_aligned else ''}"
+        )
+
 
 # States, masters, alignments and shards of the kinds that training uses most.
 EXAMPLES = {
