@@ -83,6 +83,8 @@ def use_fp8_attention(model: nn.Module) -> None:
     for module, reason in found.items():
         own = module.config._attn_implementation
         before = own if (known := state_of(module)) is None else known.before
+        # The configuration is that of another converted model, or its copy.
+        before = "sdpa" if before == NAME else before
         vars(module)[STATE] = Fp8State(before, reason)
     for module, reason in found.items():
         if not reason:
@@ -134,9 +136,12 @@ def attention_words(model: nn.Module) -> list[str]:
     wide: Counter[tuple[str, str]] = Counter()
     for module in model.modules():
         if (state := state_of(module)) is not None:
-            kind = type(module).__name__
+            config: Any = module.config
+            kind, asked = type(module).__name__, config._attn_implementation
             if state.reason:
                 wide[kind, state.reason] += 1
+            elif asked != NAME:  # by its owner, or with another model of the same configuration
+                wide[kind, f"the configuration was changed after convert, to {asked!r}"] += 1
             else:
                 narrow[kind + (" (suspended)" if state.is_suspended else "")] += 1
     said = [

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.errors import Reason
+from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.nn import step_end
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.ops.patches import KINDS, LINEAR, patches_of
+from narrowgauge.ops.patches import KINDS, LINEAR, patches_of, refuse_overlap
 from narrowgauge.structure import plain_name
 
 
@@ -46,7 +46,13 @@ class PatchLinear(QLinear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         own = self.parameter
-        assert own is not None  # `PatchConvolution.forward` looks before it calls
+        if own is None:
+            raise ConfigError(
+                "a convolution's weight is no parameter any more: it was pruned or parametrized after convert, and a Linear over "
+                "patches reads the parameter. Undo that (torch.nn.utils.prune.remove, parametrize.remove_parametrizations), "
+                "or keep the convolution in 16 bits by its name in convert.",
+                code="patches.reparametrized",
+            )
         return self.rows_of(own)
 
     @property
@@ -98,13 +104,19 @@ class PatchConvolution(nn.Module):
         axes = len(module.kernel_size)
         fits = isinstance(input, Tensor) and input.ndim in (axes + 1, axes + 2)
         fits = fits and all(map(int.__ge__, input.shape[-axes:], module.kernel_size))
-        # Its own forward says what is wrong with other operands. A parametrization or pruning that
-        # came later keeps the weight out of `_parameters`.
-        if not (is_narrow or self.always_projects) or not fits or layer.parameter is None:
+        # Its own forward says what is wrong with other operands.
+        if not (is_narrow or self.always_projects) or not fits:
             found: Tensor = self.original.forward(self, input)
             return found
         x = input if input.ndim == axes + 2 else input.unsqueeze(0)
-        y = layer(patches_of(x, module.kernel_size, module.stride)).movedim(-1, 1)
+        if (reason := refuse_overlap(module)) is not None:
+            raise ConfigError(
+                f"{type(module).__name__.removeprefix('Q')}: {reason}, since its settings were changed after convert. "
+                "Change them before convert, or keep it in 16 bits by its name.",
+                code="patches.changed",
+            )
+        # Contiguous, as torch's own result is: models call `view` on it.
+        y = layer(patches_of(x, module.kernel_size, module.stride)).movedim(-1, 1).contiguous()
         return y if input.ndim == axes + 2 else y.squeeze(0)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

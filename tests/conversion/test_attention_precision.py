@@ -78,6 +78,26 @@ def test_models_that_share_a_configuration_stay_apart():
     assert_same(logits(other), expected)
 
 
+def test_the_configuration_of_another_converted_model_is_no_way_back(converted):
+    """A model built from a copy of it begins with the name of FP8, and is converted and restored as any other."""
+    other = transformers.LlamaForCausalLM(copy.deepcopy(converted.config)).eval()
+    ng.convert(other, "bf16", attention="fp8")
+    with ng.suspended(other):
+        wide = logits(other)
+    assert not torch.equal(wide, logits(other))
+    ng.convert(other, None)
+    assert other.config._attn_implementation == "sdpa"
+    assert_same(logits(other), wide)
+
+
+def test_what_is_changed_in_the_configuration_later_is_told(converted):
+    converted.set_attn_implementation("eager")
+    assert any("'eager'" in words for words in attention_precision.attention_words(converted))
+    assert not any(
+        "Attention in FP8" in words for words in attention_precision.attention_words(converted)
+    )
+
+
 def test_packed_rows_do_not_see_each_other(converted):
     """The same documents in one row and in two give the same numbers (bounded: other blocks)."""
     positions = torch.cat([torch.arange(20), torch.arange(28)])[None]

@@ -197,12 +197,34 @@ def test_a_change_of_type_and_new_parameters_are_read():
     assert (made[0](X.double()) - made[0].bias[:, None, None]).abs().max() == 0
 
 
-def test_a_parametrization_that_comes_later_is_computed_by_torch():
+def test_a_parametrization_that_comes_later_is_refused():
+    """It keeps the weight out of `_parameters`. In 16 bits it is torch's convolution, and undone it is narrow again."""
     made = ng.convert(model(), "fp8-current")
+    before = made[0](X)
     nn.utils.parametrize.register_parametrization(made[0], "weight", Half())
-    plain = model()
-    nn.utils.parametrize.register_parametrization(plain[0], "weight", Half())
-    assert_same(made[0](X), plain[0](X))
+    for call in (lambda: made[0](X), lambda: ng.convert(made, "fp8-row")):
+        with raises(ConfigError, "patches.reparametrized"):
+            call()
+    nn.utils.parametrize.remove_parametrizations(made[0], "weight")
+    with torch.no_grad():
+        made[0].weight.mul_(2)
+    assert_same(made[0](X), before)
+
+
+@pytest.mark.parametrize("setting", [("stride", (2, 2)), ("padding", (1, 1)), ("dilation", (2, 2))])
+def test_settings_that_are_changed_later_are_refused(setting):
+    made = ng.convert(model(), "fp8-current")
+    setattr(made[0], *setting)
+    with raises(ConfigError, "patches.changed"):
+        made[0](X)
+    with ng.suspended(made):
+        made[0](X)
+
+
+def test_its_result_can_be_viewed():
+    """Contiguous, as torch's own is."""
+    made = ng.convert(model(), "fp8-current")
+    assert made[0](X).view(len(X), -1).shape == (len(X), made[0](X)[0].numel())
 
 
 class Half(nn.Module):

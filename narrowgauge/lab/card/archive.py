@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import getpass
 import io
+import lzma
 import os
 import platform
 import re
 import socket
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ from typing import Any
 
 from narrowgauge.diagnose.runs import decode, encode
 from narrowgauge.errors import ConfigError
+from narrowgauge.lab.card.process import STATUSES
 from narrowgauge.storage import reading, replace_file
 
 FORMAT = 1
@@ -37,6 +41,8 @@ INSIDE = "card-report/"
 STEP = "Name the .zip that narrowgauge card-report wrote, or its folder."
 KIND = reading.Kind(most_bytes=MOST_BYTES, step=STEP, follow_links=True)
 MEMBER = reading.Kind(most_bytes=UNPACKED_BYTES, step=STEP, follow_links=True)
+MOST_LINES = 2_000  # a whole report has some hundreds
+_OF_A_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError)
 # What is left of a process's output and of its kernels, tried in turn until the archive is small.
 CUTS = ((4096, 40), (512, 12), (0, 4), (0, 0))
 SHORTEST = 3  # letters of a name that is taken out: shorter ones are parts of words
@@ -126,14 +132,14 @@ def read(path: Path) -> Report:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             facts, lines = (_member(path, archive, name) for name in (REPORT, LINES))
-    except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, EOFError) as error:
-        raise _damaged(path, f"it is no archive of card-report ({error})") from None
+    except (*_OF_A_ZIP, KeyError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        raise damaged(path, f"it is no archive of card-report ({error})") from None
     return _parsed(path, facts, lines)
 
 
 def _of_folder(path: Path) -> Report:
     if not (path / REPORT).exists():
-        raise _damaged(path, f"the folder has no {REPORT}")
+        raise damaged(path, f"the folder has no {REPORT}")
     facts = reading.bytes_of(path / REPORT, MEMBER)
     lines = b""
     if (path / LINES).exists():
@@ -146,7 +152,7 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
     # The header may lie about the size, so the read is limited as well.
     size = archive.getinfo(INSIDE + name).file_size
     if size > UNPACKED_BYTES:
-        raise _damaged(path, f"{name} has {size} bytes, more than {UNPACKED_BYTES}")
+        raise damaged(path, f"{name} has {size} bytes, more than {UNPACKED_BYTES}")
     with archive.open(INSIDE + name) as file:
         return file.read(UNPACKED_BYTES)
 
@@ -155,10 +161,12 @@ def _parsed(path: Path, facts: bytes, lines: bytes) -> Report:
     try:
         found = decode(facts)
         rows = [_row(decode(line)) for line in lines.splitlines() if line.strip()]
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        if not isinstance(found, dict) or found.get("format") != FORMAT or found["format"] is True:
             raise ValueError(f"{REPORT} is not of format {FORMAT}")
+        if len(rows) > MOST_LINES:
+            raise ValueError(f"{LINES} has {len(rows)} lines, more than {MOST_LINES}")
     except (ValueError, TypeError) as error:
-        raise _damaged(path, str(error)) from None
+        raise damaged(path, str(error)) from None
     return Report(found, rows)
 
 
@@ -168,8 +176,10 @@ def _row(value: Any) -> dict[str, Any]:
         not isinstance(value.get(key), kind) for key, kind in needed.items()
     ):
         raise ValueError(f"a line of {LINES} has no {', '.join(needed)}")
+    if value["status"] not in STATUSES:
+        raise ValueError(f"a line of {LINES} ended as {value['status']!r}")
     return value
 
 
-def _damaged(path: Path, reason: str) -> ConfigError:
+def damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(f"card-report: {path}: {reason}. {STEP}", code="card-report.damaged")

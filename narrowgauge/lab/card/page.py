@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import UndefinedError
 
 from narrowgauge.conversion.measure import LinearWorkload
 from narrowgauge.conversion.predict import predicted
 from narrowgauge.errors import ConfigError
-from narrowgauge.lab.card import contenders, steps
+from narrowgauge.lab.card import archive, contenders, steps
 from narrowgauge.lab.card.process import (
     CULPRITS,
     LEFT_OUT,
@@ -34,12 +35,28 @@ if TYPE_CHECKING:
     from narrowgauge.lab.card.archive import Report
 
 Line = Mapping[str, Any]
+MOST_LAYERS = 8  # of a step that is predicted; a report has `steps.LAYERS`
 KINDS = {PASS: "good", REFUSED: "open", LEFT_OUT: "open"}  # classes of the notice
 
 
 def write(report: Report, path: Path) -> Path:
-    """Write the page of a report to `path` and return it. Takes seconds for the predictions."""
-    return template.write(path, "lab/card/page.html.jinja", page(report))
+    """Write the page of a report to `path` and return it. Takes seconds for the predictions.
+
+    Raises ConfigError if a fact or a line has other types than those that a report writes.
+    """
+    try:
+        return template.write(path, "lab/card/page.html.jinja", page(report))
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        UndefinedError,
+    ) as error:
+        raise archive.damaged(
+            path, f"no page can be made: {type(error).__name__}: {error}"
+        ) from error
 
 
 def page(report: Report) -> dict[str, Any]:
@@ -202,6 +219,9 @@ def _step(
 ) -> float | None:
     """Predicted seconds of an eager layer or step."""
     if card is None or name in (*contenders.TORCHAO, *contenders.ENGINE):
+        return None
+    # Traced for as long as its sizes say, which a stranger's archive may name.
+    if dict(given).get("layers", 0) > MOST_LAYERS:
         return None
     key = card.name, part, given, name
     if key not in _KNOWN:

@@ -163,7 +163,9 @@ def _build(compiler: str, texts: dict[str, str], place: Path, name: str) -> tupl
                 (Path(folder) / file).write_text(source, encoding="utf-8")
             for tuning in TUNINGS:
                 command = [compiler, *FLAGS, *tuning, str(code), "-o", str(built)]
-                found = subprocess.run(command, capture_output=True, encoding="utf-8")
+                found = subprocess.run(
+                    command, capture_output=True, encoding="utf-8", errors="replace"
+                )
                 if found.returncode == 0:
                     # Explicit, whatever the umask: `is_whole` refuses files that others may write
                     # to.

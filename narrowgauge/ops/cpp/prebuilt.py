@@ -128,7 +128,7 @@ def compile_all(package: Path, compiler: str, machine: str) -> list[Path]:
         for level in LEVELS[machine]:
             built = target / "kernel.so"
             command = [compiler, *FLAGS, f"-march={level}", str(source), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             name = f"{source.stem}-{level}-{library_key(texts, level)}-{digest(built.read_bytes())}"
             made.append(built.rename(target / f"{name}.so"))
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import platform
@@ -13,6 +14,7 @@ import pytest
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.card import archive
+from tests.raising import raises
 
 LINE = {"job": "a", "part": "checks", "status": "pass"}
 
@@ -102,3 +104,26 @@ def test_what_is_no_archive_is_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         archive.read(tmp_path / "b" / "a.zip")
     assert caught.value.code == "file.unreadable"
+
+
+def test_bytes_that_were_changed_on_their_way_are_refused(tmp_path):
+    """Three bytes of a packed archive at random: it is read, or refused in words."""
+    path, draw = tmp_path / "a.zip", random.Random(0)
+    archive.write(path, {"ended": "finished"}, [LINE] * 50)
+    whole = path.read_bytes()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(3):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        path.write_bytes(data)
+        with contextlib.suppress(ConfigError):
+            archive.read(path)
+
+
+@pytest.mark.parametrize(
+    "rows", [[LINE] * 2001, [LINE | {"status": "zzz"}]], ids=["many", "status"]
+)
+def test_lines_that_no_report_has_are_refused(rows, tmp_path):
+    archive.write(tmp_path / "a.zip", {}, rows)
+    with raises(ConfigError, "card-report.damaged"):
+        archive.read(tmp_path / "a.zip")

@@ -26,6 +26,7 @@ from narrowgauge.ops.registry import Device
 from tests.lab.card.reports import MACHINE
 from tests.lab.card.stand_in import MACHINE as PLAYED
 from tests.ops.registries import registries
+from tests.raising import raises
 
 HOPPER, BLACKWELL, ADA = (Device("cuda", each, cuda=(13, 0)) for each in ((9, 0), (10, 0), (8, 9)))
 SETTINGS = card.CardSettings()
@@ -167,8 +168,14 @@ TOY = {"hidden": 64, "mlp": 96, "heads": 4, "key_heads": 2, "vocabulary": 128, "
 
 
 def line(part, arguments, **found):
-    name = f"{part} {arguments['contender']}"
+    name = f"{part} {arguments.get('contender', '')}"
     return {"job": name, "part": part, "status": PASS, "arguments": arguments, "seconds": 1.0, **found}  # fmt: skip
+
+
+FACTS = {
+    "card": PLAYED["card"],
+    "versions": {"torch": "2.13.0"}, "started_at": "now", "ended": "finished",
+}  # fmt: skip
 
 
 def test_a_page_has_measurements_beside_predictions(tmp_path):
@@ -183,10 +190,7 @@ def test_a_page_has_measurements_beside_predictions(tmp_path):
         line("step", {"contender": name, "compiled": False, "sizes": TOY}, median_s=0.5, parts_s={"forward": 0.1}, peak_bytes=1 << 30)
         for name in ("bf16", "fp8-current")
     ]  # fmt: skip
-    facts = {
-        "card": PLAYED["card"],
-        "versions": {"torch": "2.13.0"}, "started_at": "now", "ended": "finished",
-    }  # fmt: skip
+    facts = FACTS
     found = page.page(archive.Report(facts, lines))
     bf16, ours, engine = found["linears"]
     assert (ours["speedup"], engine["speedup"], bf16["speedup"]) == ("1.50", "1.59", "1.00")
@@ -196,6 +200,30 @@ def test_a_page_has_measurements_beside_predictions(tmp_path):
     assert found["steps"][1]["predicted_ms"] != "–" and found["steps"][1]["peak"] == "1.0"
     text = page.write(archive.Report(facts, lines), tmp_path / "a.html").read_text(encoding="utf-8")
     assert found["notice"]["kind"] == "good" and "nvjet_qqtst" in text and "1755 MHz" in text
+
+
+def test_a_page_has_the_rates_of_a_card(tmp_path):
+    found = line("rates", {}, copy=2e12, bf16=6e14, fp8=None)
+    text = page.write(archive.Report(FACTS, [found]), tmp_path / "p.html").read_text("utf-8")
+    assert "Copies 2.00 TB/s; BF16 600 TFLOP/s; FP8 without casts refused" in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "found"),
+    [
+        ({"card": []}, {}),
+        ({"versions": ["a"]}, {}),
+        ({}, {"kernels": [{}], "median_s": 1.0}),
+        ({}, {"median_s": 0}),
+        ({}, {"median_s": "x"}),
+        ({}, {"seconds": None, "status": "fault"}),
+        ({}, {"arguments": None, "median_s": 1.0}),
+    ],
+)
+def test_facts_of_other_types_are_refused_in_words(facts, found, tmp_path):
+    given = line("linear", {"tokens": 8, "inputs": 8, "outputs": 8, "contender": "bf16"}) | found
+    with raises(ConfigError, "card-report.damaged"):
+        page.write(archive.Report({**FACTS, **facts}, [given]), tmp_path / "p.html")
 
 
 @pytest.mark.parametrize("contender", ["bf16", "fp8-delayed"])
