@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge import __version__, recipes
-from narrowgauge.ops.cpp import prebuilt
-from narrowgauge.ops.cpp.build import cache_folder
+from narrowgauge.ops.cpp import build
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.selfcheck import RESULTS
@@ -35,7 +34,7 @@ def info() -> str:
     without = "none. --device.compile on the CPU needs one."
     lines += [
         f"C++ compiler: {f'{found}. --device.compile works on the CPU.' if found else without}",
-        f"C++ kernels of the CPU: {_origin_of_kernels(found)}",
+        f"C++ kernels of the CPU: {build.origin_of_kernels(found)}",
     ]
     return "\n".join(lines)
 
@@ -64,18 +63,6 @@ def c_compiler() -> str | None:
     """C compiler that Triton uses for its launchers: $CC, gcc or clang; None if there is none."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     return next((name for name in names if shutil.which(name)), None)
-
-
-def _origin_of_kernels(compiler: str | None) -> str:
-    """Where casts, 4-bit products and optimizer steps on the CPU come from."""
-    if carried := prebuilt.carried_level():
-        return f"those of the wheel, compiled for {carried}."
-    if compiler:
-        return f"compiled by {compiler} when they are first used, and kept in {cache_folder()}."
-    return (
-        "none. Training works in plain torch, with the same numbers: casts and optimizer steps take "
-        "several times as long. Install g++, or a wheel that carries kernels (make wheel)."
-    )
 
 
 def _headline(device: torch.device) -> str:

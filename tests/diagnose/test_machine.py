@@ -129,7 +129,7 @@ def test_the_compiler_is_the_one_that_torch_takes(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX")
     assert "C++ compiler: none" in machine.info()
     assert "C++ kernels of the CPU: none" in machine.info()
-    monkeypatch.setattr(machine.prebuilt, "carried_level", lambda: "x86-64-v3")
+    monkeypatch.setattr(machine.build.prebuilt, "carried_level", lambda: "x86-64-v3")
     assert "those of the wheel, compiled for x86-64-v3" in machine.info()
 
 

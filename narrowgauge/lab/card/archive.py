@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import getpass
 import io
-import lzma
 import os
 import platform
 import re
 import socket
-import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,7 +39,6 @@ STEP = "Name the .zip that narrowgauge card-report wrote, or its folder."
 KIND = reading.Kind(most_bytes=MOST_BYTES, step=STEP, follow_links=True)
 MEMBER = reading.Kind(most_bytes=UNPACKED_BYTES, step=STEP, follow_links=True)
 MOST_LINES = 2_000  # a whole report has some hundreds
-_OF_A_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError)
 # What is left of a process's output and of its kernels, tried in turn until the archive is small.
 CUTS = ((4096, 40), (512, 12), (0, 4), (0, 0))
 SHORTEST = 3  # letters of a name that is taken out: shorter ones are parts of words
@@ -132,7 +128,9 @@ def read(path: Path) -> Report:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             facts, lines = (_member(path, archive, name) for name in (REPORT, LINES))
-    except (*_OF_A_ZIP, KeyError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # zipfile lets errors of its decompressors and of file positions out
         raise damaged(path, f"it is no archive of card-report ({error})") from None
     return _parsed(path, facts, lines)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import UndefinedError
 
 from narrowgauge.conversion.measure import LinearWorkload
 from narrowgauge.conversion.predict import predicted
@@ -46,14 +45,7 @@ def write(report: Report, path: Path) -> Path:
     """
     try:
         return template.write(path, "lab/card/page.html.jinja", page(report))
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        UndefinedError,
-    ) as error:
+    except Exception as error:  # types are the stranger's, and errors the template's too
         raise archive.damaged(
             path, f"no page can be made: {type(error).__name__}: {error}"
         ) from error

@@ -85,6 +85,18 @@ def library(package: str, sources: tuple[str, ...], purpose: str, instead: str) 
         ) from error
 
 
+def origin_of_kernels(compiler: str | None) -> str:
+    """Where casts, 4-bit products and optimizer steps on the CPU come from, as a sentence."""
+    if level := prebuilt.carried_level():
+        return f"those of the wheel, compiled for {level}."
+    if compiler:
+        return f"compiled by {compiler} when they are first used, and kept in {cache_folder()}."
+    return (
+        "none. Training works in plain torch, with the same numbers: casts and optimizer steps take "
+        "several times as long. Install g++, or a wheel that carries kernels (make wheel)."
+    )
+
+
 def carried(folder: Path, source: str, texts: dict[str, str]) -> ctypes.CDLL | None:
     """Load the library that the wheel carries for this processor; None if there is none."""
     for path in prebuilt.candidates(folder, source, texts):
