@@ -22,7 +22,7 @@ SHARES = {
     "hadamard": 9, "block mm": 4,
 }  # fmt: skip
 # Programs that wait for each other, count their ends, or share maxima.
-RANDOM = ("tensor 80x144", "row 80x144 and x.T", "e4m3 first", "e4m3 later and x.T", "nv 67x131")
+RANDOM = ("tensor 80x144", "row 80x144 and x.T", "e4m3 first", "e4m3 later and x.T")
 
 
 def named(name: str, sm: int = 90) -> Case:
