@@ -101,8 +101,7 @@ def store(folder: Path, facts: Mapping[str, Any]) -> None:
 def _cut(line: Mapping[str, Any], output: int, named: int) -> dict[str, Any]:
     found = dict(line)
     if "output" in found:
-        text = str(found["output"])
-        found["output"] = text[len(text) - output :] if output else ""
+        found["output"] = str(found["output"])[-output:] if output else ""
     if "kernels" in found:
         found["kernels"] = list(found["kernels"])[:named]
     return found

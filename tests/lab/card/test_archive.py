@@ -52,6 +52,16 @@ def test_a_large_report_is_cut_until_it_fits(tmp_path, monkeypatch):
     assert 0 < len(found.lines[0]["output"]) < 4096 and found.lines[0]["kernels"]
 
 
+@pytest.mark.parametrize("length", [0, 1, 2047, 2049, 4095, 4096, 4097, 9000])
+def test_an_output_keeps_its_end_at_every_length(length, tmp_path):
+    """All of it up to the cut. One between half the cut and the cut once lost its beginning."""
+    kept = archive.CUTS[0][0]
+    output = "".join(chr(33 + number % 90) for number in range(length))
+    archive.write(tmp_path / "a.zip", {}, [LINE | {"output": output}])
+    (line,) = archive.read(tmp_path / "a.zip").lines
+    assert line["output"] == output[max(length - kept, 0) :]
+
+
 def test_an_archive_has_at_most_five_megabytes():
     assert archive.MOST_BYTES == 5_000_000 == archive.KIND.most_bytes
 
