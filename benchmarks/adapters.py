@@ -133,6 +133,8 @@ def main() -> None:
         started_s = time.process_time()
         _narrowgauge(run.arguments(output, options.steps))
         print(f"{run}: {time.process_time() - started_s:.0f} s of processor time", flush=True)
+    if parts > 1:
+        return
     settings = {
         "steps": options.steps,
         "pretraining": PRETRAINING,

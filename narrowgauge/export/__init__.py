@@ -234,7 +234,7 @@ def _written(
 
 
 def _seen(ids: Tensor, source: str) -> dict[str, Any]:
-    """What a calibration has read, for export.json. The hash is of the ids as int64, row by row."""
+    """Source, size and hash of a calibration, for export.json. The ids are hashed as int64."""
     data = ids.detach().to("cpu", torch.int64).contiguous().numpy().tobytes()
     rows, positions = ids.shape
     return {

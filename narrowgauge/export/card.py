@@ -106,7 +106,7 @@ def _numbers(form: ExportFormat, report: Mapping[str, Any]) -> str:
 
 
 def calibrated_by(seen: Mapping[str, Any]) -> str:
-    """Words for what a calibration has read, as export.json counts it."""
+    """Words for the rows that a calibration has read."""
     source = f" of {seen['source']}" if seen["source"] else ""
     rows = f"{seen['rows']} row{'s' if seen['rows'] > 1 else ''}"
     return f"{seen['tokens']:,} tokens{source}, in {rows} of {seen['positions']}"
