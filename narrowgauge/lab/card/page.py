@@ -17,7 +17,7 @@ import torch
 from narrowgauge.conversion.measure import LinearWorkload
 from narrowgauge.conversion.predict import predicted
 from narrowgauge.errors import ConfigError
-from narrowgauge.lab.card import archive, contenders, steps
+from narrowgauge.lab.card import contenders, contents, steps
 from narrowgauge.lab.card.process import (
     CULPRITS,
     LEFT_OUT,
@@ -41,14 +41,11 @@ KINDS = {PASS: "good", REFUSED: "open", LEFT_OUT: "open"}  # classes of the noti
 def write(report: Report, path: Path) -> Path:
     """Write the page of a report to `path` and return it. Takes seconds for the predictions.
 
-    Raises ConfigError if a fact or a line has other types than those that a report writes.
+    Raises ConfigError if a fact or a line has other types than those that a report writes. Any
+    other exception is an error of this page, and none of the archive.
     """
-    try:
-        return template.write(path, "lab/card/page.html.jinja", page(report))
-    except Exception as error:  # types are the stranger's, and errors the template's too
-        raise archive.damaged(
-            path, f"no page can be made: {type(error).__name__}: {error}"
-        ) from error
+    contents.refuse(report)
+    return template.write(path, "lab/card/page.html.jinja", page(report))
 
 
 def page(report: Report) -> dict[str, Any]:
@@ -139,7 +136,7 @@ def linears(lines: list[dict[str, Any]], card: Card | None) -> list[dict[str, An
         shape = {key: int(given[key]) for key in ("tokens", "inputs", "outputs")}
         same = [
             each for each in lines
-            if each["part"] == "linear" and all(each["arguments"].get(key) == value for key, value in shape.items())
+            if each["part"] == "linear" and "median_s" in each and all(each["arguments"].get(key) == value for key, value in shape.items())
         ]  # fmt: skip
         flop = 6.0 * shape["tokens"] * shape["inputs"] * shape["outputs"]
         predict = partial(_linear, card, tuple(shape.values()))
@@ -158,7 +155,7 @@ def whole(lines: list[dict[str, Any]], part: str, card: Card | None) -> list[dic
             compiled = line["arguments"]["compiled"]
             same = [
                 each for each in lines
-                if each["part"] == part and each["arguments"].get("compiled") == compiled
+                if each["part"] == part and "median_s" in each and each["arguments"]["compiled"] == compiled
             ]  # fmt: skip
             given = line["arguments"].get("sizes") or {}
             predict = partial(_step, None if compiled else card, part, tuple(sorted(given.items())))
@@ -177,7 +174,7 @@ def _beside_bf16(
 ) -> dict[str, str]:
     """Time and speedup over BF16's first timing, measured and predicted."""
     name = str(line["arguments"]["contender"])
-    plain = [each["median_s"] for each in same if each["arguments"]["contender"] == contenders.BF16 and "median_s" in each]  # fmt: skip
+    plain = [each["median_s"] for each in same if each["arguments"]["contender"] == contenders.BF16]  # fmt: skip
     own, bf16 = predict(name), predict(contenders.BF16)
     return {
         "contender": name, "ms": ms(line["median_s"]), "speedup": ratio(plain[0] if plain else None, line["median_s"]),
