@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 RECIPES = (
     "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8", "nvfp4", "mxfp4",
+    "nvfp4-46", "quartet2", "quartet2-46", "int4-eden",
 )  # fmt: skip
 BY_DEFINITION = ("nvfp4", "mxfp4")
 BATCH, TOKENS, VOCABULARY = 8, 256, 4096

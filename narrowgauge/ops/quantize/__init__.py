@@ -20,7 +20,8 @@ Contract of `quantize(x, cast)`
 Cost in plain torch: one read for amax, then about eight elementwise passes; one read and one write
 if a compiler fuses them. On a CPU with a C++ compiler (cpp.py) one read and one write too, and one
 more read under two-level rules, with bit-identical results: for codes of integers and decoded
-values, if noise is a Key.
+values, if noise is a Key. EDEN casts have a kernel of their own there, which also rotates
+(eden_cpp.py).
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def check_of(op: str) -> Callable[[], KernelCheck[Spec]]:
 
 
 TRITON, LAUNCHES = (f"narrowgauge.ops.quantize.{name}" for name in ("triton", "triton_launch"))
+EDEN = "narrowgauge.ops.quantize.eden_cpp"
 KERNELS: Registry[Spec] = Registry("quantize")
 KERNELS.register(
     Kernel(
@@ -96,6 +98,21 @@ def plan_amax(x: Tensor) -> Callable[[Tensor], Tensor]:
         and KERNELS.choose(Spec.of(x, _WHOLE)).kernel.name == "triton"
     )
     return imported(LAUNCHES, "amax") if is_launched else definition.whole_amax
+
+
+def plan_rotated(
+    x: Tensor, cast: Cast, expand: torch.dtype | None
+) -> Callable[..., QTensor] | None:
+    """Return the kernel that rotates, casts and corrects such an x, or None if none does all three.
+
+    cast  of the rotated x, with rounding "eden"
+    ->    run(x, cast, amax, noise, expand, rotation), valid as the result of `plan`
+    """
+    from narrowgauge.ops.random import Key
+
+    noise = Key((0, 0)) if cast.draws else None
+    kernel = KERNELS.choose(Spec.of(x, cast, None, noise, expand)).kernel
+    return imported(EDEN, "run_rotated") if kernel.name == "native-cpp" else None
 
 
 def plan(
