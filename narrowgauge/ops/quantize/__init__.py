@@ -27,6 +27,7 @@ values, if noise is a Key. EDEN casts have a kernel of their own there, which al
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,10 +109,8 @@ def plan_rotated(
     cast  of the rotated x, with rounding "eden"
     ->    run(x, cast, amax, noise, expand, rotation), valid as the result of `plan`
     """
-    from narrowgauge.ops.random import Key
-
-    noise = Key((0, 0)) if cast.draws else None
-    kernel = KERNELS.choose(Spec.of(x, cast, None, noise, expand)).kernel
+    spec = replace(Spec.of(x, cast, expand=expand), noise="key" if cast.draws else None)
+    kernel = KERNELS.choose(spec).kernel
     return imported(EDEN, "run_rotated") if kernel.name == "native-cpp" else None
 
 

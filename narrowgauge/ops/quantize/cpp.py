@@ -83,9 +83,12 @@ def refuse(spec: Spec) -> Refusal | None:
     if spec.expand is None and not isinstance(format, IntFormat):
         return Refusal("expanded", "makes decoded values of floats, not their codes")
     if is_eden:
-        from narrowgauge.ops.quantize import eden_cpp
+        from narrowgauge.ops.quantize.eden_cpp import LIBRARY as CORRECTING
+        from narrowgauge.ops.quantize.eden_cpp import WIDTHS
 
-        return eden_cpp.refuse(spec)
+        if spec.cast.tile[1] not in WIDTHS:
+            return Refusal("tile", f"corrects scales of {', '.join(map(str, WIDTHS))} elements")
+        return CORRECTING.refuse(spec.device.type)
     return LIBRARY.refuse(spec.device.type)
 
 

@@ -21,14 +21,12 @@ from torch import Tensor
 
 from narrowgauge.ops.cpp import Library
 from narrowgauge.ops.quantize import cpp
-from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
 
 if TYPE_CHECKING:
     from narrowgauge.nn.rotation import Rotation
-    from narrowgauge.ops.quantize.spec import Spec
     from narrowgauge.ops.random import Key
+    from narrowgauge.recipe import Cast
 
 WIDTHS = (16, 32, 64, 128)  # must match `with_width` in eden.cpp
 _P, _L, _I, _U = c_void_p, c_int64, c_int32, c_uint32
@@ -49,16 +47,6 @@ class Turn(NamedTuple):
     block: int = 1
     signs: Tensor | None = None
     second: Tensor | None = None
-
-
-def refuse(spec: Spec) -> Refusal | None:
-    """Return the reason why this kernel does not correct the scales of such a cast, or None.
-
-    `cpp.refuse` has asked for everything that casts of both kinds need.
-    """
-    if spec.cast.tile[1] not in WIDTHS:
-        return Refusal("tile", f"corrects scales of {', '.join(map(str, WIDTHS))} elements")
-    return LIBRARY.refuse(spec.device.type)
 
 
 def run(
@@ -89,10 +77,12 @@ def _run(
     made, rotates = amax is None and cpp.scales_by_amax(cast), turn.block > 1
     source = _source(matrix, columns if rotates else tiles * width, turn)
     largest = shared = None
-    if made and cast.scale.two_level or rotates and not made:
+    if (made and cast.scale.two_level) or (rotates and not made):
         # Scales depend on other rows: rotate all of them, and find the maxima on the way.
         turned = torch.empty(rows, columns, dtype=torch.float32, device="cpu") if rotates else None
-        LIBRARY.call("rotated", rows, rows * columns, *_source(matrix, columns, turn), width, scale, turned)
+        LIBRARY.call(
+            "rotated", rows, rows * columns, *_source(matrix, columns, turn), width, scale, turned
+        )
         if turned is not None:
             source, x = _source(turned, columns, Turn()), turned
     if not made:
