@@ -58,7 +58,7 @@ def main() -> None:
     timings = measure(everything, rounds=options.rounds, warmup=1)
     lines = rows(timings, baseline=next(iter(timings)))
     for line in lines:
-        for floor in ("bf16-recipe", "fp32"):
+        for floor in [name for name in ("bf16-recipe", "fp32") if name in timings]:
             spread = ratio(timings[line["case"]], timings[floor])
             line[f"of_{floor}"] = [spread.median, spread.q1, spread.q3]
     work = dict.fromkeys(timings, (float(BATCH * TOKENS), "tokens"))
