@@ -11,6 +11,8 @@ A Llama of 1 M parameters (width 128, four blocks) is pre-trained in bf16 on pla
     cloze        classification as a prompt: which of eight nouns was taken out of an English caption
     translation  an English caption, then the German one
 
+`untrained` is the loss of each base before the first step: what the rounding of weights costs, and in 16-bit products.
+
 The variants (DoRA, rsLoRA, PiSSA) stand beside the same variant over bf16, on the translations. PiSSA changes the base, so its base
 is no codes: its products cast the changed weights. The verdicts are those of `narrowgauge study`, with its positive control.
 
@@ -55,9 +57,12 @@ MODULES = (
     "subprocess",
     "unittest.mock",
 )
-BASES = ("bf16", "fp8-block", "nvfp4", "mxfp4", "int8", POSITIVE_CONTROL)
+BASES = ("bf16", "fp8-block", "nvfp4", "mxfp4", "int8", "nvfp4-46", POSITIVE_CONTROL)
 OF_VARIANTS = ("bf16", "fp8-block", "nvfp4")
-VARIANTS = {"lora": "r=8", "dora": "r=8,dora", "rslora": "r=8,rslora", "pissa": "r=8,init=pissa"}
+UNTRAINED = "untrained"  # adapters as they begin, whose change is zero: the loss is the base's own
+VARIANTS = {
+    "lora": "r=8", "dora": "r=8,dora", "rslora": "r=8,rslora", "pissa": "r=8,init=pissa", UNTRAINED: "r=8",
+}  # fmt: skip
 MERGED = ("fp8-block", "nvfp4")
 TASKS = ("python", "cloze", "translation")
 SIZES = "--model.hidden-size 128 --model.layers 4 --model.heads 4 --model.intermediate-size 256 --model.sequence-length 128"
@@ -91,17 +96,21 @@ class Run:
         """Command line of the run. `--base` holds codes; PiSSA and the control cast wide weights."""
         is_coded = self.variant != "pissa" and self.base not in ("bf16", POSITIVE_CONTROL)
         base = f"--base {self.base}" if is_coded else f"--recipe {self.base}"
-        merge = "--merge" if is_coded and self.base in MERGED else ""
+        is_untrained = self.variant == UNTRAINED
+        merge = "--merge" if is_coded and self.base in MERGED and not is_untrained else ""
+        settings = ADAPTING.format(steps=1 if is_untrained else steps) + (
+            " --evaluation.wide --optimizer.learning-rate 1e-12" if is_untrained else ""
+        )
         return (
             f"train --model {output}/base/final --lora {VARIANTS[self.variant]} {base} {merge} --training.seed {self.seed} "
-            f"{OF_TASK[self.task].format(folder=output)} {ADAPTING.format(steps=steps)} --data.cache {output}/cache "
+            f"{OF_TASK[self.task].format(folder=output)} {settings} --data.cache {output}/cache "
             f"--output {self.folder(output)}"
         ).split()  # fmt: skip
 
 
 def planned(seeds: Sequence[int]) -> Iterator[Run]:
     """All runs, the most telling first."""
-    for bases in (OF_VARIANTS, ("mxfp4", "int8")):
+    for bases in (OF_VARIANTS, ("mxfp4", "int8"), ("nvfp4-46",)):
         for seed in seeds:
             for task in TASKS:
                 yield from (Run(task, "lora", base, seed) for base in bases)
@@ -110,6 +119,8 @@ def planned(seeds: Sequence[int]) -> Iterator[Run]:
             yield from (Run("translation", variant, base, seed) for base in OF_VARIANTS)
     for seed in seeds:
         yield from (Run(task, "lora", POSITIVE_CONTROL, seed) for task in TASKS)
+    for task in TASKS:
+        yield from (Run(task, UNTRAINED, base, seeds[0]) for base in BASES[:-1])
 
 
 def main() -> None:
@@ -120,7 +131,11 @@ def main() -> None:
         _narrowgauge(
             f"train --data {output}/pretraining --output {output}/base {PRETRAINING}".split()
         )
-    runs = [run for run in planned(options.seeds) if run.variant in options.variants]
+    runs = [
+        run
+        for run in planned(options.seeds)
+        if run.variant in options.variants and run.base in options.bases
+    ]
     part, parts = map(int, options.share.split("/"))
     if options.finished:
         runs = [run for run in runs if (run.folder(output) / "final").is_dir()]
@@ -133,6 +148,8 @@ def main() -> None:
         started_s = time.process_time()
         _narrowgauge(run.arguments(output, options.steps))
         print(f"{run}: {time.process_time() - started_s:.0f} s of processor time", flush=True)
+    if parts > 1:
+        return
     settings = {
         "steps": options.steps,
         "pretraining": PRETRAINING,
@@ -221,6 +238,9 @@ def compared(runs: Sequence[Run], output: Path) -> Iterator[dict[str, Any]]:
             "loss": sum(values) / len(values),
             **codes(group.runs[0].run),
         }
+        last = group.runs[0].of("eval")[-1]
+        if "wide" in last:  # the same weights in 16-bit products
+            row["wide"] = last["wide"]["loss"]
         if (each := verdicts.get(group.name)) is not None:
             numbers = each.numbers()
             row |= {
@@ -303,6 +323,8 @@ def shown(row: dict[str, Any]) -> str:
     if row["part"] == "merge":
         return f"{head}, seed {row['seed']}: {row['unequal']} of {row['logits']:,} logits unequal, {row['survives']:.1%} survives"
     words = f"{head}: {row['loss']:.4f}"
+    if "wide" in row:
+        words += f" ({row['wide']:.4f} in 16 bits)"
     if "mean" in row:
         known = row["low"] is not None  # an interval takes two seeds
         interval = f", {row['low']:+.4f} to {row['high']:+.4f}" if known else ""
@@ -324,6 +346,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--bases", nargs="+", default=BASES, choices=BASES)
     parser.add_argument(
         "--share", default="0/1", help="train the runs I, I + N, ... of all, as I/N"
     )

@@ -29,9 +29,9 @@ def export(
         bool, _flag("Cast weights anew where the format cannot hold their codes.")
     ] = False,
     calibrate: Annotated[
-        str,
+        str | None,
         _flag("nvfp4-modelopt: text from which x gets a static scale; own: the run's own data."),
-    ] = "",
+    ] = None,
     unfused: Annotated[
         bool,
         _flag("Not for servers that load q, k, v as one weight: let each go out by itself."),

@@ -24,6 +24,7 @@ absent or whole, and an older export that `overwrite` replaces is there until th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -99,6 +100,8 @@ class ExportReport:
                 f"Cast anew: {len(bits['requantized'])} weights, by {min(bits['requantized'].values()):.2g} to "
                 f"{max(bits['requantized'].values()):.2g} of their norm from the forward's."
             )
+        if seen := facts["calibration"]:
+            lines.append(f"Static scales of x: {card.calibrated_by(seen)}.")
         if not loaded["checked"]:
             lines.append(loaded["why"][0].upper() + loaded["why"][1:])
         elif facts["narrow"]:
@@ -148,9 +151,11 @@ def save(
     dtype       of the weights that stay wide; None: bfloat16, of a float16 model float16
     shard_bytes a file is closed before it would have more; one tensor may have more by itself. GGUF
                 is one file
-    facts       on the training, for the card and export.json (`card`)
+    facts       on the training, for the card and export.json (`card`); `calibration`: where the
+                ids of a calibration come from
     calibration (nvfp4-modelopt) token ids [rows, positions] of real text, from which x gets the
-                static scale that 4-bit products ask for. None: weights alone, x in 16 bits
+                static scale that 4-bit products ask for; export.json counts and hashes them. None:
+                weights alone, x in 16 bits
 
     Memory besides the model: one shard (512 MiB), and with `load` the model. Time: two casts
     of every weight, and one forward pass of a row for each layer.
@@ -171,8 +176,11 @@ def save(
     choices = layers.chosen(model, form, requantize, fused)
     if form.cast is not None and not any(each.is_narrow for each in choices.values()):
         layers.refuse(model, form, choices)
+    facts = dict(facts or {})
+    seen = None
     if calibration is not None:
         choices = layers.calibrated(model, choices, calibration)
+        seen = _seen(calibration, facts.pop("calibration", ""))
     with _claimed(path) as draft:
         # Again under the lock: another process may have exported into it meanwhile.
         _refuse_place(path, overwrite)
@@ -180,7 +188,7 @@ def save(
             draft.mkdir()
             kind = gguf_file.GgufFile if form.is_gguf else writing.WeightFiles
             files = kind(folder=draft, shard_bytes=shard_bytes)
-            report = _written(model, form, choices, dtype, files, tokenizer, load, facts or {})
+            report = _written(model, form, choices, dtype, files, tokenizer, load, facts, seen)
             storage.flush_tree(draft)
     return ExportReport(path=path, facts=report)
 
@@ -194,6 +202,7 @@ def _written(
     tokenizer: Any,
     load: bool,
     facts: Mapping[str, Any],
+    calibration: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Write and check all files. Returns the content of export.json, which is written last."""
     if isinstance(files, gguf_file.GgufFile):
@@ -215,12 +224,23 @@ def _written(
         if load
         else {"checked": False, "why": "transformers was not asked to load it."},
         "training": dict(facts),
+        "calibration": calibration,
     }
     writing.add_file(files, CARD, card.text(form, report, facts))
     # Last, since it lists all others: a folder without it is no export.
     report["files"] = files.entries
     storage.write_synced(files.folder / REPORT, json.dumps(report, indent=1).encode())
     return report
+
+
+def _seen(ids: Tensor, source: str) -> dict[str, Any]:
+    """Source, size and hash of a calibration, for export.json. The ids are hashed as int64."""
+    data = ids.detach().to("cpu", torch.int64).contiguous().numpy().tobytes()
+    rows, positions = ids.shape
+    return {
+        "source": source, "rows": rows, "positions": positions, "tokens": rows * positions,
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }  # fmt: skip
 
 
 def verify(folder: str | os.PathLike[str]) -> Mapping[str, Any]:

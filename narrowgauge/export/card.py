@@ -90,6 +90,8 @@ def _numbers(form: ExportFormat, report: Mapping[str, Any]) -> str:
         said.append(
             f"{len(bits['requantized'])} weights were cast anew for this format, by up to {largest:.2g} of their norm from the forward's."
         )
+    if report["calibration"]:
+        said.append(f"The static scales of x are of {calibrated_by(report['calibration'])}.")
     if not loaded["checked"]:
         said.append(loaded["why"])
     elif loaded["weights"]:
@@ -101,6 +103,13 @@ def _numbers(form: ExportFormat, report: Mapping[str, Any]) -> str:
             f"weights without the recipe {logits['wide']:.2g}: a reader that decodes weights leaves activations in 16 bits."
         )
     return " ".join(said)
+
+
+def calibrated_by(seen: Mapping[str, Any]) -> str:
+    """Words for the rows that a calibration has read."""
+    source = f" of {seen['source']}" if seen["source"] else ""
+    rows = f"{seen['rows']} row{'s' if seen['rows'] > 1 else ''}"
+    return f"{seen['tokens']:,} tokens{source}, in {rows} of {seen['positions']}"
 
 
 def _training(facts: Mapping[str, Any]) -> list[str]:

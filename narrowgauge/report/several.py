@@ -98,10 +98,21 @@ def write_folders(
                 code="report.study-settings",
             )
         return write(of_study(folders[0], chosen), path or folders[0] / "report.html", facts)
-    return write(
-        gather(folders, reference, metric, chosen),
-        path or folders[0].resolve().parent / "report.html",
-    )
+    path = path or folders[0].resolve().parent / "report.html"
+    refuse_other_page(path)
+    return write(gather(folders, reference, metric, chosen), path)
+
+
+def refuse_other_page(path: Path) -> None:
+    """Raises ConfigError if `path` is where a run or a study has a page of its own."""
+    folder = path.resolve().parent
+    is_run = os.path.lexists(folder / "run.json") or os.path.lexists(folder / "config.toml")
+    if path.name == "report.html" and (is_run or is_study(folder)):
+        raise ConfigError(
+            f"output: {folder} is {'a run' if is_run else 'a study'}, and its report.html is its own page, which this one would replace. "
+            "Name another place by --output.",
+            code="report.other-page",
+        )
 
 
 def write(found: Gathered, path: Path, facts: Mapping[str, Any] | None = None) -> Path:

@@ -44,6 +44,8 @@ CPU = torch.device("cpu")
 CAUSAL = ("text", "causal-lm")  # tasks whose batches are ids of one text
 OWN = "own"  # calibration by the run's own data
 ROWS, POSITIONS = 32, 512  # of a calibration, at most
+# The amax of fewer tokens is too small for a text that follows, whose elements saturate in the reader.
+LEAST_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +53,14 @@ class Options:
     """Options of an export; see `narrowgauge.export.save`.
 
     recipe     of a folder that is no run
-    calibrate  file or folder of text, or OWN: training data of the run; '': no calibration
+    calibrate  file or folder of text, or OWN: training data of the run; None: no calibration
     """
 
     format: str
     output: Path
     recipe: str = ""
     requantize: bool = False
-    calibrate: str = ""
+    calibrate: str | None = None
     fused: bool = True
     overwrite: bool = False
     load: bool = True
@@ -67,8 +69,13 @@ class Options:
 def exported(source: str, options: Options) -> export.ExportReport:
     """Exports what `source` names, and returns the report. Writes nothing into the source."""
     form = export.format_of(options.format)
-    if options.calibrate:
+    if options.calibrate is not None:
         export.refuse_calibration(form)
+        if not options.calibrate.strip():
+            raise ConfigError(
+                f"--calibrate {options.calibrate!r}: names no text. Name a file or a folder with text, or {OWN} for the run's own data.",
+                code="export.calibration",
+            )
     ref = CheckpointRef.of(source)
     folder = RunFolder(ref.run)
     if Path(options.output).resolve() == ref.run.resolve():
@@ -102,6 +109,9 @@ def exported(source: str, options: Options) -> export.ExportReport:
 def _save(
     model: nn.Module, tokenizer: Any, facts: Mapping[str, Any], options: Options, ids: Tensor | None
 ) -> export.ExportReport:
+    if options.calibrate is not None:
+        words = "the run's own data" if options.calibrate == OWN else f"'{options.calibrate}'"
+        facts = {**facts, "calibration": words}
     return export.save(
         model.eval(),
         options.output,
@@ -119,12 +129,12 @@ def _save(
 # --- token ids of a calibration ------------------------------------------------------------------
 
 
-def _ids(source: str, model: Any, tokenizer: Any) -> Tensor | None:
+def _ids(source: str | None, model: Any, tokenizer: Any) -> Tensor | None:
     """[rows, positions] int64 of the beginning of a text; None without one.
 
     tokenizer  an object, or the folder of one
     """
-    if not source:
+    if source is None:
         return None
     if isinstance(tokenizer, Path):
         tokenizer = data.load(tokenizer)
@@ -157,13 +167,14 @@ def _own_ids(run: Path, model: Any) -> Tensor:
 def _rows(ids: list[int], model: Any, source: str) -> Tensor:
     """ids end to end in rows of equal length; the last, shorter row is dropped."""
     longest = getattr(model.config, "max_position_embeddings", None) or POSITIONS
-    positions = min(POSITIONS, longest, len(ids))
-    rows = min(ROWS, len(ids) // positions) if positions else 0
-    if not rows:
+    if len(ids) < LEAST_TOKENS:
         raise ConfigError(
-            f"--calibrate: {source} holds no token. Name a file with ordinary text.",
+            f"--calibrate: {source} has {len(ids)} tokens for this model, and {LEAST_TOKENS} are the least from which a scale of x is "
+            "taken. Name a file with more text, like that of the use.",
             code="export.calibration",
         )
+    positions = min(POSITIONS, longest, len(ids))
+    rows = min(ROWS, len(ids) // positions)
     return torch.tensor(ids[: rows * positions]).reshape(rows, positions)
 
 

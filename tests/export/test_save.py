@@ -338,6 +338,8 @@ def test_modelopts_nvfp4_comes_back_to_the_bit_and_calibrates_x_on_request(calib
         if calibrates:  # E4M3's largest number times E2M1's
             assert_same(found[f"{name}.input_scale"], (seen[name].double() / 2688).float())
     assert (f"{name}.input_scale" in found) == calibrates
+    seen = report.facts["calibration"]
+    assert (seen is not None) == calibrates == ("24 tokens, in 2 rows of 12" in str(report))
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     other = json.loads((tmp_path / "out/hf_quant_config.json").read_text())["quantization"]
     algo = "NVFP4" if calibrates else "W4A16_NVFP4"

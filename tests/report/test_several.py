@@ -246,6 +246,21 @@ def test_the_verb_study_judges_run_folders_of_any_loop(six, tmp_path, capsys):
     assert "other is left out of the verdicts: 5 parameters" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["study", "report"])
+def test_the_own_page_of_a_run_or_a_study_is_never_replaced(verb, tmp_path):
+    study = study_of(tmp_path / "study")
+    runs = [study / "bf16-seed0", study / "fp8-row-seed0"]
+    for folder in (study, runs[1]):
+        (folder / "report.html").write_text("own")
+    end = "" if verb == "study" else "/report.html"
+    for flags in ([], [f"--output={study}{end}"], [f"--output={runs[1]}{end}"]):
+        cli_raises([verb, *map(str, runs), *flags], ConfigError, "report.other-page")
+    assert {(folder / "report.html").read_text() for folder in (study, runs[1])} == {"own"}
+    assert not (runs[0] / "report.html").exists()
+    assert main([verb, *map(str, runs), f"--output={tmp_path / 'else'}{end}"]) == 0
+    assert (tmp_path / "else/report.html").is_file()
+
+
 def test_flags_of_training_are_refused_for_run_folders(six, tmp_path):
     two = [str(six[0]), str(six[3])]
     for words, code, *more in (

@@ -164,7 +164,7 @@ def test_an_adapter_of_another_base_is_refused_and_nothing_overwritten(other_bas
     assert before == {path: path.read_bytes() for path in (run / "final").iterdir()}
 
 
-@pytest.mark.parametrize("codes", ["fp8-block", "nvfp4", "mxfp4", "int8", ""])
+@pytest.mark.parametrize("codes", ["fp8-block", "nvfp4", "nvfp4-46", "mxfp4", "int8", ""])
 @pytest.mark.parametrize("lora", ["r=4", "r=4,dora"])
 def test_a_merged_layer_is_a_fresh_cast_of_the_merged_weight(base, make, codes, lora):
     """Exact: codes of decoded weight plus the adapter's change, as a layer converted anew has them."""

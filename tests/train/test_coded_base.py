@@ -54,7 +54,7 @@ def filled(where, recipe, dtype=torch.bfloat16):
     return model, coded_base.fill(model, where, CPU)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4", "mxfp4", "int8"])
+@pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4", "nvfp4-46", "mxfp4", "int8"])
 def test_codes_are_those_of_the_model_loaded_whole(folder, recipe):
     """Exact: every buffer and the output of the model."""
     model, report = filled(folder, recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
@@ -189,6 +190,12 @@ def test_a_calibration_takes_text_or_the_runs_own_data(shared, source, tmp_path,
         x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
     name = "model.layers.0.self_attn.q_proj.input_scale"
     assert_same(found[name], (x.abs().amax().double() / (448 * 6)).float())
+    seen = ng.export.verify(tmp_path / "out")["calibration"]
+    assert (seen["rows"], seen["positions"]) == tuple(ids.shape) and seen["tokens"] == ids.numel()
+    assert seen["sha256"] == hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert f"{ids.numel():,} tokens of {seen['source']}" in card
+    assert ("own data" if source == "own" else str(file)) in seen["source"]
 
 
 def test_calibrations_without_text_or_use_are_refused(shared, tmp_path):
@@ -199,3 +206,7 @@ def test_calibrations_without_text_or_use_are_refused(shared, tmp_path):
 
     refused(shared, "nvfp4", "own", "nvfp4-modelopt")
     refused(shared / "final", "nvfp4-modelopt", "own", "Name a file")
+    refused(shared, "nvfp4-modelopt", "", "names no text")
+    for content in ("a", "The scale of a tile rounds the amax. " * 5):
+        (tmp_path / "short.txt").write_text(content, encoding="utf-8")
+        refused(shared, "nvfp4-modelopt", str(tmp_path / "short.txt"))

@@ -9,6 +9,7 @@
     steps        an 8B-shaped layer, and a step by its parts
     two_cards    an all-reduce beside a Linear
     archive      the file: written without what is private, read as a stranger's
+    contents     types of what the page reads, of a stranger's archive
     page         the page of --read, with predictions beside the measurements
 
 This file has the order of a report. Its own process asks CUDA for nothing: a card that hangs cannot

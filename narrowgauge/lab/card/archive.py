@@ -47,10 +47,11 @@ PATH = re.compile(r"(?<![\w.:/])(?:/[^\s/:'\"<>|,;)\\]+){2,}|\b[A-Za-z]:\\[^\s'\
 
 @dataclass(frozen=True)
 class Report:
-    """Content of an archive: report.json and the lines."""
+    """Content of an archive: report.json and the lines. source: the archive, for sentences."""
 
     facts: Mapping[str, Any]
     lines: list[dict[str, Any]]
+    source: Path = Path("the report")
 
 
 def cleaner() -> Callable[[str], str]:
@@ -164,7 +165,7 @@ def _parsed(path: Path, facts: bytes, lines: bytes) -> Report:
             raise ValueError(f"{LINES} has {len(rows)} lines, more than {MOST_LINES}")
     except (ValueError, TypeError) as error:
         raise damaged(path, str(error)) from None
-    return Report(found, rows)
+    return Report(found, rows, path)
 
 
 def _row(value: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowgauge.conversion.measure import LinearWorkload
-from narrowgauge.conversion.predict import predicted
+from narrowgauge.conversion.predict import likely_gain, predicted
 from narrowgauge.errors import ConfigError
-from narrowgauge.lab.card import archive, contenders, steps
+from narrowgauge.lab.card import contenders, contents, steps
 from narrowgauge.lab.card.process import (
     CULPRITS,
     LEFT_OUT,
@@ -41,14 +41,11 @@ KINDS = {PASS: "good", REFUSED: "open", LEFT_OUT: "open"}  # classes of the noti
 def write(report: Report, path: Path) -> Path:
     """Write the page of a report to `path` and return it. Takes seconds for the predictions.
 
-    Raises ConfigError if a fact or a line has other types than those that a report writes.
+    Raises ConfigError if a fact or a line has other types than those that a report writes. Any
+    other exception is an error of this page, and none of the archive.
     """
-    try:
-        return template.write(path, "lab/card/page.html.jinja", page(report))
-    except Exception as error:  # types are the stranger's, and errors the template's too
-        raise archive.damaged(
-            path, f"no page can be made: {type(error).__name__}: {error}"
-        ) from error
+    contents.refuse(report)
+    return template.write(path, "lab/card/page.html.jinja", page(report))
 
 
 def page(report: Report) -> dict[str, Any]:
@@ -139,12 +136,12 @@ def linears(lines: list[dict[str, Any]], card: Card | None) -> list[dict[str, An
         shape = {key: int(given[key]) for key in ("tokens", "inputs", "outputs")}
         same = [
             each for each in lines
-            if each["part"] == "linear" and all(each["arguments"].get(key) == value for key, value in shape.items())
+            if each["part"] == "linear" and "median_s" in each and all(each["arguments"].get(key) == value for key, value in shape.items())
         ]  # fmt: skip
         flop = 6.0 * shape["tokens"] * shape["inputs"] * shape["outputs"]
         predict = partial(_linear, card, tuple(shape.values()))
         found.append(
-            row(line) | _beside_bf16(line, same, predict)
+            row(line) | _beside_bf16(line, same, predict, "layer")
             | {"teraflops": f"{flop / line['median_s'] / 1e12:.0f}", "error": f"{line.get('error_db', 0.0):.1f}"}
         )  # fmt: skip
     return found
@@ -158,7 +155,7 @@ def whole(lines: list[dict[str, Any]], part: str, card: Card | None) -> list[dic
             compiled = line["arguments"]["compiled"]
             same = [
                 each for each in lines
-                if each["part"] == part and each["arguments"].get("compiled") == compiled
+                if each["part"] == part and "median_s" in each and each["arguments"]["compiled"] == compiled
             ]  # fmt: skip
             given = line["arguments"].get("sizes") or {}
             predict = partial(_step, None if compiled else card, part, tuple(sorted(given.items())))
@@ -167,21 +164,23 @@ def whole(lines: list[dict[str, Any]], part: str, card: Card | None) -> list[dic
             )
             peak = f"{line['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in line else "–"
             found.append(
-                row(line) | _beside_bf16(line, same, predict) | {"parts": parts, "peak": peak}
+                row(line)
+                | _beside_bf16(line, same, predict, "step")
+                | {"parts": parts, "peak": peak}
             )
     return found
 
 
 def _beside_bf16(
-    line: Line, same: list[dict[str, Any]], predict: Callable[[str], float | None]
+    line: Line, same: list[dict[str, Any]], predict: Callable[[str], float | None], of: str
 ) -> dict[str, str]:
-    """Time and speedup over BF16's first timing, measured and predicted."""
+    """Time and speedup over BF16's first timing, measured and predicted; of: see `likely_gain`."""
     name = str(line["arguments"]["contender"])
-    plain = [each["median_s"] for each in same if each["arguments"]["contender"] == contenders.BF16 and "median_s" in each]  # fmt: skip
+    plain = [each["median_s"] for each in same if each["arguments"]["contender"] == contenders.BF16]  # fmt: skip
     own, bf16 = predict(name), predict(contenders.BF16)
     return {
         "contender": name, "ms": ms(line["median_s"]), "speedup": ratio(plain[0] if plain else None, line["median_s"]),
-        "predicted_ms": ms(own), "predicted": ratio(bf16, own), "off": percent(own, line["median_s"]),
+        "predicted_ms": ms(own), "predicted": likely(bf16, own, of), "off": percent(own, line["median_s"]),
     }  # fmt: skip
 
 
@@ -264,6 +263,10 @@ def ms(seconds: float | None) -> str:
 
 def ratio(plain: float | None, own: float | None) -> str:
     return "–" if not plain or not own else f"{plain / own:.2f}"
+
+
+def likely(plain: float | None, own: float | None, of: str) -> str:
+    return "–" if not plain or not own else likely_gain(plain, own, of)
 
 
 def percent(predicted_s: float | None, measured_s: float) -> str:

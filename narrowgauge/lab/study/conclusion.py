@@ -88,10 +88,12 @@ def conclude_runs(
     margin     as of `Study`
 
     Who trained the runs has to give pairs of one seed the same batches: tokens of each step are
-    compared, and the data where run.json names them. Exit codes are those of `runner.run`; 1 also
+    compared, and the data where run.json names them. Raises ConfigError if OUTPUT is a run or a
+    study, which has a page of its own. Exit codes are those of `runner.run`; 1 also
     if some runs cannot be compared.
     """
     chosen = Margin.parse(margin) if margin else None
+    several.refuse_other_page(output / "report.html")
     found = groups.gather(folders, reference, metric, chosen)
     verdicts = found.verdicts()
     _tell(found, verdicts, {})

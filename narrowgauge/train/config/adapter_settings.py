@@ -9,7 +9,9 @@ from narrowgauge.train.config import lora_syntax
 from narrowgauge.train.config.rules import Check, OneOf, setting, shown
 
 # Recipes whose weights can be held as codes
-BASES = ("fp8-block", "nvfp4", "mxfp4", "int8", "nvfp4+shared-scales", "int8+shared-scales")
+BASES = (
+    "fp8-block", "nvfp4", "nvfp4-46", "mxfp4", "int8", "nvfp4+shared-scales", "nvfp4-46+shared-scales", "int8+shared-scales",
+)  # fmt: skip
 LORA, ROOT = (partial(setting, name) for name in ("lora", ""))
 
 

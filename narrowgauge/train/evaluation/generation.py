@@ -140,7 +140,8 @@ def _writer(place: Path, asked: GenerationOptions, device: torch.device) -> Iter
             yield writer
     elif (place / "config.json").exists() or (place / adapter.BASE).exists():
         yield _of_folder(place, asked, device)
-    elif (file := place if place.suffix == ".gguf" else place / GGUF).is_file():
+    # A folder may have the suffix too.
+    elif (file := place / GGUF if place.is_dir() else place).is_file() and file.suffix == ".gguf":
         yield _of_gguf(file, asked, device)
     else:
         raise ConfigError(

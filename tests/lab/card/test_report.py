@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge import cli
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, StorageError
 from narrowgauge.lab import card
 from narrowgauge.lab.card import (
     archive,
@@ -32,6 +32,7 @@ HOPPER, BLACKWELL, ADA = (Device("cuda", each, cuda=(13, 0)) for each in ((9, 0)
 SETTINGS = card.CardSettings()
 OPS = (
     "quantize_pair", "mm", "quantize_precast", "quantize", "optim", "rotary", "rotate_and_encode", "norm_act", "norm_act_backward",
+    "attention",
 )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def test_a_page_has_measurements_beside_predictions(tmp_path):
     found = page.page(archive.Report(facts, lines))
     bf16, ours, engine = found["linears"]
     assert (ours["speedup"], engine["speedup"], bf16["speedup"]) == ("1.50", "1.59", "1.00")
-    assert engine["predicted_ms"] == "–" and 1.2 < float(ours["predicted"]) < 1.8
+    assert engine["predicted_ms"] == "–" and ours["predicted"] == "1.32 to 1.46"
     assert 4 < float(ours["predicted_ms"]) < 8 and ours["off"].endswith(" %")
     assert ours["teraflops"] == f"{6 * 15_872 * 4096 * 16_384 / 0.0054 / 1e12:.0f}"
     assert found["steps"][1]["predicted_ms"] != "–" and found["steps"][1]["peak"] == "1.0"
@@ -218,12 +219,55 @@ def test_a_page_has_the_rates_of_a_card(tmp_path):
         ({}, {"median_s": "x"}),
         ({}, {"seconds": None, "status": "fault"}),
         ({}, {"arguments": None, "median_s": 1.0}),
+        ({}, {"arguments": {"tokens": 8}, "median_s": 1.0}),
+        ({}, {"median_s": 1.0, "kernels": [{"name": "a", "count": 10**400}]}),
+        (
+            {},
+            {
+                "part": "step",
+                "arguments": {"contender": "bf16", "compiled": False, "sizes": {"heads": 3}},
+                "median_s": 1.0,
+            },
+        ),
+        (
+            {},
+            {
+                "part": "step",
+                "arguments": {"contender": "bf16", "compiled": False, "sizes": {"shape": 3}},
+                "median_s": 1.0,
+            },
+        ),
+        ({}, {"part": "rates"}),
+        ({}, {"part": "communication", "hidden": 0.5}),
+        ({}, {"part": "optimizer", "median_s": 1.0, "state_bytes": 8, "parameters": 0}),
     ],
 )
 def test_facts_of_other_types_are_refused_in_words(facts, found, tmp_path):
     given = line("linear", {"tokens": 8, "inputs": 8, "outputs": 8, "contender": "bf16"}) | found
     with raises(ConfigError, "card-report.damaged"):
         page.write(archive.Report({**FACTS, **facts}, [given]), tmp_path / "p.html")
+    assert not (tmp_path / "p.html").exists()
+
+
+def test_an_error_of_the_page_is_not_the_archives(tmp_path, monkeypatch):
+    report = archive.Report(FACTS, [line("linear", {"contender": "bf16"})])
+
+    def broken(lines):
+        raise KeyError("an error of the page")
+
+    monkeypatch.setattr(page, "checks", broken)
+    with pytest.raises(KeyError, match="an error of the page"):
+        page.write(report, tmp_path / "p.html")
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    with raises(StorageError, "storage.refused"):
+        page.write(report, tmp_path / "file" / "p.html")
+
+
+def test_a_report_without_a_card_is_refused_by_the_archives_name(tmp_path):
+    archive.write(tmp_path / "a.zip", {"ended": "not yet"}, [])
+    with raises(ConfigError, "card-report.damaged", "a.zip", "has no card"):
+        card.write_page(tmp_path / "a.zip", None)
 
 
 @pytest.mark.parametrize("contender", ["bf16", "fp8-delayed"])

@@ -162,6 +162,15 @@ def test_a_gguf_file_writes_what_the_weights_in_it_write(run, tmp_path):
     assert found["text"] and found["source"].endswith("model.gguf")
 
 
+def test_a_folder_may_have_the_suffix_of_a_gguf_file(tmp_path):
+    (tmp_path / "m.gguf").mkdir()
+    with raises(ConfigError, "generate.place"):
+        generate(tmp_path / "m.gguf", GenerationOptions())
+    (tmp_path / "m.gguf" / "model.gguf").write_bytes(b"GGUF" + bytes(60))
+    with raises(ConfigError, "generate.gguf", "m.gguf/model.gguf"):
+        generate(tmp_path / "m.gguf", GenerationOptions())
+
+
 def test_a_file_that_is_no_gguf_is_refused_with_its_reader(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
     for place in (tmp_path, tmp_path / "model.gguf"):
