@@ -304,7 +304,9 @@ class Operand:
             run = self.plan.corrects_in_rotation(x, cast, expand)
             if run is not None:
                 noise = self._noise(x, which) if cast.draws else None
-                made: QTensor = run(x, cast, None, noise, expand, rotation)
+                assert rotation.hadamard is not None
+                turn = rotation.hadamard.block, rotation.signs, rotation.second
+                made: QTensor = run(x, cast, None, noise, expand, *turn)
                 return made
         return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 

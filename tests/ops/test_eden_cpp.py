@@ -89,11 +89,13 @@ def assert_is_the_definition(
         if not rounds:
             of = {"noise": noise, "expand": expand, "amax": amax}
             found, expected = (
-                quantize(x, cast, **of, backend=each) for each in ("native-cpp", "reference")
+                quantize(x, cast, **of, backend=each) for each in ("native-eden", "reference")
             )
         else:
             turn = Rotation.draw(Hadamard(block=cast.block, signs="random", rounds=rounds), x)
-            found = eden_cpp.run_rotated(x, cast, amax, noise, expand, turn)
+            found = eden_cpp.run_rotated(
+                x, cast, amax, noise, expand, cast.block, turn.signs, turn.second
+            )
             expected = quantize(
                 turn(x), cast, noise=noise, expand=expand, amax=amax, backend="reference"
             )
@@ -136,7 +138,7 @@ def test_other_noise_rounds_other_scales():
     """The negative control: without it a kernel that ignores the key would pass."""
     x = values("normal", (16, 256))
     one, other = (
-        quantize(x, EDEN, noise=Key((at, 3)), expand=torch.float32, backend="native-cpp")
+        quantize(x, EDEN, noise=Key((at, 3)), expand=torch.float32, backend="native-eden")
         for at in (1, 2)
     )
     assert_same(one.data, other.data)
@@ -151,9 +153,10 @@ def test_what_the_kernel_leaves_to_the_definition():
         (replace(EDEN, tile=(1, 8)), torch.float32, Key((1, 2)), "tile"),
         (EDEN, torch.float32, numbers, "noise"),
         (EDEN, None, Key((1, 2)), "expanded"),
+        (replace(EDEN, rounding="nearest"), torch.float32, None, "rounding"),
     ):
         with raises(BackendError, "kernel.refused") as caught:
-            quantize(x, cast, expand=expand, noise=noise, backend="native-cpp")
+            quantize(x, cast, expand=expand, noise=noise, backend="native-eden")
         assert caught.value.refusal == code
     assert plan_rotated(x, replace(EDEN, tile=(1, 8)), torch.float32) is None
     assert plan_rotated(x, EDEN, torch.float32) is not None

@@ -74,6 +74,13 @@ KERNELS.register(
         replays=True,
     ),
     Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of("quantize")),
+    Kernel(
+        "native-eden",
+        imported(EDEN, "refuse"),
+        imported(EDEN, "run"),
+        "cpu",
+        check=check_of("quantize"),
+    ),
     Kernel("reference", lambda spec: None, definition.quantize, by_torch=True),
 )
 
@@ -107,11 +114,11 @@ def plan_rotated(
     """Return the kernel that rotates, casts and corrects such an x, or None if none does all three.
 
     cast  of the rotated x, with rounding "eden"
-    ->    run(x, cast, amax, noise, expand, rotation), valid as the result of `plan`
+    ->    run(x, cast, amax, noise, expand, block, signs, second), valid as the result of `plan`
     """
     spec = replace(Spec.of(x, cast, expand=expand), noise="key" if cast.draws else None)
     kernel = KERNELS.choose(spec).kernel
-    return imported(EDEN, "run_rotated") if kernel.name == "native-cpp" else None
+    return imported(EDEN, "run_rotated") if kernel.name == "native-eden" else None
 
 
 def plan(
@@ -142,8 +149,8 @@ def quantize(
 ) -> QTensor:  # fmt: skip
     """Quantize x [outer, inner]; see the module for the contract.
 
-    backend  name of the kernel: "triton", "native-cpp" or "reference"; None: the first one that
-             does not refuse
+    backend  name of the kernel: "triton", "native-cpp", "native-eden" or "reference"; None: the
+             first one that does not refuse
     """
     if not isinstance(x, Tensor) or not isinstance(cast, Cast):
         raise ConfigError(

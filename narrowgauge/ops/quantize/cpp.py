@@ -68,28 +68,27 @@ LIBRARY = cpp.Library(
 
 def refuse(spec: Spec) -> Refusal | None:
     """Return the reason why this kernel does not quantize such a tensor, or None."""
+    if spec.cast.rounding == "eden":
+        return Refusal("rounding", "corrects no scales, which 'eden' does after it has rounded")
+    return refuse_cast(spec) or LIBRARY.refuse(spec.device.type)
+
+
+def refuse_cast(spec: Spec) -> Refusal | None:
+    """Return the reason why no kernel in C++ casts so, whether or not it corrects scales, or None."""
     format = spec.cast.format
     if 0 in spec.shape:
         return Refusal("shape", "there is nothing to round")
     if spec.noise == "tensor":
         return Refusal("noise", "generates the noise of a key, and reads no tensor of noise")
     # Candidates for a scale are compared by rounding to nearest.
-    is_eden = spec.cast.rounding == "eden"
-    to_nearest = spec.noise is None or spec.cast.scale.reads_elements or is_eden
-    if not rounds(format, stochastically=not to_nearest):
+    compares, is_eden = spec.cast.scale.reads_elements, spec.cast.rounding == "eden"
+    if not rounds(format, stochastically=not (spec.noise is None or compares or is_eden)):
         return Refusal(
             "format", "rounds integers and floats; to nearest, only floats with a mantissa"
         )
     if spec.expand is None and not isinstance(format, IntFormat):
         return Refusal("expanded", "makes decoded values of floats, not their codes")
-    if is_eden:
-        from narrowgauge.ops.quantize.eden_cpp import LIBRARY as CORRECTING
-        from narrowgauge.ops.quantize.eden_cpp import WIDTHS
-
-        if spec.cast.tile[1] not in WIDTHS:
-            return Refusal("tile", f"corrects scales of {', '.join(map(str, WIDTHS))} elements")
-        return CORRECTING.refuse(spec.device.type)
-    return LIBRARY.refuse(spec.device.type)
+    return None
 
 
 def rounds(format: Format, stochastically: bool) -> bool:
@@ -106,10 +105,6 @@ def run(
     x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None
 ) -> QTensor:
     """See `ops.quantize`."""
-    if cast.rounding == "eden":
-        from narrowgauge.ops.quantize import eden_cpp  # only for casts that correct their scales
-
-        return eden_cpp.run(x, cast, amax, noise, expand)
     matrix = x if x.dtype in DTYPES else x.to(torch.float32)
     # Cast the transpose where its rows are contiguous: codes are written in x's memory order,
     # without a copy.

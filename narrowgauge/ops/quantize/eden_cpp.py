@@ -21,10 +21,11 @@ from torch import Tensor
 
 from narrowgauge.ops.cpp import Library
 from narrowgauge.ops.quantize import cpp
+from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 
 if TYPE_CHECKING:
-    from narrowgauge.nn.rotation import Rotation
+    from narrowgauge.ops.quantize.spec import Spec
     from narrowgauge.ops.random import Key
     from narrowgauge.recipe import Cast
 
@@ -42,33 +43,40 @@ LIBRARY = Library(
 
 
 class Turn(NamedTuple):
-    """A rotation along the rows of x. block 1: none; signs, second: see `nn.rotation`."""
+    """A rotation along the rows of x, in blocks, by signs of a first and of a second round. block 1: none."""
 
     block: int = 1
     signs: Tensor | None = None
     second: Tensor | None = None
 
 
+def refuse(spec: Spec) -> Refusal | None:
+    """Return the reason why this kernel does not quantize such a tensor, or None."""
+    if spec.cast.rounding != "eden":
+        return Refusal("rounding", f"corrects scales, which {spec.cast.rounding!r} does not")
+    if (refusal := cpp.refuse_cast(spec)) is not None:
+        return refusal
+    if spec.cast.tile[1] not in WIDTHS:
+        return Refusal("tile", f"corrects scales of {', '.join(map(str, WIDTHS))} elements")
+    return LIBRARY.refuse(spec.device.type)
+
+
 def run(
     x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None
 ) -> QTensor:
     """See `ops.quantize`."""
-    return _run(x, cast, amax, noise, expand, Turn())
+    return run_rotated(x, cast, amax, noise, expand)
 
 
 def run_rotated(
     x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None,
-    rotation: Rotation,
+    block: int = 1, signs: Tensor | None = None, second: Tensor | None = None,
 ) -> QTensor:  # fmt: skip
-    """The same for `rotation(x)`, whose blocks hold whole tiles."""
-    assert rotation.hadamard is not None
-    turn = Turn(rotation.hadamard.block, rotation.signs, rotation.second)
-    return _run(x, cast, amax, noise, expand, turn)
+    """The same for x under a rotation (`nn.rotation`), whose blocks hold whole tiles.
 
-
-def _run(
-    x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None, turn: Turn
-) -> QTensor:  # fmt: skip
+    block  of the rotation; 1: none
+    """
+    turn = Turn(block, signs, second)
     matrix = x if x.dtype in cpp.DTYPES else x.to(torch.float32)
     rows, inner = matrix.shape  # neither is 0, see `cpp.refuse`
     columns, width = -(-inner // turn.block) * turn.block, cast.tile[1]
