@@ -52,9 +52,11 @@ class NarrowgaugePlugin(BasePlugin):  # type: ignore[misc]
                 f"axolotl: fp8 = {cfg['fp8']} converts Linears to torchao's, and {RECIPE} = {cfg[RECIPE]} to ours. Leave out one.",
                 code="axolotl.two-recipes",
             )
+        # Kept here: the configuration of later hooks lacks both keys.
         self.recipe, self.folder = str(cfg[RECIPE]), str(cfg.get(FOLDER) or "")
 
     def post_trainer_create(self, cfg: Mapping[str, Any], trainer: Any) -> None:
+        # Not in post_model_load: a reference for DPO is loaded after it.
         convert_trainer(trainer, self.recipe)
 
     def add_callbacks_post_trainer(self, cfg: Mapping[str, Any], trainer: Any) -> list[Any]:
