@@ -21,11 +21,13 @@ from benchmarks.harness import RESULTS, record
 from benchmarks.published import Figure, figures
 from narrowgauge.ops.timing.rates import RATES, Rates
 
-FITTED = ("narrow", "blocks", "mx", "copied", "eager", "compiled")
+FITTED = ("narrow", "fp4", "blocks", "mx", "rows", "copied", "eager", "compiled")
 GUESSED = {
     "narrow": 0.95,
+    "fp4": 0.95,
     "blocks": 1.2,
     "mx": 1.05,
+    "rows": 1.1,
     "copied": 0.85,
     "eager": 1.25,
     "compiled": 1.15,

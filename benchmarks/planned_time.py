@@ -25,13 +25,22 @@ from narrowgauge.conversion.measure import LinearWorkload
 from narrowgauge.conversion.predict import counted
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.timing.cards import Card, card
-from narrowgauge.ops.timing.rates import RATES, Rates, seconds
+from narrowgauge.ops.timing.rates import RATES, Rates, likely_gain, seconds
 from narrowgauge.plan.roofline import Time, time
 from narrowgauge.plan.tally import Tally
 
-CARDS = ("h100", "h200", "b200", "rtx-4090", "a100")
+CARDS = ("h100", "h200", "b200", "rtx-5090", "rtx-4090", "a100")
 TOKENS, LINEARS = 15872, ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384))
-ONE_LINEAR = ("bf16", "fp8-delayed", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "int8")
+ONE_LINEAR = (
+    "bf16",
+    "fp8-delayed",
+    "fp8-current",
+    "fp8-row",
+    "fp8-block",
+    "mxfp8",
+    "nvfp4",
+    "int8",
+)
 # A defect as it was found, and what of the model it changes: its cost is the layer with it less the layer without.
 DEFECTS: list[tuple[str, dict[str, Any]]] = [
     ("661 instructions in 16 elements of a cast", {"instructions": 661}),
@@ -67,7 +76,7 @@ def layers(on: Card) -> Iterator[dict[str, Any]]:
         except ConfigError:  # no unit for its products
             continue
         if name != "bf16" and any(
-            each.operands in ("bf16", "fp16", "fp32") for each, _ in done if each.kind == "products"
+            each.operands in ("bf16", "fp16") for each, _ in done if each.kind == "products"
         ):
             continue  # emulated there
         plain = plain or found
@@ -81,8 +90,23 @@ def layers(on: Card) -> Iterator[dict[str, Any]]:
         }
         yield {
             "case": f"layer, {name}", "card": on.name, "ms": round(1e3 * found, 3), "gain_over_bf16": round(plain / found, 3),
+            "likely_gain": _likely(plain / found, "layer"),
             "casts_ms": round(1e3 * casts, 3), "beside_ms": round(1e3 * beside, 3), "launches": len(done), "defects_ms": costs,
         }  # fmt: skip
+
+
+def _on(on: Card, done: Done) -> Done:
+    """Counted on an H100: elsewhere our Triton kernel multiplies in blocks."""
+    if on.device is not None and on.device.capability[0] == 9:
+        return done
+    return [
+        (replace(each, sums="triton") if each.sums == "blocks" else each, times)
+        for each, times in done
+    ]
+
+
+def _likely(gain: float, of: str) -> list[float]:
+    return [round(each, 3) for each in likely_gain(gain, of)]
 
 
 def steps(on: Card) -> Iterator[dict[str, Any]]:
@@ -94,7 +118,7 @@ def steps(on: Card) -> Iterator[dict[str, Any]]:
         else 0.0
     )
     for name, row in compiled_rows().items():
-        done = compiled(name, layers=4)
+        done = _on(on, compiled(name, layers=4))
         if any(each.flops and each.operands not in on.peak for each, _ in done):
             continue
         found = RATES.compiled * taken(done, on)
@@ -104,6 +128,7 @@ def steps(on: Card) -> Iterator[dict[str, Any]]:
         }
         yield {
             "case": f"compiled step, {name}", "card": on.name, "ms": round(1e3 * found, 2), "gain_over_bf16": round(plain / found, 3),
+            "likely_gain": _likely(plain / found, "step"),
             "gain_over_torchao": round(torchao / found, 3), "triton_gb": row["triton_gb"], "launches": row["launches"],
             "by_kind_ms": {kind: round(1e3 * RATES.compiled * each, 2) for kind, each in parts.items()},
             "runtime_torch": row["runtime_torch"],

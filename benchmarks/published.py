@@ -1,7 +1,8 @@
 """Times that others measured and published, as the operations that they are of: what `benchmarks.calibration` fits the rates of cards to.
 
 TE         TransformerEngine, docs/examples/gemm_profiling/gemm_profiling.rst: the 12 products of a layer (hidden 4096, FFN 16384, 15,872
-           tokens), each a forward call of te.Linear with fast accumulation: casts of x for both orientations on Hopper, of w for one
+           tokens), each a forward call of te.Linear with fast accumulation: casts of x for both orientations on Hopper, of w for one.
+           NVFP4: of x a pass for the maxima, one for the codes and one for the rotated codes of x.T (NVFP4Quantizer of csrc/quantizer.cpp)
 MAMF       stas00/ml-engineering, compute/accelerator/README.md: the fastest shape of many, which flatters a card
 by size    zzc0721/torch-performance-test-data, threads 78 (RTX 4090) and 79 (H100): square products in bfloat16
 FBGEMM     pytorch/FBGEMM, pull request 2546: H100 of 500 W, bfloat16, and FP8 with a scale per row
@@ -12,7 +13,7 @@ te_llama   TransformerEngine, docs/examples/te_llama, the baseline without it: L
 torchtitan benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 8B, 2 rows of 8,192 on each of 8 H100 (500 W, 2.4 TB/s), FSDP, selective
            checkpointing: 5,762 tokens/s each; compiled 6,667; with torchao's tensorwise FP8 8,532
 torchao    docs/source/workflows/training.md: Llama 3 8B, one row of 8,192 on each of 8, FSDP, compiled, selective checkpointing: H100 6,150
-           tokens/s in bfloat16, 7,689.5 tensorwise, 6,768 by rows; B200 8,307.5, 10,417 and 8,640.5
+           tokens/s in bfloat16, 7,689.5 tensorwise, 6,768 by rows; "power limited" B200 8,307.5, 10,417 and 8,640.5, MXFP8 9,969
 COAT       arXiv 2410.19313, table 7: Llama 2 7B, 2 rows of 2,048 on each of 4 or 8 H100, FSDP, in bfloat16: 7,730 and 8,238 tokens/s; eager
 
 Of FSDP the messages are taken as hidden, and of the update a rank has its share.
@@ -44,7 +45,11 @@ NVL = replace(
     H200, name="H200 NVL", peak={"bf16": 835.5e12, "fp8": 1671e12, "fp16": 835.5e12}, reached=0.72
 )  # fmt: skip
 B300 = replace(B200, name="B300", bandwidth=8e12, reached=0.70)
-SLOW_H100 = replace(H100, name="H100, 500 W", bandwidth=2.4e12, reached=0.60)
+assert H100.device is not None
+# torchao measured it with torch 2.7, whose builds are of CUDA 12.8 at most: rows by CUTLASS.
+SLOW_H100 = replace(
+    H100, name="H100, 500 W", bandwidth=2.4e12, reached=0.60, device=replace(H100.device, cuda=(12, 8))
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,20 +99,22 @@ def _te() -> Iterator[Figure]:
         "wgrad": [(k, n, m) for m, n, k in forward],
     }
     # Bytes of a cast per element of the first and second operand.
-    hopper = {
+    hopper: dict[str, tuple[float, float]] = {
         "current": (6, 5),
         "delayed": (4, 3),
         "block": (4, 3),
         "current, products alone": (0, 0),
     }
-    blackwell = {
+    blackwell: dict[str, tuple[float, float]] = {
         "current": (5, 5),
         "delayed": (3, 3),
         "mx": (4, 3),
         "current, products alone": (0, 0),
         "mx, products alone": (0, 0),
+        "nvfp4": (7.125, 4.5625),
+        "nvfp4, products alone": (0, 0),
     }
-    published: list[tuple[Card, dict[str, tuple[int, int]], dict[str, tuple[float, float, float]]]] = [
+    published: list[tuple[Card, dict[str, tuple[float, float]], dict[str, tuple[float, float, float]]]] = [
         (NVL, hopper, {
             "bf16": (10.653, 10.813, 10.548), "current": (6.503, 6.795, 6.987), "delayed": (6.188, 6.306, 6.484),
             "block": (7.425, 7.636, 7.821), "current, products alone": (5.577, 5.661, 5.547),
@@ -115,15 +122,18 @@ def _te() -> Iterator[Figure]:
         (B300, blackwell, {
             "bf16": (4.196, 4.290, 4.272), "current": (2.879, 3.063, 3.205), "delayed": (2.486, 2.621, 2.695),
             "mx": (2.847, 3.045, 3.092), "current, products alone": (2.158, 2.329, 2.325), "mx, products alone": (2.365, 2.397, 2.400),
+            "nvfp4": (1.932, 2.189, 2.331), "nvfp4, products alone": (1.254, 1.305, 1.205),
         }),
     ]  # fmt: skip
     for on, casts, columns in published:
         for recipe, times in columns.items():
             for (phase, products), ms in zip(shapes.items(), times, strict=True):
-                sums = {"block": "blocks", "mx": "mx"}.get(recipe.split(",")[0], "fast")
+                kind = recipe.split(",")[0]
+                sums = {"block": "blocks", "mx": "mx", "nvfp4": "mx"}.get(kind, "fast")
+                operands = {"bf16": "bf16", "nvfp4": "fp4"}.get(kind, "fp8")
                 done: Done = []
                 for m, n, k in products:
-                    done.append((product(m, n, k, "bf16" if recipe == "bf16" else "fp8", sums), 1))
+                    done.append((product(m, n, k, operands, sums), 1))
                     for elements, nbytes in zip(
                         (m * k, n * k), casts.get(recipe, (0, 0)), strict=True
                     ):
@@ -258,6 +268,8 @@ def compiled(
     found = compiled_rows()[name]
     scale, words, done = tokens / TOKENS, vocabulary / VOCABULARY, Done()
     for m, n, k, operands, sums, times in found["products"]:
+        if "rowwise" in name and operands == "fp8":
+            sums = {"fast": "rows", "split": "split rows"}[sums]
         head = VOCABULARY in (m, n, k)
         m, n, k = (
             round(size * (words if size == VOCABULARY else scale if size == TOKENS else 1))
@@ -275,14 +287,14 @@ def compiled(
             (moving(nbytes * scale * (words if head else 1)), times * (1 if head else layers))
         )
     forward = 2 * tokens * row * HIDDEN  # half of 4, by the causal mask
-    done.append((_attention(forward + 5 * forward // 2), layers))  # kept by selective checkpointing
+    done.append((attention(forward + 5 * forward // 2), layers))  # kept by selective checkpointing
     weights = layers * LAYER_WEIGHTS + 2 * vocabulary * HIDDEN
     done.append((moving(14 * weights / ranks, "optimizer"), 1))
     done.append((moving(0), layers * found["other_launches"]))
     return done
 
 
-def _attention(flops: int) -> Work:
+def attention(flops: int) -> Work:
     return Work(0, "attention", "attention", flops, 0, "bf16")
 
 
@@ -309,11 +321,8 @@ def _compiled() -> Iterator[Figure]:
                 done = compiled(
                     name, tokens=tokens, row=8192, vocabulary=128256, ranks=8, again=0.5
                 )
-                apart = "rows were multiplied by CUTLASS then" if "row" in name else ""
                 apart = (
-                    "a fifth of the peak: something else than the device bounds it"
-                    if on is B200
-                    else apart
+                    "the B200 were limited in power, to how much is not said" if on is B200 else ""
                 )
                 case = f"Llama 3 8B, {rows} x 8,192, {name}"
                 yield Figure(case, source, "compiled", on, tokens / rate, _given(done), apart)

@@ -6,9 +6,10 @@ No layer becomes slower than in bfloat16, which is a candidate.
 
 Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least
 accurate: with fewer elements per scale, fewer elements underflow. Of the candidates
-within 2 % of the fastest, the most accurate wins. Recipes that the device would
+within 2 % of the fastest, or within the error of predicted times, the most accurate wins. Recipes that the device would
 emulate are excluded, since emulation multiplies in bfloat16 and casts in addition.
-Delayed scaling is excluded: it has state, which users have to ask for.
+Delayed scaling is excluded: it has state, which users have to ask for. `int8` is excluded, with its
+reason on 9.x and 10.x: passes of their own scale its INT32 sums, so it is slower than bfloat16.
 
     measured         now, on a CUDA device (measure.py): half a second per candidate, more if
                      compiled
@@ -35,10 +36,10 @@ from torch import nn
 from narrowgauge import recipes
 from narrowgauge.conversion import measure
 from narrowgauge.conversion.measure import LinearWorkload
-from narrowgauge.conversion.predict import predicted
+from narrowgauge.conversion.predict import ERROR, predicted
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.ops.mm import why_emulated
+from narrowgauge.ops.mm import why_emulated, why_not_int8
 from narrowgauge.ops.timing.cards import of_device
 from narrowgauge.structure import features
 
@@ -80,9 +81,9 @@ class Decision:
         return text
 
 
-def preferred(seconds: Mapping[str, float]) -> str:
-    """Return the most accurate candidate within 2 % of the fastest."""
-    limit = min(seconds.values()) * (1 + TIE)
+def preferred(seconds: Mapping[str, float], tie: float = TIE) -> str:
+    """Return the most accurate candidate within 2 % of the fastest, or within `tie`."""
+    limit = min(seconds.values()) * (1 + tie)
     return next(name for name in CANDIDATES if name in seconds and seconds[name] <= limit)
 
 
@@ -106,12 +107,14 @@ def decide(
         if why := next(filter(None, reasons), None):
             excluded[name] = why
     names = [name for name in CANDIDATES if name not in excluded]
+    if why := why_not_int8(device):
+        excluded["int8"] = why
     if names == ["bf16"]:
         return Decision(recipe="bf16", tokens=workload.tokens, how="no choice", excluded=excluded)
     # The candidates are part of the key: a new native recipe invalidates the entry.
     cache = measure.user_cache() if cache is None else cache
     key = measure.key(workload, names, device)
-    how, seconds = "measured before", measure.cached(cache).get(key, {})
+    how, seconds, tie = "measured before", measure.cached(cache).get(key, {}), TIE
     if set(seconds) != set(names):
         try:
             how = "measured"
@@ -123,9 +126,10 @@ def decide(
             torch.cuda.empty_cache()
             how, seconds = "no memory to measure with, and unknown rates of this GPU", {}
             if card := of_device(torch.cuda.get_device_name(device)):
-                how = "predicted (no memory to measure with)"
+                tie = ERROR
+                how = f"predicted within {tie:.0%} (no memory to measure with)"
                 seconds = predicted(workload, names, card)
-    recipe = preferred(seconds) if seconds else "bf16"
+    recipe = preferred(seconds, tie) if seconds else "bf16"
     return Decision(
         recipe=recipe, tokens=workload.tokens, how=how, seconds=seconds, excluded=excluded
     )

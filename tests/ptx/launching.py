@@ -10,6 +10,7 @@ specialization on alignment and constants, the compiler. What the driver would g
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -102,12 +103,21 @@ def _storage(x: Tensor) -> Any:
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).numpy()
 
 
+def _number(value: Any) -> int:
+    """Address of a tensor, an integer, or the bits of a float32."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return int(value)
+
+
 def execute(
     ptx: str, values: list[Any], launch: Launch, at_once: bool, reached: Iterable[Tensor] = ()
 ) -> int:
     """Run a launch on the memory of its tensors, and return the number of instructions.
 
-    values   arguments in the kernel's order: tensors and integers. Parameters beyond them are
+    values   arguments in the kernel's order: tensors, integers and floats. Parameters beyond them are
              Triton's own, for scratch memory, which these kernels do not use: null
     reached  further tensors that the kernel has addresses of
     at_once  all programs are there at once; else a few at a time, one group after another
@@ -115,7 +125,7 @@ def execute(
     code = code_of(ptx)
     tensors = [each for each in values if isinstance(each, Tensor)] + list(reached)
     storages = {each.untyped_storage().data_ptr(): each for each in tensors if each.numel()}
-    numbers = [each.data_ptr() if isinstance(each, Tensor) else int(each) for each in values]
+    numbers = [_number(each) for each in values]
     names = [name for name, _ in code.kernel.parameters]
     arguments = dict.fromkeys(names, 0) | dict(zip(names, numbers, strict=False))
     memory = GlobalMemory(

@@ -10,6 +10,7 @@
     precast     codes that the optimizer wrote, still right or not; bits
     norms       norms and activations, forward and backward, with their casts; as their self-check asks
     rotary      bits
+    attention   noise of the difference, see `ops.attention`
     optimizer   the examples of its self-check, three steps; bits
     hadamard    rotation and encoding; half a code, and bits on whole numbers
     block mm    FP8 products; 2**-20 of the sum of magnitudes, and bits on small whole numbers
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2, INT4
-from narrowgauge.ops import rotary
+from narrowgauge.ops import attention, rotary
 from narrowgauge.ops.hadamard import encoding
 from narrowgauge.ops.mm import triton as block_mm
 from narrowgauge.ops.norm_act import selfcheck as of_norms
@@ -126,6 +127,11 @@ def _products(has_fp8: bool) -> Iterator[Case]:
             yield Case("block mm", f"{tiles}", partial(_product, tiles, 100, 70, 200))
         exact = partial(_product, (1, 128, 128, 128), 40, 70, 200, exact=True)
         yield Case("block mm", "whole numbers", exact)
+        # Two heads that share one of keys, and two blocks of keys of which the second is ragged.
+        of_few = replace(attention.CHECK, compare=partial(attention._compare, sizes=(1, 2, 1, 140)))
+        for kind in dict.fromkeys(map(of_few.kind, of_few.examples())):
+            run = partial(_examined, "attention", attention.run_triton, of_few, kind)
+            yield Case("attention", _named(kind), run)
 
 
 def _named(kind: Any) -> str:

@@ -39,6 +39,7 @@ REGISTRIES = (
     ("narrowgauge.ops.hadamard.encoding", "KERNELS"),
     ("narrowgauge.ops.norm_act", "FORWARD"),
     ("narrowgauge.ops.norm_act", "BACKWARD"),
+    ("narrowgauge.ops.attention", "KERNELS"),
 )
 # A first compilation takes seconds, the reference on the CPU up to ten, four at a time.
 CHECK_S, PROBE_S = 90.0, 30.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowgauge.conversion.measure import LinearWorkload
-from narrowgauge.conversion.predict import predicted
+from narrowgauge.conversion.predict import likely_gain, predicted
 from narrowgauge.errors import ConfigError
 from narrowgauge.lab.card import contenders, contents, steps
 from narrowgauge.lab.card.process import (
@@ -141,7 +141,7 @@ def linears(lines: list[dict[str, Any]], card: Card | None) -> list[dict[str, An
         flop = 6.0 * shape["tokens"] * shape["inputs"] * shape["outputs"]
         predict = partial(_linear, card, tuple(shape.values()))
         found.append(
-            row(line) | _beside_bf16(line, same, predict)
+            row(line) | _beside_bf16(line, same, predict, "layer")
             | {"teraflops": f"{flop / line['median_s'] / 1e12:.0f}", "error": f"{line.get('error_db', 0.0):.1f}"}
         )  # fmt: skip
     return found
@@ -164,21 +164,23 @@ def whole(lines: list[dict[str, Any]], part: str, card: Card | None) -> list[dic
             )
             peak = f"{line['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in line else "–"
             found.append(
-                row(line) | _beside_bf16(line, same, predict) | {"parts": parts, "peak": peak}
+                row(line)
+                | _beside_bf16(line, same, predict, "step")
+                | {"parts": parts, "peak": peak}
             )
     return found
 
 
 def _beside_bf16(
-    line: Line, same: list[dict[str, Any]], predict: Callable[[str], float | None]
+    line: Line, same: list[dict[str, Any]], predict: Callable[[str], float | None], of: str
 ) -> dict[str, str]:
-    """Time and speedup over BF16's first timing, measured and predicted."""
+    """Time and speedup over BF16's first timing, measured and predicted; of: see `likely_gain`."""
     name = str(line["arguments"]["contender"])
     plain = [each["median_s"] for each in same if each["arguments"]["contender"] == contenders.BF16]  # fmt: skip
     own, bf16 = predict(name), predict(contenders.BF16)
     return {
         "contender": name, "ms": ms(line["median_s"]), "speedup": ratio(plain[0] if plain else None, line["median_s"]),
-        "predicted_ms": ms(own), "predicted": ratio(bf16, own), "off": percent(own, line["median_s"]),
+        "predicted_ms": ms(own), "predicted": likely(bf16, own, of), "off": percent(own, line["median_s"]),
     }  # fmt: skip
 
 
@@ -261,6 +263,10 @@ def ms(seconds: float | None) -> str:
 
 def ratio(plain: float | None, own: float | None) -> str:
     return "–" if not plain or not own else f"{plain / own:.2f}"
+
+
+def likely(plain: float | None, own: float | None, of: str) -> str:
+    return "–" if not plain or not own else likely_gain(plain, own, of)
 
 
 def percent(predicted_s: float | None, measured_s: float) -> str:

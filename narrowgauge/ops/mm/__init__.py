@@ -138,6 +138,18 @@ def why_emulated(gemm: Gemm, device: torch.device) -> str | None:
     return "; ".join(how.choice.reasons) or "no kernel is made for these operands"
 
 
+def why_not_int8(device: torch.device) -> str | None:
+    """Return why INT8 products lose to bfloat16 on `device`, or None where they may gain.
+
+    Passes of their own scale their INT32 sums. Predicted for H100, H200 and B200 in
+    benchmarks/results/planned_time.jsonl.
+    """
+    facts = facts_of(device, "")
+    if facts.type != "cuda" or facts.capability[0] not in (9, 10):
+        return None
+    return "predicted 0.77 to 0.93 of bf16's speed over a layer, its INT32 sums are scaled apart"
+
+
 def mm(
     lhs: QTensor | Tensor, rhs: QTensor | Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32,
     fast_accumulate: bool = False, backend: str | None = None,

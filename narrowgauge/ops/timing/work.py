@@ -45,7 +45,7 @@ MAXIMA = ("amax", "maxima")  # kernels that read x and write no codes
 # GEMMs that report themselves, with [m, k] and [n, k] first: torch cannot run those of cuBLAS under
 # fake tensors.
 PRODUCTS = {
-    "block_mm": "blocks",
+    "block_mm": "triton",
     "int4_mm": "fast",
     "scaled_mm_blocks": "blocks",
     "scaled_mm_mx": "mx",
@@ -63,9 +63,10 @@ class Work:
     kind           "products" (GEMMs), "attention", "casts" or "elementwise"
     operands       operand type of a GEMM, a key of `Card.peak`, or ""
     own            True for our kernels
-    sums           accumulation of an 8-bit GEMM: "fast"; "split": partial sums leave the tensor
-                   core early; "blocks": a scale multiplies each partial sum; "mx": the tensor core
-                   multiplies by scales
+    sums           accumulation and scales of an 8-bit GEMM: "fast"; "split": partial sums leave the
+                   tensor core early; "rows", "split rows": the same with a scale per row; "blocks":
+                   a scale multiplies each partial sum; "triton": the same by our kernel; "mx": the
+                   tensor core multiplies by scales
     rows, columns  shape of a GEMM's result
     elements       number of elements that a narrowgauge kernel casts
     """
@@ -236,9 +237,15 @@ def _flops(
 
 
 def _sums(how: _How, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    if how.name == "_scaled_mm":
-        return "fast" if kwargs.get("use_fast_accum", False) else "split"
-    return "fast"
+    if how.name != "_scaled_mm":
+        return "fast"
+    is_fast = kwargs.get("use_fast_accum", False)
+    scales = (
+        _argument(how, how.names.index(name), args, kwargs) for name in ("scale_a", "scale_b")
+    )
+    if any(each.numel() > 1 for each in scales):
+        return "rows" if is_fast else "split rows"
+    return "fast" if is_fast else "split"
 
 
 def _kind(name: str, flops: int) -> str:

@@ -280,7 +280,8 @@ def check(op: str, kernel: Kernel[Any], spec: Any) -> None:
     def decoded(lhs: QTensor, rhs: QTensor, *rest: Any) -> Tensor:
         return kernel.run(lhs.expanded(torch.float32), rhs.expanded(torch.float32), *rest)
 
-    run = decoded if op == "mm" else kernel.run
+    runs = {"mm": decoded, "attention": functools.partial(kernel.run, decoded=True)}
+    run = runs.get(op, kernel.run)
     how = kernel.check()
     result = selfcheck.examine(op, run, how, how.kind(spec), torch.device("cpu"))
     assert result.reason is None, result.reason
