@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 RECIPES = (
     "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8", "nvfp4", "mxfp4",
+    "nvfp4-46", "quartet2", "quartet2-46", "int4-eden",
 )  # fmt: skip
 BY_DEFINITION = ("nvfp4", "mxfp4")
 BATCH, TOKENS, VOCABULARY = 8, 256, 4096
@@ -57,7 +58,7 @@ def main() -> None:
     timings = measure(everything, rounds=options.rounds, warmup=1)
     lines = rows(timings, baseline=next(iter(timings)))
     for line in lines:
-        for floor in ("bf16-recipe", "fp32"):
+        for floor in [name for name in ("bf16-recipe", "fp32") if name in timings]:
             spread = ratio(timings[line["case"]], timings[floor])
             line[f"of_{floor}"] = [spread.median, spread.q1, spread.q3]
     work = dict.fromkeys(timings, (float(BATCH * TOKENS), "tokens"))

@@ -300,6 +300,14 @@ class Operand:
             if casts_apart(cast, x):
                 noise = self._noise(x, which) if cast.draws else None
                 return cast_in_pieces(x, cast, rotation, noise, self.plan, expand)
+        if rotation is not NONE and cast is not None and cast.rounding == "eden":
+            run = self.plan.corrects_in_rotation(x, cast, expand)
+            if run is not None:
+                noise = self._noise(x, which) if cast.draws else None
+                assert rotation.hadamard is not None
+                turn = rotation.hadamard.block, rotation.signs, rotation.second
+                made: QTensor = run(x, cast, None, noise, expand, *turn)
+                return made
         return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 
     def cast(

@@ -17,7 +17,7 @@ from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import MmPlan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
-from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
+from narrowgauge.ops.quantize import plan_amax, plan_rotated, quantize, tile_amax
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
@@ -150,6 +150,18 @@ class OperandPlan:
             fused = encoding.rotation_is_fused(x, self.rows_rotate, cast.format)
             self.kernels[key] = fused
         return bool(fused)
+
+    def corrects_in_rotation(
+        self, x: Tensor, cast: Cast, expand: torch.dtype | None
+    ) -> Callable[..., QTensor] | None:
+        """Return `ops.quantize.plan_rotated` of x: a kernel that is chosen once, or None."""
+        if is_compiling() or 0 in x.shape:
+            return None
+        key = ("correction", cast is self.rows, x.dtype, expand)
+        if key not in self.kernels:
+            self.kernels[key] = plan_rotated(x, cast, expand)
+        found: Callable[..., QTensor] | None = self.kernels[key]
+        return found
 
     @cached_property
     def serves_a_step(self) -> tuple[bool, bool]:

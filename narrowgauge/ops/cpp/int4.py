@@ -23,7 +23,9 @@ _SIGNATURES = {
     "pack": (_P, _L, _L, _L, _L, _I, _I, _P),
     "gemm": (_P, _P, _L, _L, _L, _I, _I, _P, _I, _P, _I, _P),
 }
-LIBRARY = Library(("int4.cpp", "gemm.h", "noise.h"), "the kernels of 4-bit products", _SIGNATURES)
+LIBRARY = Library(
+    ("int4.cpp", "butterflies.h", "gemm.h", "noise.h"), "the kernels of 4-bit products", _SIGNATURES
+)
 refuse = LIBRARY.refuse
 
 

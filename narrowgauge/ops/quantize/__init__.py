@@ -20,12 +20,14 @@ Contract of `quantize(x, cast)`
 Cost in plain torch: one read for amax, then about eight elementwise passes; one read and one write
 if a compiler fuses them. On a CPU with a C++ compiler (cpp.py) one read and one write too, and one
 more read under two-level rules, with bit-identical results: for codes of integers and decoded
-values, if noise is a Key.
+values, if noise is a Key. EDEN casts have a kernel of their own there, which also rotates
+(eden_cpp.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +62,7 @@ def check_of(op: str) -> Callable[[], KernelCheck[Spec]]:
 
 
 TRITON, LAUNCHES = (f"narrowgauge.ops.quantize.{name}" for name in ("triton", "triton_launch"))
+EDEN = "narrowgauge.ops.quantize.eden_cpp"
 KERNELS: Registry[Spec] = Registry("quantize")
 KERNELS.register(
     Kernel(
@@ -71,6 +74,13 @@ KERNELS.register(
         replays=True,
     ),
     Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of("quantize")),
+    Kernel(
+        "native-eden",
+        imported(EDEN, "refuse"),
+        imported(EDEN, "run"),
+        "cpu",
+        check=check_of("quantize"),
+    ),
     Kernel("reference", lambda spec: None, definition.quantize, by_torch=True),
 )
 
@@ -96,6 +106,19 @@ def plan_amax(x: Tensor) -> Callable[[Tensor], Tensor]:
         and KERNELS.choose(Spec.of(x, _WHOLE)).kernel.name == "triton"
     )
     return imported(LAUNCHES, "amax") if is_launched else definition.whole_amax
+
+
+def plan_rotated(
+    x: Tensor, cast: Cast, expand: torch.dtype | None
+) -> Callable[..., QTensor] | None:
+    """Return the kernel that rotates, casts and corrects such an x, or None if none does all three.
+
+    cast  of the rotated x, with rounding "eden"
+    ->    run(x, cast, amax, noise, expand, block, signs, second), valid as the result of `plan`
+    """
+    spec = replace(Spec.of(x, cast, expand=expand), noise="key" if cast.draws else None)
+    kernel = KERNELS.choose(spec).kernel
+    return imported(EDEN, "run_rotated") if kernel.name == "native-eden" else None
 
 
 def plan(
@@ -126,8 +149,8 @@ def quantize(
 ) -> QTensor:  # fmt: skip
     """Quantize x [outer, inner]; see the module for the contract.
 
-    backend  name of the kernel: "triton", "native-cpp" or "reference"; None: the first one that
-             does not refuse
+    backend  name of the kernel: "triton", "native-cpp", "native-eden" or "reference"; None: the
+             first one that does not refuse
     """
     if not isinstance(x, Tensor) or not isinstance(cast, Cast):
         raise ConfigError(

@@ -21,6 +21,8 @@ from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import (
+    E4M3_EDEN,
+    E4M3_EDEN_FOUR_OVER_SIX,
     E4M3_FOUR_OVER_SIX,
     E4M3_TWO_LEVEL,
     E4M3_TWO_LEVEL_CEIL,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of x; others are read as float32
 KINDS = {**DTYPES, torch.int8: 2}
-# Must match `Rule` in cast.cpp; 0: a rule that it does not know, whose scales are passed in.
+# Must match `Rule` in rounding.h; 0: a rule that it does not know, whose scales are passed in.
 RULES = {
     FP32: 1,
     POW2: 2,
@@ -47,11 +49,13 @@ RULES = {
     E4M3_TWO_LEVEL: 4,
     E4M3_TWO_LEVEL_CEIL: 5,
     E4M3_FOUR_OVER_SIX: 6,
+    E4M3_EDEN: 4,
+    E4M3_EDEN_FOUR_OVER_SIX: 6,
 }
 _P, _L, _U = c_void_p, c_int64, c_uint32
 _MATRIX = (_P, _L, _L, _L, _L, _L)  # `layout` of `run`
 LIBRARY = cpp.Library(
-    ("cast.cpp", "noise.h"),
+    ("cast.cpp", "noise.h", "rounding.h"),
     "the kernel that casts",
     {
         "amax": (_P, *_MATRIX, _P),
@@ -64,22 +68,27 @@ LIBRARY = cpp.Library(
 
 def refuse(spec: Spec) -> Refusal | None:
     """Return the reason why this kernel does not quantize such a tensor, or None."""
+    if spec.cast.rounding == "eden":
+        return Refusal("rounding", "corrects no scales, which 'eden' does after it has rounded")
+    return refuse_cast(spec) or LIBRARY.refuse(spec.device.type)
+
+
+def refuse_cast(spec: Spec) -> Refusal | None:
+    """Return the reason why no kernel in C++ casts so, whether or not it corrects scales, or None."""
     format = spec.cast.format
     if 0 in spec.shape:
         return Refusal("shape", "there is nothing to round")
-    if spec.cast.rounding == "eden":
-        return Refusal("rounding", "corrects no scales, which 'eden' does after it has rounded")
     if spec.noise == "tensor":
         return Refusal("noise", "generates the noise of a key, and reads no tensor of noise")
     # Candidates for a scale are compared by rounding to nearest.
-    to_nearest = spec.noise is None or spec.cast.scale.reads_elements
-    if not rounds(format, stochastically=not to_nearest):
+    compares, is_eden = spec.cast.scale.reads_elements, spec.cast.rounding == "eden"
+    if not rounds(format, stochastically=not (spec.noise is None or compares or is_eden)):
         return Refusal(
             "format", "rounds integers and floats; to nearest, only floats with a mantissa"
         )
     if spec.expand is None and not isinstance(format, IntFormat):
         return Refusal("expanded", "makes decoded values of floats, not their codes")
-    return LIBRARY.refuse(spec.device.type)
+    return None
 
 
 def rounds(format: Format, stochastically: bool) -> bool:
@@ -109,23 +118,23 @@ def run(
     tiles, dtype = (-(-rows // height), -(-columns // width)), expand or torch.int8
     makes_scales = amax is None and _makes_scales(cast, tiles[0], rows * columns)
     is_fused = makes_scales and not cast.scale.two_level
-    constants = _constants(cast, is_fused, matrix.dtype, dtype)
+    of = constants(cast, is_fused, matrix.dtype, dtype)
     shared = None
     if not makes_scales:
-        scale, shared = _scales_by_definition(x, cast, amax)
+        scale, shared = scales_by_definition(x, cast, amax)
         scale = (scale.T if transposed else scale).contiguous()
     elif is_fused:
         scale = torch.empty(tiles, dtype=torch.float32, device="cpu")
         if cast.headroom != 1:
             shared = torch.full((), cast.headroom, device="cpu")
     else:
-        scale, shared = _two_level_scales(tiles, constants, layout, cast, transposed)
+        scale, shared = _two_level_scales(tiles, of, layout, cast, transposed)
     data = torch.empty((rows, columns), dtype=dtype, device="cpu")
     words = (0, 0) if noise is None else noise.words
     assert isinstance(words, tuple)
     parts = tiles[0] if is_fused else rows
     LIBRARY.call(
-        "cast", parts, rows * columns, constants, *layout, scale, shared, *words, transposed, data
+        "cast", parts, rows * columns, of, *layout, scale, shared, *words, transposed, data
     )
     if transposed:
         data, scale = data.T, scale.T
@@ -141,30 +150,35 @@ def _makes_scales(cast: Cast, rows_of_tiles: int, elements: int) -> bool:
 
     They scale by the largest magnitude, and each thread must have whole tiles.
     """
-    if cast.scale not in RULES or isinstance(cast.calibrate, ClippedRms | LearnedStep):
+    if not scales_by_amax(cast):
         return False
     is_single = elements < 2 * cpp.ELEMENTS_PER_THREAD
     return is_single or rows_of_tiles >= cpp.parts(elements)
 
 
+def scales_by_amax(cast: Cast) -> bool:
+    """Return True if the kernels know the rule of the scales, and it takes the largest magnitude."""
+    return cast.scale in RULES and not isinstance(cast.calibrate, ClippedRms | LearnedStep)
+
+
 def _two_level_scales(
-    tiles: tuple[int, int], constants: Any, layout: tuple[Any, ...], cast: Cast, transposed: bool
+    tiles: tuple[int, int], of: Any, layout: tuple[Any, ...], cast: Cast, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the scales of the tiles, and the factor that all tiles share."""
     scale = torch.empty(tiles, dtype=torch.float32, device="cpu")
     shared = torch.empty((), dtype=torch.float32, device="cpu")
-    LIBRARY.call("amax", tiles[0], layout[0].numel(), constants, *layout, scale)
+    LIBRARY.call("amax", tiles[0], layout[0].numel(), of, *layout, scale)
     number, largest = scale.numel(), scale.amax()
     if cast.scale.reads_elements:
         LIBRARY.call(
-            "four_over_six", tiles[0], layout[0].numel(), constants, *layout, largest, transposed, scale, shared
+            "four_over_six", tiles[0], layout[0].numel(), of, *layout, largest, transposed, scale, shared
         )  # fmt: skip
     else:
-        LIBRARY.call("two_level", number, number, constants, largest, scale, shared)
+        LIBRARY.call("two_level", number, number, of, largest, scale, shared)
     return scale, shared
 
 
-def _scales_by_definition(
+def scales_by_definition(
     x: Tensor, cast: Cast, amax: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the same for x, by the definition; `amax` replaces the tensor's own."""
@@ -183,7 +197,7 @@ def _scales_by_definition(
 
 
 @cache
-def _constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
+def constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
     """Return a pointer to `CppCast`."""
     from narrowgauge.ops.quantize.cpp_constants import constants_of  # once for each cast
 

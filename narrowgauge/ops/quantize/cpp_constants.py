@@ -1,4 +1,4 @@
-"""Constants of a cast as the C++ kernel reads them (ops/cpp/cast.cpp), computed once for each cast."""
+"""Constants of a cast as the C++ kernels read them (ops/cpp/rounding.h), computed once for each cast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FormatConstants(Structure):
-    """Must match `Format` in cast.cpp."""
+    """Must match `Format` in rounding.h."""
 
     _fields_ = (
         *((name, c_int32) for name in ("whole", "has_nan")),
@@ -38,7 +38,7 @@ class FormatConstants(Structure):
 
 
 class CppCast(Structure):
-    """Must match `Cast` in cast.cpp."""
+    """Must match `Cast` in rounding.h."""
 
     _fields_ = (
         *((name, FormatConstants) for name in ("format", "of_scales")),
@@ -57,11 +57,13 @@ class CppCast(Structure):
             (name, c_float)
             for name in ("smallest_scale", "smallest_whole", "headroom", "largest_tile")
         ),
+        ("tries", c_int32),
+        ("factors", c_float * 2),
     )
 
 
 def constants_of(cast: Cast, makes_scales: bool, rule: int, x_narrow: int, out_kind: int) -> Any:
-    """Return a pointer to `CppCast`; `Cast` in cast.cpp explains the numbers."""
+    """Return a pointer to `CppCast`; `Cast` in rounding.h explains the numbers."""
     smallest = smallest_scale(cast.format)
     found = CppCast(
         format=FormatConstants.of(cast.format),
@@ -76,5 +78,7 @@ def constants_of(cast: Cast, makes_scales: bool, rule: int, x_narrow: int, out_k
         smallest_whole=smallest / E4M3.smallest,
         headroom=cast.headroom,
         largest_tile=cast.scale.largest_tile,
+        tries=len(cast.scale.tries),
+        factors=(c_float * 2)(*cast.scale.tries),
     )
     return pointer(found)
