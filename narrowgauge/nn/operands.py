@@ -427,7 +427,7 @@ class Operand:
             casts.cols = self._rotated_cast(self.tensor.T, rotation, plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
-        scale = _scales(codes)
+        scale = codes.scale if codes.units is None else codes.units
         if codes.units is None and _saves_exponents(codes.cast):
             scale = to_exponents(scale)
         return codes.data, scale, codes.global_scale
@@ -464,7 +464,8 @@ class Operand:
         if codes and plan.role == "w":
             data, scale, global_scale = codes
             assert data is not None and scale is not None and plan.cols is not None
-            casts.cols = _of_saved(data, scale, plan.cols, shape[0], global_scale)
+            of = QTensor.of_parts if scale.ndim == 2 else SwizzledQTensor.of_units
+            casts.cols = of(data, scale, plan.cols, shape[0], global_scale)
         elif codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
@@ -474,7 +475,8 @@ class Operand:
             # codes have the padded length.
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
             inner = -(-shape[0] // block) * block
-            casts.cols = _of_saved(tensor, scale, plan.cols, inner, global_scale)
+            of = QTensor.of_parts if scale.ndim == 2 else SwizzledQTensor.of_units
+            casts.cols = of(tensor, scale, plan.cols, inner, global_scale)
             return self
         self.tensor, self.is_restored = tensor, True  # type: ignore[assignment]
         if plan.role == "w":
@@ -521,14 +523,6 @@ class Operand:
 def _scales(codes: QTensor) -> Tensor:
     """What holds the scales: float32, or bytes for tensor cores, flat."""
     return codes.scale if codes.units is None else codes.units
-
-
-def _of_saved(
-    data: Tensor, scale: Tensor, cast: Cast, inner: int, global_scale: Tensor | None
-) -> QTensor:
-    """Codes with scales as `_scales` gave them."""
-    of = QTensor.of_parts if scale.ndim == 2 else SwizzledQTensor.of_units
-    return of(data, scale, cast, inner, global_scale)
 
 
 def _saves_exponents(cast: Cast) -> bool:
