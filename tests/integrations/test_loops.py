@@ -84,6 +84,7 @@ def test_transformers_trainer(tmp_path, recipe, case):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo instantiates Functions
 def test_transformers_trainer_with_torch_compile(tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "optim": "adamw_torch"}
     found = by_trainer(llama("fp8-delayed"), tmp_path, **compiled)
