@@ -98,9 +98,9 @@ class Run:
         base = f"--base {self.base}" if is_coded else f"--recipe {self.base}"
         is_untrained = self.variant == UNTRAINED
         merge = "--merge" if is_coded and self.base in MERGED and not is_untrained else ""
-        settings = ADAPTING.format(steps=1 if is_untrained else steps) + (
-            " --evaluation.wide --optimizer.learning-rate 1e-12" if is_untrained else ""
-        )
+        settings = ADAPTING.format(steps=1 if is_untrained else steps)
+        if is_untrained:
+            settings = settings.replace("rate 5e-3", "rate 1e-12").replace("--no-eval", "--eval")
         return (
             f"train --model {output}/base/final --lora {VARIANTS[self.variant]} {base} {merge} --training.seed {self.seed} "
             f"{OF_TASK[self.task].format(folder=output)} {settings} --data.cache {output}/cache "

@@ -27,6 +27,13 @@ With an adapter of PEFT there is no second model: TRL switches the adapter off, 
 both. A policy that was converted before its trainer needs one other line:
 
     narrowgauge.convert_like(trainer.model, trainer.ref_model)
+
+A loop that makes its Trainer inside, as LLaMA-Factory does, takes a callback instead:
+
+    run_exp(arguments, callbacks=[ConvertCallback("fp8-row")])
+
+A callback sees the model and no reference. LLaMA-Factory's DPO, KTO and PPO with adapters have no
+second model; with a second model a callback cannot serve them.
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import TrainerCallback
 
 from narrowgauge.conversion import Patterns, convert
 from narrowgauge.conversion.like import convert_like
@@ -91,6 +99,21 @@ def convert_trainer(trainer: Any, recipe: Patterns | None, **options: Any) -> An
             convert(model, None)
         raise
     return trainer
+
+
+class ConvertCallback(TrainerCallback):  # type: ignore[misc]
+    """Converts the model of the Trainer that it is given to, before that makes its optimizer.
+
+    recipe   as for `narrowgauge.convert`
+    options  further arguments of `narrowgauge.convert`
+    """
+
+    def __init__(self, recipe: Patterns, **options: Any) -> None:
+        self.recipe, self.options = recipe, options
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        # `model` of on_train_begin may be wrapped already, and its optimizer made.
+        convert(given["model"], self.recipe, **self.options)
 
 
 def _module(trainer: Any, name: str) -> nn.Module | None:
