@@ -43,6 +43,7 @@ VERBS = {
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",
 }
+OF_SETTINGS = ("train", "plan", "study")  # verbs that have a flag for every setting
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, the code that a shell reports
 
@@ -155,9 +156,7 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
     app["--help"].group = Group("hidden", show=False)
     app.default(function)
     try:
-        command, bound, _ = app.parse_args(
-            arguments, print_error=False, exit_on_error=False, verbose=False
-        )
+        command, bound, _ = _parsed(app, verb, arguments)
     except CycloptsError as error:
         # cyclopts breaks its messages into lines; an error is one line.
         words = " ".join(str(error).split())
@@ -166,6 +165,33 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
             f"{verb}: {words}{stop} See narrowgauge {verb} --help.", code="cli.arguments"
         ) from None
     return int(command(*bound.args, **bound.kwargs) or 0)  # printing the help returns None
+
+
+def _parsed(app: Any, verb: str, arguments: list[str]) -> Any:
+    """Parse the arguments; flags of other trainers that mean the same become ours, with a line.
+
+    Raises ConfigError with what to type for those that mean something else, CycloptsError for
+    others.
+    """
+    from cyclopts import UnknownOptionError
+
+    def parse(given: list[str]) -> Any:
+        return app.parse_args(given, print_error=False, exit_on_error=False, verbose=False)
+
+    try:
+        return parse(arguments)
+    except UnknownOptionError:
+        if verb not in OF_SETTINGS:
+            raise
+        from narrowgauge.cli.flags import of_others
+
+        ours, told = of_others(verb, arguments)
+        if not told:
+            raise
+        found = parse(ours)
+    if os.environ.get("RANK", "0") == "0":  # torchrun's name of the rank
+        print(f"narrowgauge: read as its own flags: {', '.join(told)}.", file=sys.stderr)
+    return found
 
 
 def _help() -> str:

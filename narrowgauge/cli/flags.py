@@ -4,6 +4,8 @@ Flags override the TOML file. The setting `hidden_size` of the table `[model]` i
 `--model.hidden-size`. Former flags, such as `--hidden-size`, are hidden and understood for one
 release.
 
+Flags of other trainers are read as ours where they mean the same (`of_others`).
+
 With --resume and no CONFIG, the settings come from the run folder's config.toml; with --from, from
 the parent's. Settings that must not change on resuming or branching are refused before torch is
 imported, unknown recipes before data are read.
@@ -22,7 +24,7 @@ from cyclopts import Group, Parameter, Token
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import checkpoint_ref, run_folder
-from narrowgauge.train.config import recipe_syntax, switch_syntax, toml
+from narrowgauge.train.config import foreign_names, recipe_syntax, switch_syntax, toml
 from narrowgauge.train.config.merged_settings import MERGED
 from narrowgauge.train.config.rules import former_path
 from narrowgauge.train.config.settings import (
@@ -293,3 +295,50 @@ def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
     return recipe_syntax.table(
         (token.value for token in tokens), toml.FORMS.get(field, "pattern=recipe")
     )
+
+
+# --- Flags of other trainers ---
+
+
+def of_others(verb: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments with other trainers' flags as ours, and a clause for each.
+
+    Raises ConfigError with what to type for a flag that has another meaning here.
+    """
+    found: list[str] = []
+    told: list[str] = []
+    left = list(arguments)
+    while left:
+        typed, equals, value = left.pop(0).partition("=")
+        name = typed.removeprefix("--").replace("-", "_")
+        if not typed.startswith("--") or name not in foreign_names.FOREIGN:
+            found.append(typed + equals + value)
+            continue
+        # The next word is its value, unless it is a flag. A negative number is a value.
+        if not equals and left and (not left[0].startswith("-") or _is_number(left[0])):
+            value = left.pop(0)
+        same = foreign_names.understood(name, value)
+        if same is None:
+            given = f"{typed} {value}".strip()
+            words = foreign_names.answer(name, value, _shortest)
+            raise ConfigError(
+                f"{verb}: {given} is a flag of another trainer. Here: {words}", code="cli.foreign"
+            )
+        key, here = same
+        found.append(f"{_shortest(key)}={here}")
+        told.append(f"{typed} as {_shortest(key)} {here or repr(here)}")
+    return found, told
+
+
+def _shortest(key: str) -> str:
+    """The flag of a full key, the short one where there is one: --model for model.name."""
+    name = toml.NAMES.get(key, "")
+    return flag(key_of_name(name) if name and "." not in name else key)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -66,8 +66,8 @@ def _execution(instruction: Instruction, kernel: Kernel) -> Execute:
             return execute
     if instruction.opcode.split(".")[0] == "mov":
         return _move(instruction, kernel)
-    found = operation(instruction.opcode)
     destination, *sources = instruction.operands
+    found = operation(instruction.opcode, len(sources))
     if len(sources) != len(found.sources):
         raise PtxError("Another number of operands was expected.")
     reads = [reader(each, bits, kernel) for each, bits in zip(sources, found.sources, strict=True)]

@@ -62,11 +62,16 @@ _MODIFIERS = {"rn", "ftz", "approx", "full", "NaN", "lo", "hi", "wide", "f32"}
 
 
 @cache
-def operation(opcode: str) -> Operation:
-    """Raises PtxError for an opcode that is not known."""
+def operation(opcode: str, operands: int = 0) -> Operation:
+    """Raises PtxError for an opcode that is not known.
+
+    operands  number of sources, for opcodes that take two or, from sm_100 on, three
+    """
     name, *words = opcode.split(".")
     kind = words[-1] if words else ""
     try:
+        if (name, kind, operands) in (("min", "f32", 3), ("max", "f32", 3)):
+            return _of_three(_floating(name, words))
         if name == "setp":
             [relation, kind] = words
             return _comparison(relation, kind)
@@ -373,6 +378,12 @@ def _extremum(name: str, kind: str, propagates: bool) -> Operation:
         return np.where(a_nan | b_nan, either, chosen)
 
     return Operation((bits,), (bits, bits), found)
+
+
+def _of_three(of_two: Operation) -> Operation:
+    """min and max of three float32 (PTX ISA 8.6): a NaN loses, or wins by .NaN, as between two."""
+    bits = of_two.results[0]
+    return Operation((bits,), (bits,) * 3, lambda a, b, c: of_two.compute(of_two.compute(a, b), c))
 
 
 # --- comparisons

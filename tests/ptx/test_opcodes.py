@@ -8,6 +8,7 @@ special values differ, and random ones.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import random
@@ -288,6 +289,23 @@ def test_signs_and_extremes(kind):
             propagated.append(expected[-1] if len(numbers) == 2 else NAN[kind])
         compare(f"{name}.{kind}", [a, b], expected)
         compare(f"{name}.NaN.{kind}", [a, b], propagated)
+
+
+@pytest.mark.parametrize("propagates", [False, True])
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_extremes_of_three(name, propagates):
+    """sm_100 and later: a NaN loses unless all are NaN, or wins by .NaN."""
+    nan = float("nan")
+    rows = list(itertools.product([1.5, -2.0, nan, float("inf")], repeat=3))
+    columns = [np.array(each, np.float32) for each in zip(*rows, strict=True)]
+    expected = []
+    for row in rows:
+        numbers = [each for each in row if each == each]
+        lost = not numbers or (propagates and len(numbers) < 3)
+        expected.append(nan if lost else {"max": max, "min": min}[name](numbers))
+    opcode = f"{name}.NaN.f32" if propagates else f"{name}.f32"
+    found = operation(opcode, 3).compute(*(each.view(np.uint32) for each in columns))
+    np.testing.assert_array_equal(found.view(np.float32), np.array(expected, np.float32))
 
 
 RELATIONS = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}  # fmt: skip

@@ -113,12 +113,14 @@ _UNITS = {
 
 
 def card(name: str) -> Card:
-    """Return the card with this name: `h100`, `H100 PCIe`, `rtx-4090`, `4090`.
+    """Return the card with this name: `h100`, `H100 PCIe`, `rtx-4090`, `rtx4090`, `4090`.
 
     Raises ConfigError with similar names if the name is unknown.
     """
-    key = "-".join(re.split(r"[\s_-]+", name.strip().lower()))
-    found = CARDS.get(_OTHER_NAMES.get(key, key))
+    key = re.sub(r"[\s_-]+", "-", name.strip().lower())
+    joined = {each.replace("-", ""): each for each in (*CARDS, *_OTHER_NAMES)}
+    known = joined.get(key.replace("-", ""), "")
+    found = CARDS.get(_OTHER_NAMES.get(known, known))
     if found is None:
         near = closest(key, [*CARDS, *_OTHER_NAMES])
         raise ConfigError(

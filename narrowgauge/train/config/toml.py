@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.storage import reading
-from narrowgauge.train.config import recipe_syntax
+from narrowgauge.train.config import foreign_names, recipe_syntax
 from narrowgauge.train.config.merged_settings import MERGED
 from narrowgauge.train.config.settings import (
     NUMBERS,
@@ -343,6 +343,8 @@ def _unknown(path: str, value: Any) -> str:
         found = closest(asked, known, limit=1).strip("'")
         near = f"'{known[found]}'" if found else ""
     where = f" of [{table}]" if table else ""
+    if words := foreign_names.answer(asked, str(value), lambda known: repr(known)):
+        return f"{key!r} is not a setting{where}, but one of another trainer. Here: {words}"
     return f"{key!r} is not a setting{where}. " + (
         f"Closest: {near}." if near else "See narrowgauge train --help."
     )

@@ -1,0 +1,275 @@
+"""Names of settings in other trainers, and what to type here.
+
+Transformers' Trainer (Tr), TRL, axolotl (ax), LLaMA-Factory (LF), torchtune (tt) and Unsloth (un)
+call the same settings by other names. A name is understood where its meaning is the same here
+(`Same`). Otherwise an error says what to type (`Answer`). Names that are settings here, or former
+ones, are not in the table.
+
+    understood(name, value)  what a flag of another trainer stands for
+    answer(name, value)      what to type instead of it
+
+Names are written with underscores, as in a file; the flag of `save_steps` is --save-steps, and
+--save_steps is taken too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Same:
+    """A setting of the same meaning.
+
+    key     its name here
+    values  values with other names here. A value that is not listed is taken as it is
+    only    True: values beyond those listed have no meaning here, and `otherwise` says what to type
+    """
+
+    key: str
+    values: Mapping[str, str] = field(default_factory=dict)
+    only: bool = False
+    otherwise: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to type here, in words.
+
+    {value} stands for the value that was given, or for `default`; {four} for four times as much.
+    """
+
+    words: str
+    default: str = "N"
+
+
+def _switch(key: str, on: str, off: str) -> Same:
+    """A switch there, a value here. The flag alone means on."""
+    words = {"": on, "true": on, "1": on, "yes": on, "false": off, "0": off, "no": off}
+    return Same(key, words, only=True, otherwise="It takes true or false")
+
+
+def _all(names: str, meaning: Same | Answer) -> dict[str, Same | Answer]:
+    return dict.fromkeys(names.split(), meaning)
+
+
+_BATCH = Answer(
+    "--batch.size counts the rows of a whole optimizer step: size per device x accumulation x devices. "
+    "--batch.micro-batches cuts it: {value} rows at a time in 4 parts on one device are --batch.size {four} --batch.micro-batches 4"
+)
+_PARTS = Answer(
+    "--batch.micro-batches {value} cuts the rows of --batch.size, which counts a whole optimizer step on all devices"
+)
+_RULES = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_apex_fused": "adamw", "adamw": "adamw",
+    "lion": "lion", "lion_32bit": "lion", "sgd": "sgd",
+}  # fmt: skip
+_FORMATS_OF_BASE = "With --lora, --base holds frozen weights as codes: --base int8, fp8-block, nvfp4 or mxfp4, one of them"
+_PLAN = "narrowgauge plan says what fits, and --parallel.layout fsdp=N shares a model among ranks of torchrun"
+
+FOREIGN: Mapping[str, Same | Answer] = (
+    # --- the model and its data
+    _all("model_name_or_path base_model model_id pretrained_model_name_or_path model_name model_path", Same("model.name"))
+    | _all("tokenizer_name tokenizer_name_or_path tokenizer_path base_model_config tokenizer_config", Same("data.tokenizer"))
+    | _all("train_file dataset_name dataset dataset_path data_path train_data train_dataset datasets", Same("data.source"))
+    | _all(
+        "validation_file val_data val_file eval_file eval_data eval_dataset test_datasets validation_dataset", Same("data.validation_data"),
+    )
+    | _all("val_set_size val_size validation_split_ratio test_size", Same("data.validation_fraction"))
+    | _all("validation_split_percentage", Answer("--data.validation-fraction 0.05 is a share and no percentage"))
+    | _all("dataset_text_field text_column_name text_field", Same("data.column"))
+    | _all("dataset_config_name dataset_split split", Answer("Name the files: --data a file or folder, or a data set's name"))
+    | _all("n_embd d_model dim embed_dim emb_dim n_dim model_dim", Same("model.hidden_size"))
+    | _all("num_layers n_layer n_layers num_hidden_layers num_blocks", Same("model.layers"))
+    | _all("num_heads n_head n_heads num_attention_heads", Same("model.heads"))
+    | _all("num_key_value_heads num_kv_heads n_kv_heads n_kv_head", Same("model.kv_heads"))
+    | _all("ffn_dim d_ff ffn_hidden_size n_inner intermediate_dim", Same("model.intermediate_size"))
+    | _all("block_size context_length ctx_len seq_length seq_len context_size", Same("model.sequence_length"))
+    | _all(
+        "max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
+        Answer("--model.sequence-length {value} for running text; --data.max-length {value} for the examples of a table (--task)"),
+    )
+    | _all(
+        "max_source_length max_prompt_length max_target_length", Answer("--data.max-length {value} holds for prompt and answer together"),
+    )
+    | _all("train_on_inputs completion_only_loss assistant_only_loss train_on_prompt mask_prompt train_on_source", Answer(
+        "--task causal-lm learns answers alone, and --task text learns all of a text"
+    ))
+    | _all("chat_template template prompt_template", Answer(
+        "A tokenizer brings its chat template: --data.tokenizer, and --data.columns.messages for the column of chats"
+    ))
+    | _all(
+        "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers "
+        "num_workers dataloader_pin_memory pin_memory",
+        Answer("nothing to type: data are tokenized once into --data.cache and read from memory-mapped files"),
+    )
+    | _all("overwrite_cache cache_dir dataset_prepared_path data_cache_dir", Answer("--data.cache names the folder of tokenized data"))
+    | _all("streaming", Answer("nothing to type: tokens are read from a file as they are needed, and never all at once"))
+    | _all("pad_to_multiple_of", Same("batch.pad_multiple"))
+    | _all("group_by_length", _switch("batch.order", "length", "shuffled"))
+    | _all("sample_packing use_packing pack multipack", Answer("--batch.packing 2048 fills rows of so many tokens with several examples"))
+    # --- length of the run, batches
+    | _all("num_train_epochs num_epochs epoch max_epochs train_epochs n_epochs", Same("training.epochs"))
+    | _all("max_steps num_steps train_steps num_train_steps max_train_steps total_steps max_iters train_iters", Same("training.steps"))
+    | _all(
+        "per_device_train_batch_size train_batch_size per_gpu_train_batch_size micro_batch_size "
+        "train_micro_batch_size_per_gpu batch_size_per_device",
+        _BATCH,
+    )
+    | _all("per_device_eval_batch_size eval_batch_size", Answer("nothing to type: evaluation takes the batches of training"))
+    | _all("global_batch_size total_batch_size", Same("batch.size"))
+    | _all("gradient_accumulation_steps grad_accum grad_accumulation_steps gradient_accumulation accumulate_grad_batches", _PARTS)
+    | _all("data_seed random_seed manual_seed", Same("training.seed"))
+    # --- optimizer
+    | _all("lr max_lr peak_lr base_lr", Same("optimizer.learning_rate"))
+    | _all("min_lr lr_end eta_min final_lr", Same("optimizer.min_learning_rate"))
+    | _all("lr_scheduler_type lr_scheduler lr_schedule scheduler lr_decay_style", Same(
+        "optimizer.schedule",
+        {each: each for each in ("cosine", "linear", "constant", "warmup-stable-decay")}
+        | {"constant_with_warmup": "constant", "warmup_stable_decay": "warmup-stable-decay", "wsd": "warmup-stable-decay"},
+        only=True,
+        otherwise="--optimizer.schedule is cosine, linear, constant or warmup-stable-decay, and --optimizer.min-learning-rate its end",
+    ))
+    | _all("num_warmup_steps warmup_iters lr_warmup_steps lr_warmup_iters warmup", Same("optimizer.warmup_steps"))
+    | _all("warmup_ratio warmup_fraction lr_warmup_fraction", Answer("--optimizer.warmup-steps: {value} times the steps of the run"))
+    | _all("wd", Same("optimizer.weight_decay"))
+    | _all("max_grad_norm gradient_clipping gradient_clip_val clip_grad_norm max_norm clip_grad grad_clip", Same("optimizer.clip"))
+    | _all("adam_beta1", Same("optimizer.beta1"))
+    | _all("adam_beta2", Same("optimizer.beta2"))
+    | _all("adam_epsilon adam_eps eps", Same("optimizer.epsilon"))
+    | _all("optim optimizer_type optimizer_name", Same(
+        "optimizer.name", _RULES, only=True,
+        otherwise="--optimizer.name is adamw, lion or sgd. States of 8 bits, as of adamw_8bit, adamw_bnb_8bit and paged_adamw_8bit, are "
+        "--optimizer.states 8bit beside it",
+    ))
+    | _all("optim_args optim_target_modules", Answer("Each argument is a setting of [optimizer]: see narrowgauge train --help"))
+    | _all("use_8bit_adam", _switch("optimizer.states", "8bit", "fp32"))
+    # --- numbers
+    | _all("bf16 use_bf16", Same(
+        "recipe.name", {"": "bf16", "true": "bf16", "1": "bf16", "yes": "bf16", "full": "bf16", "auto": "bf16"}, only=True,
+        otherwise="Without it: --recipe none --recipe.precision fp32",
+    ))
+    | _all("fp8 use_fp8 load_in_fp8 enable_fp8 fp8_training", Same(
+        "recipe.name", {"": "fp8-current", "true": "fp8-current", "1": "fp8-current", "yes": "fp8-current"}, only=True,
+        otherwise="--recipe names the kind of FP8: fp8-current, fp8-delayed, fp8-row, fp8-block or mxfp8. Without FP8: --recipe bf16",
+    ))
+    | _all(
+        "fp8_recipe fp8_format fp8_scaling",
+        Answer("--recipe names the kind of FP8: fp8-current, fp8-delayed, fp8-row, fp8-block or mxfp8"),
+    )
+    | _all("fp16 use_fp16", Answer("--recipe none --recipe.precision amp-fp16"))
+    | _all("mixed_precision torch_dtype dtype half_precision_backend amp_backend", Answer(
+        "--recipe names the numbers of products, as bf16 or fp8-current, and --recipe.precision those of the rest"
+    ))
+    | _all("bf16_full_eval fp16_full_eval tf32", Answer("nothing to type: --recipe and --recipe.precision say all about numbers"))
+    | _all("load_in_8bit load_in_4bit bits quantization_bit quantization_method bnb_4bit_quant_type quantization", Answer(_FORMATS_OF_BASE))
+    # --- adapters
+    | _all("lora_r lora_rank r", Same("lora.r"))
+    | _all("lora_alpha", Same("lora.alpha"))
+    | _all("lora_dropout", Same("lora.dropout"))
+    | _all("lora_target_modules lora_target target_modules", Same("lora.targets", {"all": "all-linear", "all_linear": "all-linear"}))
+    | _all("use_dora peft_use_dora lora_dora", _switch("lora.dora", "true", "false"))
+    | _all("use_rslora peft_use_rslora", _switch("lora.rslora", "true", "false"))
+    | _all("lora_target_linear", Answer("--lora.targets all-linear is the default of --lora"))
+    | _all(
+        "use_peft finetuning_type peft_method",
+        Answer("--lora r=16,alpha=32,targets=all-linear trains adapters; without it all weights train"),
+    )
+    | _all(
+        "freeze_layers unfrozen_parameters freeze_trainable_layers", Answer("--model.freeze 'embed*,layers.0-3' names what does not train"),
+    )
+    # --- memory and devices
+    | _all("gradient_checkpointing use_gradient_checkpointing activation_checkpointing enable_activation_checkpointing",
+           _switch("memory.checkpointing", "full", "none"))
+    | _all(
+        "gradient_checkpointing_kwargs disable_gradient_checkpointing",
+        Answer("--memory.checkpointing is none, selective, full, every-N or sqrt"),
+    )
+    | _all("torch_compile use_compile", _switch("device.compile", "true", "false"))
+    | _all("torch_compile_backend torch_compile_mode", Answer("--device.compile compiles by torch's own backend"))
+    | _all("no_cuda use_cpu", _switch("device.name", "cpu", "auto"))
+    | _all("device_map low_cpu_mem_usage max_memory deepspeed deepspeed_config zero_stage", Answer(_PLAN))
+    | _all("fsdp fsdp_config data_parallel_shard_degree", Answer("--parallel.layout fsdp=N, under torchrun"))
+    | _all(
+        "tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size tp_size",
+        Answer("--parallel.layout tp={value}, under torchrun"),
+    )
+    | _all(
+        "pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size pp_size",
+        Answer("--parallel.layout pp={value}, under torchrun"),
+    )
+    | _all(
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_timeout",
+        Answer("nothing to type: copies on the ranks of torchrun need no setting; --parallel.timeout-s is the wait for a rank"),
+    )
+    | _all("attn_implementation flash_attention flash_attn use_flash_attention_2 sdp_attention xformers_attention", Answer(
+        "nothing to type: torch's fastest attention is taken, and the first lines of a run name it"
+    ))
+    # --- evaluation, checkpoints, logs
+    | _all("output_dir save_dir out_dir run_dir checkpoint_dir", Same("output"))
+    | _all("eval_steps eval_interval val_check_interval run_val_every_n_steps eval_freq", Same("evaluation.every"))
+    | _all("evaluation_strategy eval_strategy do_eval", Answer("--evaluation.every says so many steps; 0: after the last step alone"))
+    | _all("do_train do_predict", Answer("nothing to type: narrowgauge train trains, and narrowgauge evaluate evaluates"))
+    | _all(
+        "save_steps save_interval save_every ckpt_interval save_every_n_steps checkpoint_interval",
+        Same("checkpoint.every"),
+    )
+    | _all("save_strategy", Answer("--checkpoint.every says so many steps; 0: after the last step alone"))
+    | _all("save_total_limit keep_last_n_checkpoints max_checkpoints", Same("checkpoint.keep"))
+    | _all(
+        "save_only_model save_safetensors",
+        Answer("nothing to type: checkpoints hold the whole run, and RUN/final the model as safetensors"),
+    )
+    | _all("resume_from_checkpoint auto_resume_from_checkpoints resume_from load_checkpoint", Answer(
+        "--resume --output RUN goes on with a run; --from RUN@STEP starts a branch of it"
+    ))
+    | _all("logging_steps log_interval log_freq log_every_n_steps logging_interval", Same("log.every"))
+    | _all("report_to logger log_with", Same(
+        "log.to", {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "none": ""}, only=True,
+        otherwise="--log.to takes wandb, mlflow or trackio, or several with commas; --log.tensorboard writes TensorBoard's events",
+    ))
+    | _all("logging_dir tensorboard_dir use_tensorboard", Answer("--log.tensorboard writes TensorBoard's events into the run folder"))
+    | _all("wandb_project wandb_name wandb_entity run_name wandb_run_id", Answer(
+        "--log.to wandb; the tracker reads its own variables, as WANDB_PROJECT and WANDB_NAME"
+    ))
+    | _all(
+        "load_best_model_at_end metric_for_best_model greater_is_better",
+        Answer("--task.best names the metric whose best checkpoint is exported"),
+    )
+    | _all("push_to_hub hub_model_id hub_token", Answer("narrowgauge export writes a folder; hf upload sends it"))
+    | _all("early_stopping_patience early_stopping", Answer("No run stops early here; --task.best keeps the best checkpoint"))
+    | _all(
+        "neftune_noise_alpha label_smoothing_factor label_smoothing",
+        Answer("Not built here; without it a run is as told by the other settings"),
+    )
+)  # fmt: skip
+
+
+def understood(name: str, value: str) -> tuple[str, str] | None:
+    """(key, value) here of another trainer's setting; None if its meaning is not the same.
+
+    value  '' for a flag without one
+    """
+    meaning = FOREIGN.get(name)
+    if not isinstance(meaning, Same):
+        return None
+    found = meaning.values.get(value.lower())
+    if found is None and (meaning.only or not value):
+        return None
+    return meaning.key, value if found is None else found
+
+
+def answer(name: str, value: str, flag: Callable[[str], str]) -> str:
+    """What to type here instead of another trainer's setting, or '' for a name that nobody has.
+
+    flag  spelling of a key: as a flag, or as in a file
+    """
+    meaning = FOREIGN.get(name)
+    if meaning is None:
+        return ""
+    if isinstance(meaning, Answer):
+        given = value or meaning.default
+        four = str(4 * int(value)) if value.isdecimal() and len(value) < 10 else f"4 {given}"
+        return f"{meaning.words.format(value=given, four=four)}."
+    return f"{meaning.otherwise or flag(meaning.key)}."

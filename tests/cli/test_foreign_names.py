@@ -1,0 +1,169 @@
+"""Flags and keys of other trainers: understood where they mean the same, else answered (exact)."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from narrowgauge import cli
+from narrowgauge.cli import flags
+from narrowgauge.cli.plan import plan
+from narrowgauge.cli.study import study
+from narrowgauge.cli.train import train
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config import toml
+from narrowgauge.train.config.foreign_names import FOREIGN, Answer, Same, answer, understood
+from tests.raising import raises
+
+# As typed elsewhere -> as it is read here.
+MEANS = {
+    "--lr 2e-4": "--optimizer.learning-rate=2e-4",
+    "--lr=-1": "--optimizer.learning-rate=-1",
+    "--bf16": "--recipe=bf16",
+    "--bf16 True": "--recipe=bf16",
+    "--fp8": "--recipe=fp8-current",
+    "--num-train-epochs 3": "--training.epochs=3",
+    "--num_train_epochs=3": "--training.epochs=3",
+    "--max-steps 70": "--training.steps=70",
+    "--lr-scheduler-type linear": "--optimizer.schedule=linear",
+    "--lr_scheduler_type constant_with_warmup": "--optimizer.schedule=constant",
+    "--save-steps 40": "--checkpoint.every=40",
+    "--save-total-limit 3": "--checkpoint.keep=3",
+    "--eval-steps 20": "--evaluation.every=20",
+    "--logging-steps 5": "--log.every=5",
+    "--report-to wandb": "--log.to=wandb",
+    "--report_to none": "--log.to=",
+    "--output-dir runs/mine": "--output=runs/mine",
+    "--model-name-or-path some/model": "--model=some/model",
+    "--tokenizer_name some/model": "--data.tokenizer=some/model",
+    "--train-file a.jsonl": "--data=a.jsonl",
+    "--val-data b.jsonl": "--data.validation-data=b.jsonl",
+    "--val_set_size 0.1": "--data.validation-fraction=0.1",
+    "--lora-r 4": "--lora.r=4",
+    "--lora_alpha 32": "--lora.alpha=32",
+    "--lora_target all": "--lora.targets=all-linear",
+    "--use_dora": "--lora.dora=true",
+    "--gradient-checkpointing": "--memory.checkpointing=full",
+    "--gradient_checkpointing False": "--memory.checkpointing=none",
+    "--torch-compile": "--device.compile=true",
+    "--max-grad-norm 0.5": "--optimizer.clip=0.5",
+    "--num_warmup_steps 7": "--optimizer.warmup-steps=7",
+    "--optim adamw_torch_fused": "--optimizer=adamw",
+    "--min-lr 1e-5": "--optimizer.min-learning-rate=1e-5",
+    "--adam_beta2 0.95": "--optimizer.beta2=0.95",
+    "--n-layer 2": "--model.layers=2",
+    "--n_embd 64": "--model.hidden-size=64",
+    "--n-head 4": "--model.heads=4",
+    "--block-size 64": "--model.sequence-length=64",
+    "--group-by-length": "--batch.order=length",
+    "--no_cuda": "--device=cpu",
+    "--data_seed 5": "--training.seed=5",
+    "--global-batch-size 32": "--batch.size=32",
+}
+# As typed elsewhere -> what the answer names.
+ANSWERED = {
+    "--per-device-train-batch-size 8": "--batch.size 32 --batch.micro-batches 4",
+    "--gradient-accumulation-steps 4": "--batch.micro-batches 4",
+    "--warmup-ratio 0.03": "--optimizer.warmup-steps",
+    "--resume-from-checkpoint runs/a": "--resume --output RUN",
+    "--max-seq-length 512": "--model.sequence-length 512",
+    "--load-in-8bit": "--base int8",
+    "--load_in_4bit True": "nvfp4",
+    "--optim adamw_bnb_8bit": "--optimizer.states 8bit",
+    "--lr-scheduler-type polynomial": "--optimizer.schedule",
+    "--bf16 false": "--recipe none",
+    "--fp16": "--recipe.precision amp-fp16",
+    "--deepspeed zero3.json": "--parallel.layout",
+    "--report-to tensorboard": "--log.tensorboard",
+    "--early-stopping-patience 3": "--task.best",
+}
+
+
+def config_of(words: str):
+    """What `narrowgauge train` would train with; nothing runs."""
+    found = []
+
+    def keep(config: str = "", **given):
+        found.append(flags.configuration(config, given))
+        return 0
+
+    keep.__signature__ = flags.signature_of(keep)
+    cli._call(keep, "train", words.split())
+    return found[0]
+
+
+@pytest.mark.parametrize("words", MEANS)
+def test_what_means_the_same_is_understood(words):
+    before, after = ["--steps", "3"], ["--resume"]
+    typed = words.split()
+    found, said = flags.of_others("train", [*before, *typed, *after])
+    assert found == [*before, MEANS[words], *after]
+    assert [each.split(" as --")[0] for each in said] == [typed[0].partition("=")[0]]
+
+
+@pytest.mark.parametrize("words", ANSWERED)
+def test_the_rest_is_answered_with_what_to_type(words):
+    with raises(ConfigError, "cli.foreign", ANSWERED[words]):
+        flags.of_others("train", words.split())
+
+
+def test_a_command_of_another_trainer_trains(capsys):
+    """Several at once, and own flags beside them; each is said."""
+    found = config_of(
+        "--model-name-or-path a/model --train-file a.jsonl --lr 1e-4 --training.steps 9 --bf16 --save_steps 4 --lora-r 2 --lora_alpha 4 "
+        "--gradient-checkpointing --torch-compile --report_to none"
+    )
+    assert (found.model, found.data, found.learning_rate) == ("a/model", "a.jsonl", 1e-4)
+    assert (found.steps, found.recipe, found.checkpoint_every) == (9, "bf16", 4)
+    assert (found.lora, found.checkpointing, found.compile) == ("r=2,alpha=4", "full", True)
+    said = capsys.readouterr().err
+    assert said.count(" as --") == 10 and said.count("\n") == 1
+
+
+def test_an_answer_ends_the_command():
+    with raises(ConfigError, "cli.foreign", "--batch.size 32"):
+        config_of("--lr 1e-4 --per-device-train-batch-size 8")
+
+
+def test_a_name_of_nobody_is_an_unknown_option():
+    for words in ("--nonsense 3", "--lr x"):
+        with raises(ConfigError, "cli.arguments"):
+            config_of(words)
+
+
+def test_every_meaning_names_settings_that_exist():
+    """At least 80 names. None is a setting here, and no answer names a flag that is none."""
+    flags_here = {"--" + key.replace("_", "-") for key in toml.NAMES} | {"--help"}  # fmt: skip
+    own = {*toml.NAMES, *toml.FORMER}
+    for verb in (train, plan, study):
+        own |= {name.replace("-", "_") for name in inspect.signature(verb).parameters}
+    assert len(FOREIGN) >= 80
+    for name, meaning in FOREIGN.items():
+        assert name not in own, name
+        words = meaning.words if isinstance(meaning, Answer) else meaning.otherwise
+        for flag in re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", words):
+            assert flag in flags_here, (name, flag)
+        if isinstance(meaning, Same):
+            assert meaning.key in toml.NAMES, (name, meaning.key)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_every_name_is_read_or_answered(name):
+    """Of a flag without a value, too. A listed value is one that the setting takes."""
+    meaning = FOREIGN[name]
+    assert answer(name, "", str)
+    if isinstance(meaning, Same):
+        for value, here in meaning.values.items():
+            assert understood(name, value) == (meaning.key, here)
+
+
+def test_a_file_is_answered_too(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[optimizer]\nlr = 1e-4\n")
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
+        toml.read(path)
+    path.write_text("[training]\nper_device_train_batch_size = 4\n")
+    with pytest.raises(ConfigError, match=r"--batch\.size 16"):
+        toml.read(path)
