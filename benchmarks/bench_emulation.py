@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.harness import RESULTS, measure, ratio, record, rows, table
+from benchmarks.harness import RESULTS, measure, processor_clock, ratio, record, rows, table
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
@@ -49,13 +49,19 @@ def main() -> None:
     parser.add_argument(
         "--skip", nargs="*", default=[], help="cases to leave out, e.g. the slow native bf16"
     )
+    parser.add_argument(
+        "--processor",
+        action="store_true",
+        help="seconds of the processor, beside other work; one thread",
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     everything = {
         name: step for name, step in cases(options.skip).items() if name not in options.skip
     }
-    timings = measure(everything, rounds=options.rounds, warmup=1)
+    clock = {"clock": processor_clock} if options.processor else {}
+    timings = measure(everything, rounds=options.rounds, warmup=1, **clock)
     lines = rows(timings, baseline=next(iter(timings)))
     for line in lines:
         for floor in [name for name in ("bf16-recipe", "fp32") if name in timings]:

@@ -352,6 +352,17 @@ def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
         )
     if layer.steps is not None and layer.steps.is_cold:
         yield Note("steps from the data, learned later", code="learned-steps")
+    elif layer.steps is not None:
+        inner, output = layer.in_features, recipe.output
+        steps, share = layer.steps, inner / rotated_length(inner, rotation)
+        steps.note("w", layer.weight)
+        for role, cast in (("x", output.lhs), ("w", output.rhs)):
+            over = None
+            if role in steps.settings and cast is not None:
+                over = steps.over_best(role, cast.format.max, share)
+            if over is not None:
+                words = f"learned step of {role} ", " of the one with the least error"
+                yield Note(*words, (over,), "learned-step")
     if layer.sampling is not None and holds_numbers(layer.sampling.variance):
         for product, variance in zip(
             layer.sampling.PRODUCTS, layer.sampling.variance.tolist(), strict=True

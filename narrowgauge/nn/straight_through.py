@@ -479,7 +479,7 @@ def _drawn_rows(rows: int, every: int, offset: Tensor) -> Tensor:
 def steps_from_data(
     steps: LearnedSteps, x: Tensor, weight: Tensor, plan: LinearPlan, writes: bool
 ) -> dict[str, Tensor]:
-    """Role -> step of the cold start, 2 mean|x H| / sqrt(max), [1].
+    """Role -> step of the cold start, the one with the least error of x H, [1].
 
     x       [T, K]
     weight  [N, K]
@@ -511,6 +511,7 @@ def steps_in_use(
     is_cold  the cold start, in which they come from the data
     """
     fresh = steps_from_data(steps, x, weight, plan, writes) if is_cold else {}
-    if writes:  # the parameters hold them already
-        fresh = {}
+    if writes:
+        steps.note("x", x)
+        fresh = {}  # the parameters hold them already
     return fresh.get("x", steps.get("x")), fresh.get("w", steps.get("w"))

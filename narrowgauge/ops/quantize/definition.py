@@ -22,6 +22,7 @@ from narrowgauge.scaling import (
     as_tiles,
     from_tiles,
     halved_sum,
+    least_error_clip,
     padded_to_tiles,
     per_tile,
     relative_scales,
@@ -150,8 +151,7 @@ def calibrated_amax(x: Tensor, cast: Cast, shape: tuple[int, ...] | None = None)
     if isinstance(cast.calibrate, ClippedRms):
         return tile_rms(x, cast.tile) * cast.calibrate.clip
     if isinstance(cast.calibrate, LearnedStep):
-        mean = _tile_norm(x, cast.tile, 1.0) / _tile_sizes(x, cast.tile)
-        return mean * (2 * math.sqrt(cast.format.max))
+        return tile_rms(x, cast.tile) * least_error_clip(cast.format.max)
     return tile_amax(x, cast.tile)
 
 
