@@ -35,6 +35,9 @@ from tests.ptx.order import Order
 CAPABILITIES = {80: (8, 0), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}  # sm -> ...
 # Threads that step together where programs do not wait for each other.
 AT_A_TIME = 8192
+PATIENCE = (
+    2_000  # instructions without news after which a launch with too few places is said to hang
+)
 # Tensors whose addresses a kernel finds in a table, of the launch that goes on.
 _REACHED: ContextVar[Callable[[], Iterable[Tensor]]] = ContextVar("reached", default=list)
 
@@ -54,6 +57,10 @@ class Interpretation:
     """How launches are run, and those that were.
 
     programs  that are on the GPU at once, where they wait for each other
+    resident  as many programs find a place, also of a launch whose programs wait: the others start
+              when those have ended, as beside other work that holds the multiprocessors. 0: all of
+              such a launch, and else a few
+    late      the groups of programs start from the last to the first
     mutate    changes the PTX of a kernel before it runs
     """
 
@@ -61,6 +68,8 @@ class Interpretation:
     programs: int = 3
     schedule: Schedule = Schedule.TOGETHER
     seed: int = 0
+    resident: int = 0
+    late: bool = False
     mutate: Callable[[str, str], str] = lambda kernel, ptx: ptx
     runs: list[Run] = field(default_factory=list)
 
@@ -78,10 +87,11 @@ class Interpretation:
         ptx = self.mutate(kernel.__name__, made.asm["ptx"])
         launch = Launch(
             programs, 32 * made.metadata.num_warps, made.metadata.shared, schedule=self.schedule,
-            seed=self.seed,
+            seed=self.seed, patience=PATIENCE if self.resident else Launch.patience,
         )  # fmt: skip
         waits = made.metadata.launch_cooperative_grid
-        steps = execute(ptx, values, launch, at_once=waits, reached=_REACHED.get()())
+        count = self.resident or (programs if waits else max(1, AT_A_TIME // launch.threads))
+        steps = execute(ptx, values, launch, count, self.late, _REACHED.get()())
         self.runs.append(Run(kernel.__name__, ptx, programs, steps))
         return made
 
@@ -113,14 +123,16 @@ def _number(value: Any) -> int:
 
 
 def execute(
-    ptx: str, values: list[Any], launch: Launch, at_once: bool, reached: Iterable[Tensor] = ()
-) -> int:
+    ptx: str, values: list[Any], launch: Launch, count: int, late: bool = False,
+    reached: Iterable[Tensor] = (),
+) -> int:  # fmt: skip
     """Run a launch on the memory of its tensors, and return the number of instructions.
 
     values   arguments in the kernel's order: tensors, integers and floats. Parameters beyond them are
              Triton's own, for scratch memory, which these kernels do not use: null
+    count    programs that are there at once; a group ends before the next one starts
+    late     from the last group to the first
     reached  further tensors that the kernel has addresses of
-    at_once  all programs are there at once; else a few at a time, one group after another
     """
     code = code_of(ptx)
     tensors = [each for each in values if isinstance(each, Tensor)] + list(reached)
@@ -133,9 +145,9 @@ def execute(
         Order(launch.programs, launch.threads),
         watches_reads="atom.global" in ptx,
     )
-    count = launch.programs if at_once else max(1, AT_A_TIME // launch.threads)
     steps = 0
-    for first in range(0, launch.programs, count):
+    firsts = range(0, launch.programs, count)
+    for first in reversed(firsts) if late else firsts:
         part = replace(launch, first=first, count=min(count, launch.programs - first))
         machine = Machine(code, memory, arguments, part)
         machine.run()

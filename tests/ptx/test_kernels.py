@@ -80,6 +80,27 @@ def test_one_changed_instruction_is_noticed():
     assert changed[0] > 10 and "wrong" in found.words, found
 
 
+# Kernel forms that wait for each other, and the casts by maxima and counters that replace them.
+GRIDS = ("tensor 80x144 and x.T", "row 80x144 and x.T")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("late", [False, True], ids=["in turn", "the last first"])
+def test_two_launches_need_no_other_program(name, late, monkeypatch):
+    """As beside a collective: one program at a time, from either end, and the definition's bits."""
+    monkeypatch.setattr(triton_launch, "launched_as_grid", lambda start, index: False)
+    found = outcome(named(name), 90, resident=1, late=late)
+    assert not found.words and "amax_and_cast" not in found.kernels, found
+
+
+@pytest.mark.slow
+def test_a_delayed_cast_needs_no_other_program():
+    """It counts programs that have ended, and the last settles: whichever that is."""
+    found = outcome(named("e4m3 later and x.T"), 90, resident=1, late=True)
+    assert not found.words and found.kernels == ("both_delayed",), found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SHARES)
 @pytest.mark.parametrize("sm", GPUS)
