@@ -9,14 +9,14 @@ Always two-dimensional, contracted axis last.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.scaling import scale_shape
+from narrowgauge.scaling import from_exponents, scale_shape, unswizzled
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Cast
@@ -39,7 +39,11 @@ class QTensor:
     inner         length of the contracted axis in elements
     global_scale  0-d float32 if the cast has one (two-level rules, headroom), else None
     checked       True skips validation, for parts of a QTensor that was already validated
+    units         scales as tensor cores of 10.0 read them, a byte for each row and tile
+                  (`scaling.swizzled`); None in all but a `SwizzledQTensor`
     """
+
+    units: ClassVar[Tensor | None] = None
 
     data: Tensor
     scale: Tensor
@@ -192,3 +196,45 @@ class QTensor:
         return QTensor(
             data=self.data.T, scale=self.scale.T, cast=self.cast, inner=self.data.shape[0], global_scale=self.global_scale, checked=True
         )  # fmt: skip
+
+
+class SwizzledQTensor(QTensor):
+    """A QTensor of MX or NVFP4 whose cast wrote its scales for the tensor cores alone.
+
+    `scale` decodes them when it is first read. `replace` makes a QTensor without `units`.
+    """
+
+    @classmethod
+    def of_units(
+        cls, data: Tensor, units: Tensor, cast: Cast, inner: int, global_scale: Tensor | None = None
+    ) -> SwizzledQTensor:
+        """units: uint8, flat; for each row of the tensor, also where tiles have several."""
+        self = object.__new__(cls)
+        self.__dict__.update(
+            data=data, units=units, cast=cast, inner=inner, global_scale=global_scale
+        )
+        return self
+
+    @property
+    def scale(self) -> Tensor:
+        if "decoded" not in self.__dict__:
+            rows, columns = self.data.shape[0], scale_shape(self.shape, self.cast.tile)[1]
+            assert self.units is not None
+            codes = unswizzled(self.units, rows, columns)[:: self.cast.tile[0]]
+            self.__dict__["decoded"] = (
+                codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+                if self.cast.scale.two_level
+                else from_exponents(codes)
+            )
+        decoded: Tensor = self.__dict__["decoded"]
+        return decoded
+
+    @scale.setter
+    def scale(self, value: Tensor) -> None:
+        self.__dict__["decoded"] = value
+
+    @property
+    def nbytes(self) -> int:
+        extra = 0 if self.global_scale is None else self.global_scale.nbytes
+        scales = self.scale if self.units is None else self.units
+        return self.data.nbytes + scales.nbytes + extra

@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import Any, Literal, NoReturn
 
 from narrowgauge.errors import ConfigError
-from narrowgauge.formats import Format, IntFormat
+from narrowgauge.formats import E2M1, E4M3, E5M2, Format, IntFormat
 from narrowgauge.scaling import (
     E4M3_FOUR_OVER_SIX,
     E4M3_FOUR_OVER_SIX_POW2,
@@ -70,6 +70,8 @@ _FORMER_NAMES = {
     "WideBlocks": "HighPrecisionBlocks",
 }
 _CODES = {name: former.lower() for former, name in _FORMER_NAMES.items()}
+
+MX_TILE, NV_TILE = 32, 16  # elements that share a scale of MX and of NVFP4
 
 
 def __getattr__(name: str) -> Any:
@@ -327,6 +329,16 @@ class Cast:
     def has_global_scale(self) -> bool:
         """True if one number multiplies the scales of all tiles."""
         return self.scale.two_level or self.headroom != 1
+
+    @property
+    def mx_kind(self) -> str | None:
+        """ "mxfp8", "mxfp4" or "nvfp4" if tensor cores multiply by these scales, else None."""
+        if self.tile[0] not in (1, self.tile[1]) or self.format not in (E4M3, E5M2, E2M1):
+            return None
+        is_narrow = self.format == E2M1
+        if self.tile[1] == MX_TILE and self.scale.power_of_two:
+            return "mxfp4" if is_narrow else "mxfp8"
+        return "nvfp4" if self.tile[1] == NV_TILE and self.scale.two_level and is_narrow else None
 
     @property
     def is_symmetric(self) -> bool:

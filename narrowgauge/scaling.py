@@ -318,6 +318,40 @@ def from_exponents(exponents: Tensor) -> Tensor:
     return torch.where(exponents == 0xFF, float("nan"), scale)
 
 
+# cuBLAS' blocks of byte scales (12.9, "Block scaling factors layout"): rows and columns of a block,
+# and rows that are contiguous in it.
+SCALE_ROWS, SCALE_COLUMNS, SCALE_GROUP = 128, 4, 32
+
+
+def swizzled_length(rows: int, columns: int) -> int:
+    """Bytes of `swizzled` scales [rows, columns]."""
+    return -(-rows // SCALE_ROWS) * -(-columns // SCALE_COLUMNS) * SCALE_ROWS * SCALE_COLUMNS
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Swizzle scale [R, C], one byte per element -> flat. One copy.
+
+    Blocks of 128 rows and 4 columns, 512 bytes, the blocks of a row panel consecutive; in a block,
+    row r and column c are at (r % 32) * 16 + (r // 32) * 4 + c. R is padded with zeros to a multiple
+    of 128, C to a multiple of 4.
+    """
+    fill = (0, -scale.shape[1] % SCALE_COLUMNS, 0, -scale.shape[0] % SCALE_ROWS)
+    bytes_ = torch.nn.functional.pad(scale.view(torch.uint8), fill)
+    panels, columns = bytes_.shape[0] // SCALE_ROWS, bytes_.shape[1] // SCALE_COLUMNS
+    blocks = bytes_.view(panels, SCALE_ROWS // SCALE_GROUP, SCALE_GROUP, columns, SCALE_COLUMNS)
+    return blocks.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
+
+
+def unswizzled(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """Invert `swizzled`: flat, one byte per element -> uint8 [rows, columns]."""
+    panels, wide = -(-rows // SCALE_ROWS), -(-columns // SCALE_COLUMNS)
+    blocks = flat.view(torch.uint8).view(
+        panels, wide, SCALE_GROUP, SCALE_ROWS // SCALE_GROUP, SCALE_COLUMNS
+    )
+    full = blocks.permute(0, 3, 2, 1, 4).reshape(panels * SCALE_ROWS, wide * SCALE_COLUMNS)
+    return full[:rows, :columns]
+
+
 def tile_sizes(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, int]:
     """The tile with -1 replaced by the length of its axis (at least 1)."""
     outer = max(shape[0], 1) if tile[0] == WHOLE else tile[0]

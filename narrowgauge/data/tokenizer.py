@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from narrowgauge.data import hub
 from narrowgauge.data.cache import new_folder
 from narrowgauge.data.text import pieces, reason, shown
 from narrowgauge.errors import ConfigError, DataError, Reason, closest
@@ -212,7 +213,11 @@ def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         # transformers opens the files itself, and would block on a named pipe.
         reading.refuse_special_files(Path(name), OF_TOKENIZERS)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, **hub.options(name)
+        )
+    except DataError:
+        raise
     except Exception as error:  # the libraries raise a bare Exception for malformed files
         raise DataError(
             f"{shown(name)}: {'' if os.path.isdir(name) else 'no folder here, and on the Hub '}no usable tokenizer: "

@@ -30,7 +30,7 @@ from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.qtensor import QTensor
+from narrowgauge.qtensor import QTensor, SwizzledQTensor
 from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE, from_exponents, to_exponents
 
@@ -70,7 +70,9 @@ class Casts:
         """Iterate over all tensors that hold memory."""
         for each in (self.rows, self.cols):
             parts = (
-                (each.data, each.scale, each.global_scale) if isinstance(each, QTensor) else (each,)
+                (each.data, _scales(each), each.global_scale)
+                if isinstance(each, QTensor)
+                else (each,)
             )
             yield from (part for part in parts if part is not None)
         if self.amax is not None:
@@ -404,7 +406,7 @@ class Operand:
         casts, keep, sources = self.casts, self.context.keep, self.context.sources
         cache = sources.weight_cache
         if cache is None and keep.weight == "step" and isinstance(cols := casts.cols, QTensor):
-            return casts.amax, self.tensor, cols.data, cols.scale, cols.global_scale
+            return casts.amax, self.tensor, cols.data, _scales(cols), cols.global_scale
         # Autograd saves no Python objects, so the casts go to backward in the context.
         if cache is not None and keep.grads and not cache.is_gathered:
             sources.saved_for_w = cache.saved_for_backward(casts)
@@ -425,7 +427,9 @@ class Operand:
             casts.cols = self._rotated_cast(self.tensor.T, rotation, plan.cols, None, "cols")
         codes = casts.cols
         assert isinstance(codes, QTensor)
-        scale = to_exponents(codes.scale) if _saves_exponents(codes.cast) else codes.scale
+        scale = codes.scale if codes.units is None else codes.units
+        if codes.units is None and _saves_exponents(codes.cast):
+            scale = to_exponents(scale)
         return codes.data, scale, codes.global_scale
 
     @property
@@ -460,25 +464,19 @@ class Operand:
         if codes and plan.role == "w":
             data, scale, global_scale = codes
             assert data is not None and scale is not None and plan.cols is not None
-            casts.cols = QTensor(
-                data=data,
-                scale=scale,
-                cast=plan.cols,
-                inner=shape[0],
-                global_scale=global_scale,
-                checked=True,
-            )
+            of = QTensor.of_parts if scale.ndim == 2 else SwizzledQTensor.of_units
+            casts.cols = of(data, scale, plan.cols, shape[0], global_scale)
         elif codes:
             scale, global_scale = codes
             assert tensor is not None and scale is not None and plan.cols is not None
-            if _saves_exponents(plan.cols):
+            if _saves_exponents(plan.cols) and scale.ndim == 2:
                 scale = from_exponents(scale)
             # A rotation pads the contracted axis to whole blocks, and the
             # codes have the padded length.
             block = 1 if plan.cols_rotate is None else plan.cols_rotate.block
-            casts.cols = QTensor(
-                data=tensor, scale=scale, cast=plan.cols, inner=-(-shape[0] // block) * block, global_scale=global_scale, checked=True,
-            )  # fmt: skip
+            inner = -(-shape[0] // block) * block
+            of = QTensor.of_parts if scale.ndim == 2 else SwizzledQTensor.of_units
+            casts.cols = of(tensor, scale, plan.cols, inner, global_scale)
             return self
         self.tensor, self.is_restored = tensor, True  # type: ignore[assignment]
         if plan.role == "w":
@@ -520,6 +518,11 @@ class Operand:
         ->  (gradient of t, gradient of its learned step or None)
         """
         return d, None
+
+
+def _scales(codes: QTensor) -> Tensor:
+    """What holds the scales: float32, or bytes for tensor cores, flat."""
+    return codes.scale if codes.units is None else codes.units
 
 
 def _saves_exponents(cast: Cast) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from narrowgauge.data import hub
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.storage import reading
 from narrowgauge.train import coded_base
@@ -89,8 +90,10 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
         reading.refuse_special_files(Path(where), OF_MODELS)
     try:
         return transformers.AutoConfig.from_pretrained(
-            where, trust_remote_code=False, **model_class.options
+            where, trust_remote_code=False, **model_class.options, **hub.options(where)
         )
+    except DataError:
+        raise
     except Exception as error:  # transformers raises many exception types for a damaged folder
         raise _cannot_load(where, model_class, error) from error
 
@@ -114,7 +117,7 @@ def pretrained(
         with quiet():
             model, found = model_class.auto.from_pretrained(
                 where, config=sizes, trust_remote_code=False, dtype=dtype, use_safetensors=True, output_loading_info=True,
-                ignore_mismatched_sizes=model_class.new,
+                ignore_mismatched_sizes=model_class.new, **hub.options(where),
             )  # fmt: skip
     except Exception as error:
         raise _cannot_load(where, model_class, error) from error

@@ -1,89 +1,57 @@
-"""Data sets by name, with `datasets` itself on data made here; the Hub is never reached."""
+"""Names on the Hub on a machine without a network: from the cache, or an error at once (exact)."""
+
+from __future__ import annotations
+
+import socket
 
 import pytest
 
-from narrowgauge.data import documents
-from narrowgauge.data.sources import parse_hub_name
-from narrowgauge.errors import ConfigError, DataError
-from tests.raising import coded, raises
-
-datasets = pytest.importorskip("datasets")
-
-
-@pytest.mark.parametrize(
-    ("source", "parts"),
-    [
-        ("hf:a/b", ("a/b", None, "train")),
-        ("hf:a/b:validation", ("a/b", None, "validation")),
-        ("hf:a/b:en:test[:10%]", ("a/b", "en", "test[:10%]")),
-    ],
-)
-def test_name_config_and_split(source, parts):
-    assert parse_hub_name(source) == parts
-
-
-@pytest.mark.parametrize("source", ["hf:", "hf:a:", "hf::train", "hf:a:b:c:d"])
-def test_malformed_name_is_refused_at_the_call(source):
-    with raises(ConfigError, "source.hub-name", "hf:"):
-        documents(source)
+from narrowgauge.data import hub, tokenizer
+from narrowgauge.errors import DataError
+from tests.raising import raises
 
 
 @pytest.fixture
-def dataset(monkeypatch):
-    """`datasets.load_dataset` gives these columns, whatever it is asked for; the calls are kept."""
-    calls = []
+def asked(monkeypatch):
+    """No host answers; the list of connections that were tried."""
+    found = []
 
-    def install(**columns):
-        made = datasets.Dataset.from_dict(columns)
-        monkeypatch.setattr(
-            datasets,
-            "load_dataset",
-            lambda *args, **kwargs: (calls.append((args, kwargs)), made)[1],
-        )
-        return calls
+    def refuse(address, timeout):
+        found.append((address, timeout))
+        raise OSError(101, "Network is unreachable")
 
-    return install
-
-
-def test_rows_become_documents(dataset):
-    calls = dataset(text=[f"row {n}" for n in range(600)], n=list(range(600)))
-    found = list(documents("hf:org/set:en:validation"))
-    assert [d.text for d in found] == [f"row {n}" for n in range(600)]
-    assert found[-1].origin == "hf:org/set:en:validation row 600"
-    assert calls == [(("org/set", "en"), {"split": "validation"})]
+    hub.unreachable.cache_clear()
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub, "_is_told_offline", lambda: False)
+    yield found
+    hub.unreachable.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("columns", "column", "message"),
-    [
-        ({"text": ["a", None]}, None, coded("table.cell", "'text'", "null")),
-        ({"text": [5]}, None, coded("table.cell", "'text'", "a number (5)")),
-        ({"title": ["a"], "body": ["b"]}, None, coded("table.which-column", "'title', 'body'")),
-        ({"title": ["a"], "body": ["b"]}, "boby", coded("table.no-column", "'boby'", "'body'")),
-        ({"text": [" "]}, None, coded("source.holds-no-text", "1 document, all blank")),
-    ],
-)
-def test_what_is_no_text_is_refused(dataset, columns, column, message):
-    dataset(**columns)
-    with raises(DataError, message):
-        list(documents("hf:org/set", column=column))
+def test_a_name_that_is_nowhere_is_an_error_after_one_look(asked, monkeypatch):
+    monkeypatch.setattr(hub, "_is_cached", lambda name, file: False)
+    for _ in range(2):
+        with raises(DataError, "hub.unreachable", "some/model", "Network is unreachable"):
+            hub.options("some/model")
+    [((host, port), wait_s)] = asked
+    assert (host, port) == ("huggingface.co", 443) and wait_s <= 5
+    with raises(DataError, "hub.unreachable", "some/model"):
+        tokenizer.load("some/model")
 
 
-def test_a_document_beyond_the_limit_is_refused(dataset):
-    dataset(text=["abcd", "äöü"])  # 4 and 6 bytes
-    with raises(DataError, "text.too-long", "4 bytes"):
-        list(documents("hf:org/set", limit_bytes=4))
+def test_a_name_in_the_cache_is_read_from_there(asked, monkeypatch):
+    monkeypatch.setattr(hub, "_is_cached", lambda name, file: file == "tokenizer.json")
+    assert hub.options("some/model") == {"local_files_only": True}
 
 
-def test_a_local_folder_is_loaded_by_datasets_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.csv").write_text("text\none\ntwo\n", encoding="utf-8")
-    assert [d.text for d in documents(f"hf:{tmp_path / 'set'}")] == ["one", "two"]
-    with raises(DataError, "source.hub-fails"):
-        list(documents(f"hf:{tmp_path / 'set'}:nope"))
+def test_folders_offline_mode_and_proxies_ask_nobody(asked, monkeypatch, tmp_path):
+    assert hub.options(str(tmp_path)) == {}
+    monkeypatch.setattr(hub, "_is_told_offline", lambda: True)
+    assert hub.options("some/model") == {}
+    monkeypatch.setattr(hub, "_is_told_offline", lambda: False)
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy:3128"})
+    assert hub.options("some/model") == {} and not asked
 
 
-def test_a_data_set_that_cannot_be_loaded_is_a_data_error(tmp_path):
-    with raises(DataError, "source.hub-fails", "FileNotFoundError"):
-        list(documents(f"hf:{tmp_path}/absent"))
+def test_what_is_no_name_of_a_repository_is_left_to_the_library(asked):
+    assert hub.options("no name at all!") == {"local_files_only": True}

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--gpu",
-        choices=("h100", "h200"),
+        choices=runtime.GPUS,
         default="h100",
         help="with --run: whose data sheet is played",
     )

@@ -18,7 +18,14 @@ from tests.gpu_dry_run import runtime
 from tests.gpu_dry_run.tally import LESS_IS_WORSE, Numbers
 
 FOLDER = Path(__file__).resolve().parent / "counts"
-PARTS = ("linear", "layer", "optimizer", "trainer")
+PARTS = (
+    "linear",
+    "layer",
+    "optimizer",
+    "trainer",
+    "b200",
+    "rtx5090",
+)  # the last two: Linears there
 PACKAGES = ("torch", "triton", "transformers", "torchao")
 UPDATE = "python -m tests.gpu_dry_run --update"
 
@@ -63,7 +70,8 @@ def _installed(name: str) -> bool:
 
 def measured(part: str, log: Path, cases: list[str] | None = None) -> Counts:
     """What is counted now, in a process over the empty runtime. cases: of this part; None: all."""
-    done = runtime.python(["-m", f"tests.gpu_dry_run.{part}", *(cases or ())], log)
+    module, gpu = ("linear", part) if part in runtime.GPUS else (part, runtime.GPUS[0])
+    done = runtime.python(["-m", f"tests.gpu_dry_run.{module}", *(cases or ())], log, gpu)
     if done.returncode:
         raise RuntimeError(
             f"tests.gpu_dry_run.{part} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"

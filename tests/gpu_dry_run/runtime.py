@@ -32,6 +32,14 @@ DRIVER = ["libcuda.so.1", "libnvidia-ml.so.1"]
 FLAGS = ["-O2", "-fPIC", "-std=gnu11", "-Wall", "-Wno-unused-parameter"]
 
 
+GPUS = ("h100", "h200", "b200", "rtx5090")  # `the_device` of stand_in/core.c
+
+
+def played() -> str:
+    """The GPU that this process sees."""
+    return os.environ.get("EMPTY_CUDA_GPU", GPUS[0])
+
+
 def refusal() -> str:
     """Why nothing can be counted here, or ''."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -123,7 +131,7 @@ def _gcc(*arguments: str | Path) -> None:
 
 
 def environment(log: Path | None = None, gpu: str = "h100") -> dict[str, str]:
-    """The variables of a process over the runtime. log: None to time what the host does; gpu: whose data sheet is played, or h200."""
+    """The variables of a process over the runtime. log: None to time what the host does; gpu: whose data sheet is played, of GPUS."""
     libraries = built()
     kept = cache() / f"kernels-{torch.__version__}"
     variables = (

@@ -28,15 +28,15 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def llama(recipe):
+def llama(recipe, intermediate=32):
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": intermediate}  # fmt: skip
     return ng.convert(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), recipe)
 
 
-def by_hand(model, loss_of, micro_batches=1, **options):
+def by_hand(model, loss_of, micro_batches=1, kind=torch.optim.AdamW, **options):
     """Losses of STEPS steps with 4 rows in a micro-batch, means over micro-batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, **options)
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.0, **options)
     batches = iter(IDS.split(4))
     losses = []
     for _ in range(STEPS):
@@ -60,22 +60,48 @@ CASES = {
 }
 
 
+def by_trainer(model, folder, **options):
+    """Losses of STEPS steps of transformers' Trainer over the same batches."""
+    settings = {"per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2}
+    settings |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 1}
+    settings |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(folder), **settings | options)
+    rows = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer._get_train_sampler = lambda dataset=None: SequentialSampler(rows)
+    trainer.train()
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "int8"])
 def test_transformers_trainer(tmp_path, recipe, case):
-    settings = {"per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2}
-    settings |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 1}
-    settings |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    arguments = TrainingArguments(str(tmp_path), **settings | CASES[case])
-    rows = [{"input_ids": ids, "labels": ids} for ids in IDS]
-    trainer = Trainer(model=llama(recipe), args=arguments, train_dataset=rows)
-    trainer._get_train_sampler = lambda dataset=None: SequentialSampler(rows)
-    trainer.train()
-    found = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    found = by_trainer(llama(recipe), tmp_path, **CASES[case])
     count = CASES[case].get("gradient_accumulation_steps", 1)
     expected = by_hand(llama(recipe).train(), causal, count, fused=case == "fused")
     assert found == pytest.approx(expected, rel=2.5e-7 * STEPS)  # a unit each step
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo instantiates Functions
+def test_transformers_trainer_with_torch_compile(tmp_path):
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "optim": "adamw_torch"}
+    found = by_trainer(llama("fp8-delayed"), tmp_path, **compiled)
+    expected = by_hand(llama("fp8-delayed").train(), causal)
+    # Not the same kernels: a code of FP8 at a boundary may move, 2^-4 of one product of 32.
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_transformers_trainer_with_8_bit_states_of_bitsandbytes(tmp_path):
+    """Matrices of 4,096 weights, the least that bitsandbytes holds in 8 bits."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    found = by_trainer(llama("fp8-delayed", 128), tmp_path, optim="adamw_bnb_8bit")
+    model = llama("fp8-delayed", 128).train()
+    expected = by_hand(model, causal, kind=optim.AdamW8bit)
+    assert found == pytest.approx(expected, rel=2.5e-7 * STEPS)
 
 
 @pytest.mark.slow

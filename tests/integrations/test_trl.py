@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 import datasets
 from torch.utils.data import SequentialSampler
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 from tests.integrations.preference_data import answers, saved_model, tokenizer
 
@@ -101,6 +101,7 @@ def test_a_policy_that_was_converted_before_its_trainer_is_followed(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_was_compiled")
 def test_a_wide_reference_is_told_of_and_computed_ones_are_refused(folder):
     trainer = dpo(folder, ng.convert(plain(folder), "nvfp4"), max_steps=2)
     with warnings.catch_warnings(record=True) as told:
@@ -136,6 +137,39 @@ def test_sft_has_the_losses_of_a_loop_by_hand(folder, recipe):
     for step in range(3):
         ids = torch.tensor(trainer.train_dataset[step * 4 : step * 4 + 4]["input_ids"])
         loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert logged(trainer) == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_reward_model_has_the_losses_of_a_loop_by_hand(folder):
+    """-log sigmoid(r_chosen - r_rejected), with the answers of a pair end to end in one batch."""
+    pairs = [
+        {"chosen": each["prompt"] + each["chosen"], "rejected": each["prompt"] + each["rejected"]}
+        for each in answers(12)
+    ]
+
+    def scorer():
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+
+    settings = {"max_steps": 3, "learning_rate": 1e-3, "max_grad_norm": 0.0, "optim": "adamw_torch"}
+    trainer = trained(
+        "Reward", folder, settings, scorer(), train_dataset=datasets.Dataset.from_list(pairs)
+    )
+    convert_trainer(trainer, "fp8-delayed").train()
+    model = ng.convert(scorer().train(), "fp8-delayed")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(3):
+        rows = [trainer.train_dataset[step * 4 + each] for each in range(4)]
+        batch = trainer.data_collator(rows)
+        kept = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        chosen, rejected = model(**kept).logits.squeeze(-1).chunk(2)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,10 +9,14 @@ family and GPU, drawn so that every kernel and every GPU occurs. The whole matri
 from __future__ import annotations
 
 import pytest
+import torch
 
+from narrowgauge.ops.mm import cublas
+from narrowgauge.ops.quantize import definition, triton_launch
+from tests.ops.triton.test_compiled import CASTS
 from tests.ptx.launching import CAPABILITIES
 from tests.ptx.machine import Schedule
-from tests.ptx.proof import Case, cases, outcome
+from tests.ptx.proof import Case, cases, outcome, sample
 
 GPUS = tuple(CAPABILITIES)
 QUICK = ("tensor 80x144 and x.T", "e4m3 later and x.T")
@@ -33,6 +37,35 @@ def named(name: str, sm: int = 90) -> Case:
 def test_compiled_casts_have_the_bits_of_their_definition(name):
     found = outcome(named(name), 90)
     assert not found.words and found.instructions > 400, found
+
+
+def swizzled_case(cast: str, cols: bool) -> Case:
+    """The bytes of scales that Blackwell reads, those of the padding too, against the definition's."""
+
+    def call() -> str:
+        x = sample((67, 131))
+        made = triton_launch.cast_pair(x, CASTS[cast], cols=cols)
+        for name, ours, theirs in zip(("x", "x.T"), made, (x, x.T), strict=True):
+            if ours is None:
+                continue
+            truth = definition.quantize(theirs, CASTS[cast], None, None, None)
+            wanted = cublas.mx_operand(truth).scales[0].view(torch.uint8)
+            if ours.units is None or not torch.equal(ours.units, wanted):
+                return f"scales of {name} differ"
+        return ""
+
+    return Case("casts", f"{cast} for tensor cores", call)
+
+
+def test_scales_are_written_as_tensor_cores_read_them():
+    assert not outcome(swizzled_case("mx", cols=False), 100).words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cast", "sm"), [("mx", 120), ("nv", 100), ("nv-square", 100)])
+def test_scales_of_every_cast_are(cast, sm):
+    found = outcome(swizzled_case(cast, cols=True), sm)
+    assert not found.words, found
 
 
 def test_one_changed_instruction_is_noticed():

@@ -22,9 +22,8 @@ layout"), for R rows and C tiles along the contracted axis:
 
     outer_major     1x128 tiles    [R, C] with strides [1, R]: neighbouring rows are adjacent
     padded_to_four  128x128 tiles  [C4, R/128] with strides [1, C4], C4 = C rounded up to 4 n
-    swizzled        1x32 and 1x16  one byte each, flat: blocks of 128 rows and 4 columns, 512 bytes,
-                                   the blocks of a row panel consecutive; in a block, row r and
-                                   column c are at (r % 32) * 16 + (r // 32) * 4 + c
+    swizzled        1x32 and 1x16  one byte each, flat: `scaling.swizzled`. Casts of ours write it
+                                   themselves from 10.0 on (`QTensor.units`)
 
 The epilogue adds the bias in float32 before the only rounding, if the result is bfloat16 and torch
 passes the bias on: native, native-block, and native-mx except for MXFP4 and headroom. torch accepts
@@ -48,15 +47,13 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.ops.mm.definition import times_scales, with_epilogue
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
-from narrowgauge.scaling import to_exponents
+from narrowgauge.scaling import SCALE_COLUMNS, swizzled, to_exponents
 
 if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
 
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
-# Rows and columns of a swizzled block of scales; rows that are contiguous in it.
-ROWS, COLUMNS, GROUP = 128, 4, 32
 Bias = Tensor | None
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 
@@ -167,7 +164,7 @@ def _in_blocks(operand: QTensor) -> Scaled:
     scale = operand.scale
     outer, inner = scale.shape
     if operand.cast.tile == SQUARE:
-        padded_to_four = _filled_up(scale, 0, -inner % COLUMNS).contiguous().t()
+        padded_to_four = _filled_up(scale, 0, -inner % SCALE_COLUMNS).contiguous().t()
         return Scaled(aligned(operand.data, BLOCK, BLOCK), [padded_to_four], [BLOCKWISE128X128], [])
     codes = aligned(operand.data, ALIGNMENT, BLOCK)
     # Comparing strides is cheaper for the host than making a view.
@@ -233,15 +230,24 @@ def mx_operand(operand: QTensor) -> Scaled:
     columns = MX // operand.cast.format.codes_per_byte if operand.is_packed else MX
     codes = aligned(operand.data, ALIGNMENT, columns)
     codes = codes.view(torch.float4_e2m1fn_x2) if operand.is_packed else codes
-    scale, rows = operand.scale, operand.cast.tile[0]
-    if rows > 1:
-        scale = scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]
+    units = operand.units
     if not operand.cast.scale.two_level:
-        return Scaled(codes, [swizzled(to_e8m0(scale))], [BLOCKWISE1X32], [SWIZZLE_32_4_4])
+        units = swizzled(to_e8m0(_by_row(operand))) if units is None else units
+        return Scaled(codes, [units.view(torch.float8_e8m0fnu)], [BLOCKWISE1X32], [SWIZZLE_32_4_4])
     assert operand.global_scale is not None
-    scales = [swizzled(E4M3.encode(scale.contiguous())), operand.global_scale.reshape(1)]
+    if units is None:
+        units = swizzled(E4M3.encode(_by_row(operand).contiguous()))
+    scales = [units.view(torch.float8_e4m3fn), operand.global_scale.reshape(1)]
     kinds = [BLOCKWISE1X16, TENSORWISE]
     return Scaled(codes, scales, kinds, [SWIZZLE_32_4_4, NO_SWIZZLE])
+
+
+def _by_row(operand: QTensor) -> Tensor:
+    """Scales with a row for each row of the operand."""
+    rows = operand.cast.tile[0]
+    if rows == 1:
+        return operand.scale
+    return operand.scale.repeat_interleave(rows, dim=0)[: operand.shape[0]]
 
 
 def aligned(data: Tensor, rows: int, columns: int) -> Tensor:
@@ -303,17 +309,6 @@ torch.library.register_fake(
     "narrowgauge::scaled_mm",
     lambda lhs, rhs, *rest: lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=rest[-1]),
 )
-
-
-def swizzled(scale: Tensor) -> Tensor:
-    """Swizzle scale [R, C], one byte per element -> flat. One copy.
-
-    R is padded with zeros to a multiple of 128, C to a multiple of 4.
-    """
-    bytes_ = pad(scale.view(torch.uint8), (0, -scale.shape[1] % COLUMNS, 0, -scale.shape[0] % ROWS))
-    panels, columns = bytes_.shape[0] // ROWS, bytes_.shape[1] // COLUMNS
-    blocks = bytes_.view(panels, ROWS // GROUP, GROUP, columns, COLUMNS)
-    return blocks.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
 
 
 def to_e8m0(scale: Tensor) -> Tensor:

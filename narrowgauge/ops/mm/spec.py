@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT4X2, Format, IntFormat
+from narrowgauge.formats import E4M3, E5M2, INT4, INT4X2, Format, IntFormat
 from narrowgauge.ops.registry import Code, Device, Refusal
 from narrowgauge.scaling import WHOLE
 
@@ -72,12 +72,7 @@ class MmSpec:
 
 def mx_kind(cast: Cast | None) -> str | None:
     """Return "mxfp8", "mxfp4" or "nvfp4", or None for any other cast."""
-    if cast is None or cast.tile[0] not in (1, cast.tile[1]):
-        return None
-    narrow = "mxfp4" if cast.format == E2M1 else "mxfp8" if cast.format in FP8 else None
-    if cast.tile[1] == MX and cast.scale.power_of_two:
-        return narrow
-    return "nvfp4" if cast.tile[1] == NV and cast.scale.two_level and narrow == "mxfp4" else None
+    return None if cast is None else cast.mx_kind
 
 
 class Need(NamedTuple):

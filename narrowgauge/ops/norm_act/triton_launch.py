@@ -94,6 +94,7 @@ class KernelOutputs(NamedTuple):
     scales      scales of y
     maxima      int32 [parts], zero on entry
     live        [3] amax state of delayed scaling
+    units       None: scales are float32, see `Orientation`
     """
 
     y: Any
@@ -102,6 +103,7 @@ class KernelOutputs(NamedTuple):
     scales: Any
     maxima: Any
     live: Any
+    units: Any = None
 
 
 class _Target:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.registry import Device, device_of
-from narrowgauge.scaling import scale_shape
+from narrowgauge.ops.registry import Device, device_facts, device_of
+from narrowgauge.scaling import SCALE_COLUMNS, SCALE_ROWS, scale_shape, swizzled_length
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
@@ -26,6 +26,19 @@ def empty_scales(shape: tuple[int, int], cast: Cast, device: torch.device) -> Te
     if cast.tile == (1, 128):
         return torch.empty(wide, high, dtype=torch.float32, device=device).T
     return torch.empty(high, wide, dtype=torch.float32, device=device)
+
+
+def empty_units(shape: tuple[int, int], cast: Cast, device: torch.device) -> Tensor | None:
+    """Allocate the scales of `QTensor.units`, uint8, or None where a product reads others.
+
+    Padding of ragged shapes is zeroed, by a launch of its own.
+    """
+    if cast.mx_kind is None or device_facts(device.type, device.index).capability < (10, 0):
+        return None
+    columns = scale_shape(shape, cast.tile)[1]
+    is_whole = not (shape[0] % SCALE_ROWS or columns % SCALE_COLUMNS)
+    made = torch.empty if is_whole else torch.zeros
+    return made(swizzled_length(shape[0], columns), dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True)

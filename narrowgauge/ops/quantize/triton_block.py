@@ -111,6 +111,21 @@ def cast_blocks(
 
 
 @triton.jit
+def unit_codes(scale, C: tl.constexpr):
+    """Return the bytes of scales: E4M3 of numbers that it has, or the exponent of powers of two."""
+    bits = scale.to(tl.int32, bitcast=True)
+    if C.two_level:
+        exponent = (bits >> 23) - 120  # E4M3's bias is 7, float32's 127
+        normal = (exponent << 3) | ((bits >> 20) & 7)
+        # Below 2^-6 a code counts steps of 2^-9.
+        code = tl.where(exponent >= 1, normal, (scale * 512.0).to(tl.int32))
+        code = tl.where(scale != scale, 0x7F, code)
+    else:
+        code = (bits >> 23) & 0xFF  # 0xFF is NaN in both
+    return code.to(tl.uint8)
+
+
+@triton.jit
 def store_block(
     found,
     scale,
@@ -126,7 +141,7 @@ def store_block(
     """Store piece (down, across) of codes and scales.
 
     codes are [rows, columns], scales [ceil(rows / A), ceil(columns / B)]. Scales of 1 x 128 are
-    stored column by column, see `spec.empty_scales`.
+    stored column by column, see `spec.empty_scales`; with `out.units` they are stored there alone.
     """
     ROWS: tl.constexpr = found.shape[0]
     COLUMNS: tl.constexpr = found.shape[1]
@@ -135,7 +150,18 @@ def store_block(
     high, wide = tl.cdiv(rows, A), tl.cdiv(columns, B)
     i = tl.arange(0, ROWS // A) + down * (ROWS // A)
     j = tl.arange(0, COLUMNS // B) + across * (COLUMNS // B)
-    place = (
-        j[None, :] * high + i[:, None] if A == 1 and B == 128 else i[:, None] * wide + j[None, :]
-    )
-    tl.store(out.scales + place, scale, mask=(i < high)[:, None] & (j < wide)[None, :])
+    if out.units is None:
+        place = (
+            j[None, :] * high + i[:, None]
+            if A == 1 and B == 128
+            else i[:, None] * wide + j[None, :]
+        )
+        tl.store(out.scales + place, scale, mask=(i < high)[:, None] & (j < wide)[None, :])
+    else:
+        # A byte for each row, in cuBLAS' blocks of 128 rows and 4 columns: `scaling.swizzled`.
+        row = tl.arange(0, ROWS) + down * ROWS
+        block = (row // 128)[:, None] * ((wide + 3) // 4) + (j // 4)[None, :]
+        within = (row % 32 * 16 + row % 128 // 32 * 4)[:, None] + (j % 4)[None, :]
+        every = spread(unit_codes(scale, C), A, 1, ROWS, COLUMNS // B)
+        kept = (row < rows)[:, None] & (j < wide)[None, :]
+        tl.store(out.units + block * 512 + within, every, mask=kept)

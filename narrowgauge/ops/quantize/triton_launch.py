@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import dry_run_on
-from narrowgauge.ops.quantize.spec import empty_scales
+from narrowgauge.ops.quantize.spec import empty_scales, empty_units
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton import cast_constants, launched_as_grid
@@ -46,7 +46,7 @@ from narrowgauge.ops.triton.launch import (
     launch,
     zeroed_workspace,
 )
-from narrowgauge.qtensor import QTensor
+from narrowgauge.qtensor import QTensor, SwizzledQTensor
 from narrowgauge.scaling import WHOLE, scale_shape
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTenso
 
     amax  [1, 1] amax of the tensor, or None: computed here
     """
-    return cast_pair(x, cast, cols=cols, amax=amax)
+    return cast_pair(x, cast, cols=cols, amax=amax, in_operator=True)
 
 
 def empty(x: Tensor, cast: Cast) -> QTensor:
@@ -145,7 +145,8 @@ class Output:
 
     data    codes, or values of dtype `expand`
     codes   data as the kernel takes it: codes as bytes
-    scale   [A, B] float32
+    scale   [A, B] float32, or None
+    units   uint8, the scales as `QTensor.units`, in place of `scale`; or None
     shared  0-d float32 scale of the tensor under two-level rules, else None
     key     words of the noise on the device, or None
     """
@@ -157,6 +158,7 @@ class Output:
         device: torch.device,
         expand: Dtype = None,
         noise: Key | None = None,
+        for_units: bool = False,
     ) -> None:
         format = cast.format
         per_byte = 1 if expand is not None else format.codes_per_byte
@@ -164,15 +166,23 @@ class Output:
         self.cast, self.inner = cast, shape[1]
         self.key = None if noise is None else noise.on_device(device)
         self.data = torch.empty(shape[0], -(-shape[1] // per_byte), dtype=dtype, device=device)
-        self.scale = empty_scales((shape[0], shape[1]), cast, device)
+        sizes = shape[0], shape[1]
+        self.units = empty_units(sizes, cast, device) if for_units and expand is None else None
+        self.scale: Any = empty_scales(sizes, cast, device) if self.units is None else None
         # Kernels write codes of every format as bytes.
         self.codes = self.data if expand is not None else self.data.view(torch.uint8)
-        self.shared = self.scale.new_empty(()) if cast.scale.two_level else None
+        self.shared = (
+            torch.empty((), dtype=torch.float32, device=device) if cast.scale.two_level else None
+        )
 
     def finished(self) -> QTensor:
         shared = self.shared
         if shared is None and self.cast.has_global_scale:
-            shared = self.scale.new_full((), self.cast.headroom)
+            shared = torch.full(
+                (), self.cast.headroom, dtype=torch.float32, device=self.data.device
+            )
+        if self.units is not None:
+            return SwizzledQTensor.of_units(self.data, self.units, self.cast, self.inner, shared)
         return QTensor(
             data=self.data, scale=self.scale, cast=self.cast, inner=self.inner, global_scale=shared
         )
@@ -186,14 +196,18 @@ def cast_pair(
     amax: Amax = None,
     noise: Noise = (None, None),
     expand: Dtype = None,
+    in_operator: bool = False,
 ) -> tuple[QTensor, QTensor | None]:
     """Cast x [outer, inner], not empty, and, with cols, x.T by the same cast.
+
+    in_operator  True for an operator of compiled code, whose outputs are float32 scales
 
     amax  float32, contiguous. For a tensor: slots whose maximum is the amax, a power of two of
           them. For rows: one each (without cols). Not for blocks
     """
-    rows = Output(tuple(x.shape), cast, x.device, expand, noise[0])
-    columns = Output(tuple(x.T.shape), cast, x.device, expand, noise[1]) if cols else None
+    given = cast, x.device, expand
+    rows = Output(tuple(x.shape), *given, noise[0], not in_operator)
+    columns = Output(tuple(x.T.shape), *given, noise[1], not in_operator) if cols else None
     memory, is_transposed = _in_memory_order(x.detach())
     by_tile = {(WHOLE, WHOLE): _cast_by_one, (1, WHOLE): _cast_by_lines}.get(
         cast.tile, _cast_blocks
@@ -321,7 +335,7 @@ def _orientation(output: Output | None, maxima: Tensor | None = None) -> Orienta
     return (
         Orientation()
         if output is None
-        else Orientation(output.codes, output.scale, maxima, output.key)
+        else Orientation(output.codes, output.scale, maxima, output.key, output.units)
     )
 
 

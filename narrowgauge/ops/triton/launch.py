@@ -69,6 +69,7 @@ class Orientation(NamedTuple):
     scales: Any = None  # float32
     maxima: Any = None  # int32, bits of the largest magnitudes, if they are known before the cast
     key: Any = None  # int64 [2], key of the noise
+    units: Any = None  # uint8, `QTensor.units`; then no `scales`
 
 
 class AmaxState(NamedTuple):

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.addresses import dry_run_on, refuse_wrappers
 from narrowgauge.ops.triton import version, why_no_grids
-from narrowgauge.qtensor import QTensor
+from narrowgauge.qtensor import QTensor, SwizzledQTensor
 
 # First and last version of Triton with which this way to launch was tried.
 TESTED_VERSIONS = (3, 6), (3, 7)
@@ -177,6 +177,7 @@ class QTensorForm(NamedTuple):
     cast: Any
     inner: int
     global_scale: TensorForm | None
+    is_swizzled: bool  # scale: `QTensor.units`
 
 
 class Replay:
@@ -329,16 +330,14 @@ class Replay:
         if not isinstance(part, QTensorForm):
             recording.missed |= part is not None
             return _nothing
-        whole = None if part.global_scale is None else itemgetter(self._seen(part.global_scale))
+        whole = _nothing if part.global_scale is None else itemgetter(self._seen(part.global_scale))
         data, scale, cast, inner = (
             self._seen(part.data),
             self._seen(part.scale),
             part.cast,
             part.inner,
         )
-        of_parts = QTensor.of_parts
-        if whole is None:
-            return lambda pool: of_parts(pool[data], pool[scale], cast, inner)
+        of_parts = SwizzledQTensor.of_units if part.is_swizzled else QTensor.of_parts
         return lambda pool: of_parts(pool[data], pool[scale], cast, inner, whole(pool))
 
 
@@ -373,10 +372,11 @@ def _with_forms(result: Any, recording: Recording) -> Any:
         whole = None if result.global_scale is None else recording.form(result.global_scale)
         return QTensorForm(
             recording.form(result.data),
-            recording.form(result.scale),
+            recording.form(result.scale if result.units is None else result.units),
             result.cast,
             result.inner,
             whole,
+            result.units is not None,
         )
     if isinstance(result, tuple):
         return tuple(_with_forms(each, recording) for each in result)
