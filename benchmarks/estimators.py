@@ -190,6 +190,24 @@ def sampled_input(quantizer: Quantizer, *, weigh_first: bool, keep: float = 0.5)
     return estimate
 
 
+def sampled_digits(keep: float = 0.5) -> Estimator:
+    """The outer axis, the gradient split by row first: estimates gy @ other.T from T of its 2 T rows of digits.
+
+    A row of INT4 digits times INT4 costs half a row of `sampled_input`, whose two digits are both
+    read. Weights and steps are applied after the product, and digits of one row add up.
+    """
+
+    def estimate(gy: Tensor, other: Tensor, generator: Generator) -> Tensor:
+        high, low, step = bit_split(gy, uniform(gy, generator), by_row=True)
+        digits, steps = torch.cat((high, low)), torch.cat((RATIO * step, step))
+        sample = draw(leverage_score.row_norms(digits * steps), keep, generator)
+        product = digits[sample.rows] @ other.T * (steps[sample.rows] * sample.weights[:, None])
+        whole = gy.new_zeros(len(gy), len(other))
+        return whole.index_add(0, sample.rows % len(gy), product)
+
+    return estimate
+
+
 def draw(scores: Tensor, keep: float, generator: Generator) -> leverage_score.Sample:
     noise = torch.rand(len(scores) + 1, generator=generator)
     return sample_rows(scores, leverage_score.budget(len(scores), keep), noise)

@@ -58,6 +58,7 @@ GRAD_INPUT = {
     ),
     "sampled, split by row": estimators.sampled_input(estimators.split_by_row, weigh_first=True),
     "sampled, luq": estimators.sampled_input(estimators.luq, weigh_first=True),
+    "split by row, digits sampled": estimators.sampled_digits(),
 }
 by_tail = pytest.mark.parametrize(
     "sigma", quick(list(SIGMAS.values())[-1:], SIGMAS.values()), ids=SIGMAS
