@@ -1,6 +1,7 @@
 """What does the model of time predict, beside what others published: a layer, whole steps compiled and eager, and each defect's cost?
 
-    python -m benchmarks.planned_time            a minute; rows appended to benchmarks/results/planned_time.jsonl
+    python -m benchmarks.planned_time            minutes; rows appended to benchmarks/results/planned_time.jsonl
+    python -m benchmarks.planned_time b200       one card
 
 layer     the 12 products of hidden 4096, FFN 16384, 15,872 tokens with their casts: four Linears forward and backward, counted
 compiled  4 layers of 8B's shape, 8,192 tokens, vocabulary 32,000, head in bfloat16, torch's AdamW; work from benchmarks.compiled_work
@@ -11,6 +12,7 @@ How far predictions of published times are off is what `benchmarks.calibration` 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -166,7 +168,7 @@ def _row(found: Time, on: Card, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    for key in CARDS:
+    for key in sys.argv[1:] or CARDS:
         on = card(key)
         lines: list[dict[str, Any]] = []
         for line in (*layers(on), *(steps(on) if compiled_rows() else ()), *eager(on, 4096)):
