@@ -67,7 +67,7 @@ ANSWERED = {
     "--per-device-train-batch-size 8": "--batch.size 32 --batch.micro-batches 4",
     "--gradient-accumulation-steps 4": "--batch.micro-batches 4",
     "--warmup-ratio 0.03": "--optimizer.warmup-steps",
-    "--resume-from-checkpoint runs/a": "--resume --output RUN",
+    "--resume-from-checkpoint runs/a": "--resume",
     "--max-seq-length 512": "--model.sequence-length 512",
     "--load-in-8bit": "--base int8",
     "--load_in_4bit True": "nvfp4",

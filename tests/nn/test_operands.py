@@ -38,8 +38,9 @@ CALLS = {
     "mxfp8": (182, 76),
     "int8": (155, 68),
     "int4-hq-bs": (236, 142),
-    "int4-hq-lss": (288, 170),
-    "int4-lsq-luq": (229, 121),
+    # Six of them measure the rms of x and w, beside which `describe` shows a learned step.
+    "int4-hq-lss": (294, 170),
+    "int4-lsq-luq": (235, 121),
     "int4-minmax-sr": (250, 147),
     "int4-row-sr": (246, 140),
     "nvfp4": (243, 103),
@@ -85,8 +86,9 @@ def test_importing_the_linear_brings_few_statements():
     )
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
     # 2,950 before the plan chose the kernels of rotations and of the amax. 3,120 before a cast could
-    # correct its scales, and a recipe cast decoded operands. Docstrings and comments may grow.
-    assert int(done.stdout) <= 3195
+    # correct its scales, and a recipe cast decoded operands. 3,195 before kernels of casts rotated, and
+    # wrote scales in cuBLAS' layout. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3290
 
 
 class Gathered:

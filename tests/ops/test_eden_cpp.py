@@ -36,7 +36,7 @@ from tests.selection import needs_compiler, quick
 EDEN = Cast(format=E2M1, tile=(1, 16), scale=E4M3_EDEN, rounding="eden")
 CASTS = {
     "one scale": EDEN,
-    "four over six": replace(EDEN, scale=E4M3_EDEN_FOUR_OVER_SIX),
+    "four-over-six": replace(EDEN, scale=E4M3_EDEN_FOUR_OVER_SIX),
     "integers": Cast(format=INT4, tile=(1, 128), rounding="eden"),
     "tiles of 32": Cast(format=INT4, tile=(1, 32), rounding="eden"),
     "from the spread": Cast(
@@ -107,7 +107,7 @@ def assert_is_the_definition(
 @pytest.mark.parametrize(
     ("name", "layout", "threads"),
     quick(
-        [("one scale", "columns", 2), ("four over six", "strided", 2), ("integers", "columns", 2)],
+        [("one scale", "columns", 2), ("four-over-six", "strided", 2), ("integers", "columns", 2)],
         [*itertools.product(CASTS, LAYOUTS, (2,)), *((each, "rows", 1) for each in CASTS)],
     ),
 )

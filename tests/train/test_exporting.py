@@ -206,7 +206,7 @@ def test_calibrations_without_text_or_use_are_refused(shared, tmp_path):
 
     refused(shared, "nvfp4", "own", "nvfp4-modelopt")
     refused(shared / "final", "nvfp4-modelopt", "own", "Name a file")
-    refused(shared, "nvfp4-modelopt", "", "names no text")
+    refused(shared, "nvfp4-modelopt", "", "''")
     for content in ("a", "The scale of a tile rounds the amax. " * 5):
         (tmp_path / "short.txt").write_text(content, encoding="utf-8")
         refused(shared, "nvfp4-modelopt", str(tmp_path / "short.txt"))

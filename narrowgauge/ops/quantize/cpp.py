@@ -116,7 +116,10 @@ def run(
     width = columns if tile[1] == WHOLE else tile[1]
     layout = (matrix, matrix.stride(0), rows, columns, height, width)
     tiles, dtype = (-(-rows // height), -(-columns // width)), expand or torch.int8
-    makes_scales = amax is None and _makes_scales(cast, tiles[0], rows * columns)
+    elements = rows * columns
+    # The kernels compute the scales too where each thread has whole tiles.
+    is_whole = elements < 2 * cpp.ELEMENTS_PER_THREAD or tiles[0] >= cpp.parts(elements)
+    makes_scales = amax is None and is_whole and scales_by_amax(cast)
     is_fused = makes_scales and not cast.scale.two_level
     of = constants(cast, is_fused, matrix.dtype, dtype)
     shared = None
@@ -133,27 +136,12 @@ def run(
     words = (0, 0) if noise is None else noise.words
     assert isinstance(words, tuple)
     parts = tiles[0] if is_fused else rows
-    LIBRARY.call(
-        "cast", parts, rows * columns, of, *layout, scale, shared, *words, transposed, data
-    )
+    LIBRARY.call("cast", parts, elements, of, *layout, scale, shared, *words, transposed, data)
     if transposed:
         data, scale = data.T, scale.T
     if expand is None and cast.format.codes_per_byte > 1:
         data = cast.format.pack(data)
-    return QTensor(
-        data=data, scale=scale, cast=cast, inner=x.shape[1], global_scale=shared, checked=True
-    )
-
-
-def _makes_scales(cast: Cast, rows_of_tiles: int, elements: int) -> bool:
-    """Return True if the kernels also compute the scales.
-
-    They scale by the largest magnitude, and each thread must have whole tiles.
-    """
-    if not scales_by_amax(cast):
-        return False
-    is_single = elements < 2 * cpp.ELEMENTS_PER_THREAD
-    return is_single or rows_of_tiles >= cpp.parts(elements)
+    return QTensor.of_parts(data, scale, cast, x.shape[1], shared)
 
 
 def scales_by_amax(cast: Cast) -> bool:
