@@ -28,6 +28,9 @@ KEEP_X = ("nvfp4", "nvfp4-46", "mxfp4")
 # The same saves as quartet2, whose own count takes two minutes: EDEN is many operations in plain torch.
 COUNTED_ELSEWHERE = ("quartet2-46",)
 
+# Where x is kept, a ViT keeps its patches beside the images: a bfloat16 copy of 64 x 3 x 224 x 224 numbers.
+PATCHES = 2 * 64 * 3 * 224 * 224
+
 pytestmark = pytest.mark.timeout(1800)  # 300 s ran out on two cores under a load of five
 
 
@@ -44,7 +47,8 @@ def test_no_recipe_needs_more_than_bfloat16(model):
         if recipe in COUNTED_ELSEWHERE:
             continue
         found = counted(shape, recipe, device_for(recipe))
-        assert found["peak"] <= beside["peak"] * 1.001, recipe
+        copied = PATCHES if model == "vit" and recipe in KEEP_X else 0
+        assert found["peak"] <= beside["peak"] * 1.001 + copied, recipe
         is_kept_in_codes = recipe not in KEEP_X and (model, recipe) != (
             "vit",
             "int4-hq-lss",
