@@ -232,8 +232,8 @@ def refuse(spec: AttentionSpec) -> Refusal | None:
         return refusal
     if spec.device.capability < FP8_CONVERSIONS:
         return Refusal("capability", "multiplies in E4M3, which needs compute capability 8.9")
-    # 8.9 and 12.x multiply from registers, which longer heads of values would spill.
-    of_values = LONGEST_HEAD if spec.device.capability[0] in (9, 10) else LONGEST_HEAD // 2
+    # Longer heads of values spill registers, but not where sums stay out of them (10.x).
+    of_values = LONGEST_HEAD if spec.device.capability[0] == 10 else LONGEST_HEAD // 2
     if spec.width > LONGEST_HEAD or spec.value_width > of_values:
         return Refusal(
             "shape",
