@@ -14,9 +14,7 @@ from narrowgauge.recipe import Hadamard
 from tests.compare import assert_same
 from tests.raising import raises
 
-GEMM = ng.recipes.get(
-    "int4-lsq-luq"
-).output  # the first step of a learned one
+GEMM = ng.recipes.get("int4-lsq-luq").output  # the first step of a learned one
 BLOCKS = [1, 2, 4, 8, 16, 32, 64, 128]
 
 

@@ -7,14 +7,16 @@ is one CSS pixel at full width. Equal numbers give an equal string.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 from narrowgauge import formats
 from narrowgauge.diagnose.band import Estimate, spread
@@ -64,6 +66,28 @@ UNITS_PER_INCH = 72  # matplotlib writes SVG at 72 units per inch
 Points = Sequence[tuple[int, float]]  # (step, value)
 
 
+P = ParamSpec("P")
+_ON_PHONE: ContextVar[bool] = ContextVar("_ON_PHONE", default=False)
+PHONE_WIDTH = 480  # units over the width of a phone, about 360 pixels: letters of 12 are read as 9
+
+
+def for_desk_and_phone(draw: Callable[P, str]) -> Callable[P, str]:
+    """Draw a figure twice, wide and narrow; page.css shows the one that fits the screen."""
+
+    @functools.wraps(draw)
+    def draw_both(*given: P.args, **named: P.kwargs) -> str:
+        wide = draw(*given, **named)
+        token = _ON_PHONE.set(True)
+        try:
+            narrow = draw(*given, **named)
+        finally:
+            _ON_PHONE.reset(token)
+        both = f'<div class="desk">{wide}</div><div class="phone">{narrow}</div>'
+        return both if wide else ""
+
+    return draw_both
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """Losses of one run."""
@@ -75,6 +99,7 @@ class Curve:
 # --- Losses and metrics ---
 
 
+@for_desk_and_phone
 def loss_curves(
     runs: Sequence[Curve],
     unigram_entropy: float | None,
@@ -154,6 +179,7 @@ def steep_start(count: int) -> int:
     return count // 50 if count >= 1000 else 0
 
 
+@for_desk_and_phone
 def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> str:
     """Draw metrics of the evaluations, labelled at their ends.
 
@@ -187,6 +213,7 @@ def metric_curves(lines: Mapping[str, Points], others: Mapping[str, Points]) -> 
         return svg(figure, "metrics", "Metrics of the evaluations over the steps")
 
 
+@for_desk_and_phone
 def difference(curve: Sequence[tuple[int, Estimate]], loss_unit: str = "nats per token") -> str:
     """Draw the moving mean of the paired difference with its band."""
     with canvas(1000, 230) as (figure, axes):
@@ -339,6 +366,7 @@ def canvas(
 ) -> Iterator[tuple[Figure, Axes]]:
     """A figure of width x height CSS pixels with one pair of axes, in the report's style."""
     top, bottom = 28, 40
+    width = min(width, PHONE_WIDTH) if _ON_PHONE.get() else width
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(width / UNITS_PER_INCH, height / UNITS_PER_INCH))
         box = (
@@ -442,6 +470,7 @@ CLEANING = (
 def svg(figure: Figure, name: str, title: str) -> str:
     """Render the figure as inline SVG with themed colours, short numbers and unique ids."""
     buffer = io.StringIO()
+    name += "-phone" if _ON_PHONE.get() else ""
     # matplotlib derives element ids from this salt; without it the ids are random and pages differ.
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(

@@ -13,6 +13,7 @@ from narrowgauge.report import template
 from narrowgauge.report.figures import (
     THEME,
     canvas,
+    for_desk_and_phone,
     label_axes,
     note,
     plot,
@@ -39,6 +40,7 @@ OF_OUTCOME = {  # outcome -> (colour, marker, words)
 }
 
 
+@for_desk_and_phone
 def figure(events: Sequence[Event]) -> str:
     """Draw run minus BF16 at each check, with noise, same-weights difference and margin.
 

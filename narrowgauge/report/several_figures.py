@@ -27,6 +27,7 @@ from narrowgauge.report.figures import (
     UNITS_PER_INCH,
     Points,
     canvas,
+    for_desk_and_phone,
     label_axes,
     plot,
     step_limits,
@@ -72,6 +73,7 @@ def mean_line(number: int, curves: Sequence[Points], is_dotted: bool = False) ->
     return Line(number, points, halves, is_dotted)
 
 
+@for_desk_and_phone
 def curves(lines: Sequence[Line], name: str, label: str, title: str, zero: bool = False) -> str:
     """Draw lines with their bands over the steps.
 

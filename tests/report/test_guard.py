@@ -49,7 +49,7 @@ def test_the_sentences_say_verdict_cost_and_steps_of_bf16():
     assert [words for words, _, _ in found["legend"]] == ["unknown", "worse"] and found["notice"][
         "kind"
     ] == "open"
-    assert found["figure"].startswith("<svg") and "margin" in found["figure"]
+    assert found["figure"].count("<svg") == 2 and "margin" in found["figure"]  # a desk and a phone
 
 
 def test_what_an_alarm_was_laid_at_is_told_with_the_line_to_use():
@@ -108,7 +108,7 @@ def test_what_the_first_steps_showed_is_drawn_and_said():
         "First alarm at step 20, seen on the gradient; the check there differed by +0.0010 nats."
         in found["sentences"]
     )
-    assert found["figure"].count("first step") == 1
+    assert found["figure"].count("first step") == 2  # on a desk and on a phone
     [_, _, unseen, *_] = guard.section(
         recorded({**check(8, 0.001, "unknown"), "same": 0.002, "slopes": None})
     )["sentences"]
