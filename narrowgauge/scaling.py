@@ -169,7 +169,6 @@ def _power_of_two_floor(amax: Tensor, format: Format, carry: int = 0) -> Tensor:
     return _guard(exponent.clamp(lowest, highest).view(torch.float32), amax)
 
 
-@cache
 def least_error_clip(largest: float) -> float:
     """Clip, in standard deviations, with the least squared error of normal numbers in integers.
 
@@ -180,7 +179,15 @@ def least_error_clip(largest: float) -> float:
 
              with t_k = (k - 1/2) s, k = 1 ... largest. Found by golden section to seven digits
     """
+    return _searched_clip(largest)
 
+
+# As `ops.registry.constant_while_compiling`, or Dynamo would trace the search.
+least_error_clip._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _searched_clip(largest: float) -> float:
     def error(clip: float) -> float:
         step = clip / largest
         limits = [(k - 0.5) * step for k in range(1, int(largest) + 1)]

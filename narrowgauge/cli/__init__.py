@@ -13,7 +13,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from narrowgauge.diagnose.former_settings import FORMER
@@ -140,6 +140,8 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
 
     The function's signature defines the flags, its docstring the help text.
     """
+    from inspect import signature
+
     from cyclopts import App, CycloptsError, Group, Parameter, convert
 
     def strictly(type_: Any, tokens: Sequence[Any]) -> Any:
@@ -156,7 +158,7 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
     app["--help"].group = Group("hidden", show=False)
     app.default(function)
     try:
-        command, bound, _ = _parsed(app, verb, arguments)
+        command, bound, _ = _parsed(app, verb, arguments, signature(function).parameters)
     except CycloptsError as error:
         # cyclopts breaks its messages into lines; an error is one line.
         words = " ".join(str(error).split())
@@ -167,7 +169,7 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
     return int(command(*bound.args, **bound.kwargs) or 0)  # printing the help returns None
 
 
-def _parsed(app: Any, verb: str, arguments: list[str]) -> Any:
+def _parsed(app: Any, verb: str, arguments: list[str], known: Collection[str]) -> Any:
     """Parse the arguments; flags of other trainers that mean the same become ours, with a line.
 
     Raises ConfigError with what to type for those that mean something else, CycloptsError for
@@ -185,13 +187,13 @@ def _parsed(app: Any, verb: str, arguments: list[str]) -> Any:
             raise
         from narrowgauge.cli.flags import of_others
 
-        ours, told = of_others(verb, arguments)
+        ours, told = of_others(verb, arguments, known)
         if not told:
             raise
-        found = parse(ours)
+    # Before an error of the parser, which names the flags that were read.
     if os.environ.get("RANK", "0") == "0":  # torchrun's name of the rank
         print(f"narrowgauge: read as its own flags: {', '.join(told)}.", file=sys.stderr)
-    return found
+    return parse(ours)
 
 
 def _help() -> str:

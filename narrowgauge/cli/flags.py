@@ -300,10 +300,15 @@ def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
 # --- Flags of other trainers ---
 
 
-def of_others(verb: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+def of_others(
+    verb: str, arguments: list[str], known: Collection[str]
+) -> tuple[list[str], list[str]]:
     """The arguments with other trainers' flags as ours, and a clause for each.
 
-    Raises ConfigError with what to type for a flag that has another meaning here.
+    known  names of the verb's parameters
+
+    Raises ConfigError with what to type for a flag that has another meaning here, or none for the
+    verb.
     """
     found: list[str] = []
     told: list[str] = []
@@ -314,20 +319,33 @@ def of_others(verb: str, arguments: list[str]) -> tuple[list[str], list[str]]:
         if not typed.startswith("--") or name not in foreign_names.FOREIGN:
             found.append(typed + equals + value)
             continue
-        # The next word is its value, unless it is a flag. A negative number is a value.
-        if not equals and left and (not left[0].startswith("-") or _is_number(left[0])):
+        if not equals and left and _is_value(name, left[0]):
             value = left.pop(0)
+        given = f"{typed} {value}".strip()
         same = foreign_names.understood(name, value)
         if same is None:
-            given = f"{typed} {value}".strip()
             words = foreign_names.answer(name, value, _shortest)
             raise ConfigError(
                 f"{verb}: {given} is a flag of another trainer. Here: {words}", code="cli.foreign"
             )
         key, here = same
+        ours = f"{_shortest(key)} {here or repr(here)}"
+        if toml.NAMES[key].replace(".", PART) not in known:
+            raise ConfigError(
+                f"{verb}: {given} is {ours} of narrowgauge train, which {verb} does not take. See narrowgauge {verb} --help.",
+                code="cli.foreign",
+            )
         found.append(f"{_shortest(key)}={here}")
-        told.append(f"{typed} as {_shortest(key)} {here or repr(here)}")
+        told.append(f"{typed} as {ours}")
     return found, told
+
+
+def _is_value(name: str, word: str) -> bool:
+    """True if the word behind a foreign flag is its value, and no flag or file. -1 is a value."""
+    meaning = foreign_names.FOREIGN[name]
+    if isinstance(meaning, foreign_names.Same) and meaning.is_switch:
+        return word.lower() in {*meaning.values, "true", "false", "yes", "no", "1", "0"}
+    return not word.startswith("-") or _is_number(word)
 
 
 def _shortest(key: str) -> str:

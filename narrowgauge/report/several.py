@@ -104,7 +104,7 @@ def write_folders(
 
 
 def refuse_other_page(path: Path) -> None:
-    """Raises ConfigError if `path` is where a run or a study has a page of its own."""
+    """Raises ConfigError if `path` is the own page of a run or a study, or a file that is no page of ours."""
     folder = path.resolve().parent
     is_run = os.path.lexists(folder / "run.json") or os.path.lexists(folder / "config.toml")
     if path.name == "report.html" and (is_run or is_study(folder)):
@@ -112,6 +112,11 @@ def refuse_other_page(path: Path) -> None:
             f"output: {folder} is {'a run' if is_run else 'a study'}, and its report.html is its own page, which this one would replace. "
             "Name another place by --output.",
             code="report.other-page",
+        )
+    if os.path.lexists(path) and not template.is_own(path):
+        raise ConfigError(
+            f"output: {path} is there already, and is no page that narrowgauge wrote. Name another place by --output, or remove it.",
+            code="report.other-file",
         )
 
 

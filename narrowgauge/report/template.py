@@ -32,6 +32,8 @@ from narrowgauge.diagnose.verdict import (
     Verdict,
 )
 
+GENERATOR = b'<meta name="generator" content="narrowgauge">'  # as in base.html.jinja
+
 
 def write(path: Path, page: str, variables: Mapping[str, Any]) -> Path:
     """Render a page into the file `path`, in a folder that may be new, and return it.
@@ -46,6 +48,17 @@ def write(path: Path, page: str, variables: Mapping[str, Any]) -> Path:
     # errors="replace": a sample may hold a lone surrogate.
     storage.replace_file(path, text.encode("utf-8", errors="replace"), "make the folder writable")
     return path
+
+
+def is_own(path: Path) -> bool:
+    """True if a regular file is a page that `write` wrote, and so may be written again."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return GENERATOR in file.read(4096)
+    except OSError:
+        return False
 
 
 def environment() -> jinja2.Environment:

@@ -51,6 +51,23 @@ MAY_CHANGE = frozenset(
 )
 
 
+# Files of a model, an adapter or an export. A run's config.toml beside them would hide them.
+OF_MODELS = (
+    "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "adapter_config.json", "export.json",
+    "model.gguf",
+)  # fmt: skip
+
+
+def refuse_model(path: Path) -> None:
+    """Raises ConfigError if a new run or study would begin in the folder of a model."""
+    found = next((name for name in OF_MODELS if os.path.lexists(path / name)), "")
+    if found:
+        raise ConfigError(
+            f"output = '{path}': holds a model ({found}), which a run's files would hide. Choose another --output.",
+            code="run.holds-model",
+        )
+
+
 class RunFolder:
     """Paths of a run.
 

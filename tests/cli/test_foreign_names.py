@@ -15,6 +15,7 @@ from narrowgauge.cli.train import train
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.foreign_names import FOREIGN, Answer, Same, answer, understood
+from narrowgauge.train.config.rules import former_path
 from tests.raising import raises
 
 # As typed elsewhere -> as it is read here.
@@ -52,7 +53,7 @@ MEANS = {
     "--num_warmup_steps 7": "--optimizer.warmup-steps=7",
     "--optim adamw_torch_fused": "--optimizer=adamw",
     "--min-lr 1e-5": "--optimizer.min-learning-rate=1e-5",
-    "--adam_beta2 0.95": "--optimizer.beta2=0.95",
+    "--lora-target-modules q_proj,v_proj": "--lora.targets=q_proj+v_proj",
     "--n-layer 2": "--model.layers=2",
     "--n_embd 64": "--model.hidden-size=64",
     "--n-head 4": "--model.heads=4",
@@ -78,7 +79,16 @@ ANSWERED = {
     "--deepspeed zero3.json": "--parallel.layout",
     "--report-to tensorboard": "--log.tensorboard",
     "--early-stopping-patience 3": "--task.best",
+    "--adam_beta2 0.95": "--optimizer.betas 0.9,0.95",
+    "--adam_beta1 0.8": "--optimizer.betas 0.8,0.999",
+    "--lr": "value",
+    "--output_dir -x": "value",
+    "--gradient-accumulation-steps 0": "--batch.micro-batches N",
+    "--per-device-train-batch-size=-8": "--batch.size 4 x N",
 }
+
+
+OF_TRAIN = inspect.signature(train).parameters
 
 
 def config_of(words: str):
@@ -98,7 +108,7 @@ def config_of(words: str):
 def test_what_means_the_same_is_understood(words):
     before, after = ["--steps", "3"], ["--resume"]
     typed = words.split()
-    found, said = flags.of_others("train", [*before, *typed, *after])
+    found, said = flags.of_others("train", [*before, *typed, *after], OF_TRAIN)
     assert found == [*before, MEANS[words], *after]
     assert [each.split(" as --")[0] for each in said] == [typed[0].partition("=")[0]]
 
@@ -106,7 +116,7 @@ def test_what_means_the_same_is_understood(words):
 @pytest.mark.parametrize("words", ANSWERED)
 def test_the_rest_is_answered_with_what_to_type(words):
     with raises(ConfigError, "cli.foreign", ANSWERED[words]):
-        flags.of_others("train", words.split())
+        flags.of_others("train", words.split(), OF_TRAIN)
 
 
 def test_a_command_of_another_trainer_trains(capsys):
@@ -125,6 +135,30 @@ def test_a_command_of_another_trainer_trains(capsys):
 def test_an_answer_ends_the_command():
     with raises(ConfigError, "cli.foreign", "--batch.size 32"):
         config_of("--lr 1e-4 --per-device-train-batch-size 8")
+
+
+def test_a_switch_leaves_the_file_behind_it():
+    found, _ = flags.of_others("plan", ["--bf16", "examples/demo.toml", "--no_cuda"], OF_TRAIN)
+    assert found == ["--recipe=bf16", "examples/demo.toml", "--device=cpu"]
+
+
+@pytest.mark.parametrize("words", ["--bf16", "--data_seed 4"])
+def test_a_study_names_what_was_typed(words):
+    """Its runs differ in recipe and seed, so it takes neither."""
+    with raises(ConfigError, "cli.foreign", words, "--recipe" if "bf16" in words else "seed"):
+        flags.of_others("study", words.split(), inspect.signature(study).parameters)
+
+
+def test_what_was_read_is_said_before_an_error(capsys):
+    with raises(ConfigError, "cli.arguments"):
+        config_of("--lr 1e-4 --base-lr 2e-4")
+    assert "--lr as --optimizer.learning-rate 1e-4" in capsys.readouterr().err
+
+
+def test_no_name_stands_for_a_former_one():
+    """The next release knows no former names."""
+    former = {*toml.EARLIER} | {former_path(key) for key in toml.EARLIER}
+    assert not former & {each.key for each in FOREIGN.values() if isinstance(each, Same)}
 
 
 def test_a_name_of_nobody_is_an_unknown_option():

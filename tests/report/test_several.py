@@ -261,6 +261,23 @@ def test_the_own_page_of_a_run_or_a_study_is_never_replaced(verb, tmp_path):
     assert (tmp_path / "else/report.html").is_file()
 
 
+@pytest.mark.parametrize(
+    "name", ["config.toml", "weights.safetensors", "notes.html", "report.html"]
+)
+def test_a_file_that_is_no_page_of_ours_is_never_replaced(name, tmp_path):
+    """Whatever its name; a page that was written here is written again."""
+    study = study_of(tmp_path / "study")
+    runs = [str(study / "bf16-seed0"), str(study / "fp8-row-seed0")]
+    path = tmp_path / "other" / name
+    path.parent.mkdir()
+    path.write_text("mine")
+    cli_raises(["report", *runs, f"--output={path}"], ConfigError, "report.other-file", name)
+    assert path.read_text() == "mine"
+    path.unlink()
+    for _ in range(2):
+        assert main(["report", *runs, f"--output={path}"]) == 0
+
+
 def test_flags_of_training_are_refused_for_run_folders(six, tmp_path):
     two = [str(six[0]), str(six[3])]
     for words, code, *more in (

@@ -16,6 +16,8 @@ from narrowgauge.errors import BusyError, ConfigError, StorageError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.metrics import MetricsLog
+from narrowgauge.train.parallel.followers import claimed as claimed_by
+from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.run_folder import RunFolder, refuse_other_run
 from tests.processes import PYTHON, ROOT, as_nobody
 from tests.raising import raises
@@ -82,6 +84,20 @@ def test_the_lock_is_given_back_on_the_way_out_and_after_a_refusal(tmp_path):
         with raises(ConfigError, "run.exists", "--resume"):
             claimed(tmp_path, resume=False)
     with RunFolder.claim(tmp_path, resume=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "adapter_config.json", "export.json", "model.gguf"]
+)
+def test_no_run_begins_in_the_folder_of_a_model(name, tmp_path):
+    """Its config.toml would hide the model. A run that is there already goes on."""
+    (tmp_path / name).write_text("{}")
+    with raises(ConfigError, "run.holds-model", name), claimed_by(tmp_path, False, Ranks()):
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+    train_something(RunFolder(tmp_path))
+    with claimed_by(tmp_path, True, Ranks()):
         pass
 
 

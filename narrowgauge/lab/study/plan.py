@@ -44,7 +44,7 @@ from narrowgauge.train.config.settings import (
     resolved,
     shown,
 )
-from narrowgauge.train.run_folder import LOCK, MAY_CHANGE, RunFolder, hold
+from narrowgauge.train.run_folder import LOCK, MAY_CHANGE, RunFolder, hold, refuse_model
 
 MOST_RUNS = 10_000
 OF_RUNS = {"recipe": "--recipes", "seed": "--seeds"}  # settings that the study sets for each run
@@ -206,7 +206,9 @@ class StudyFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Creates the folder if necessary, and locks it."""
+        """Creates the folder if necessary, and locks it. Raises ConfigError if it holds a model."""
+        if not os.path.lexists(self.facts):
+            refuse_model(self.path)
         with storage.refusals("use the study's folder", self.path):
             storage.make_folder(self.path)
             lock = reading.opened_to_append(self.lock, LOCK)

@@ -14,6 +14,7 @@ Names are written with underscores, as in a file; the flag of `save_steps` is --
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -25,12 +26,19 @@ class Same:
     key     its name here
     values  values with other names here. A value that is not listed is taken as it is
     only    True: values beyond those listed have no meaning here, and `otherwise` says what to type
+    comma   what stands here for a comma in the value
     """
 
     key: str
     values: Mapping[str, str] = field(default_factory=dict)
     only: bool = False
     otherwise: str = ""
+    comma: str = ","
+
+    @property
+    def is_switch(self) -> bool:
+        """True if the flag alone means something."""
+        return "" in self.values
 
 
 @dataclass(frozen=True)
@@ -135,8 +143,8 @@ FOREIGN: Mapping[str, Same | Answer] = (
     | _all("warmup_ratio warmup_fraction lr_warmup_fraction", Answer("--optimizer.warmup-steps: {value} times the steps of the run"))
     | _all("wd", Same("optimizer.weight_decay"))
     | _all("max_grad_norm gradient_clipping gradient_clip_val clip_grad_norm max_norm clip_grad grad_clip", Same("optimizer.clip"))
-    | _all("adam_beta1", Same("optimizer.beta1"))
-    | _all("adam_beta2", Same("optimizer.beta2"))
+    | _all("adam_beta1", Answer("--optimizer.betas {value},0.999 holds both", "0.9"))
+    | _all("adam_beta2", Answer("--optimizer.betas 0.9,{value} holds both", "0.999"))
     | _all("adam_epsilon adam_eps eps", Same("optimizer.epsilon"))
     | _all("optim optimizer_type optimizer_name", Same(
         "optimizer.name", _RULES, only=True,
@@ -168,7 +176,10 @@ FOREIGN: Mapping[str, Same | Answer] = (
     | _all("lora_r lora_rank r", Same("lora.r"))
     | _all("lora_alpha", Same("lora.alpha"))
     | _all("lora_dropout", Same("lora.dropout"))
-    | _all("lora_target_modules lora_target target_modules", Same("lora.targets", {"all": "all-linear", "all_linear": "all-linear"}))
+    | _all(
+        "lora_target_modules lora_target target_modules",
+        Same("lora.targets", {"all": "all-linear", "all_linear": "all-linear"}, comma="+"),
+    )
     | _all("use_dora peft_use_dora lora_dora", _switch("lora.dora", "true", "false"))
     | _all("use_rslora peft_use_rslora", _switch("lora.rslora", "true", "false"))
     | _all("lora_target_linear", Answer("--lora.targets all-linear is the default of --lora"))
@@ -257,7 +268,7 @@ def understood(name: str, value: str) -> tuple[str, str] | None:
     found = meaning.values.get(value.lower())
     if found is None and (meaning.only or not value):
         return None
-    return meaning.key, value if found is None else found
+    return meaning.key, value.replace(",", meaning.comma) if found is None else found
 
 
 def answer(name: str, value: str, flag: Callable[[str], str]) -> str:
@@ -269,7 +280,9 @@ def answer(name: str, value: str, flag: Callable[[str], str]) -> str:
     if meaning is None:
         return ""
     if isinstance(meaning, Answer):
-        given = value or meaning.default
-        four = str(4 * int(value)) if value.isdecimal() and len(value) < 10 else f"4 {given}"
+        is_count = re.fullmatch(r"[+-]?\d{1,9}", value)
+        given = meaning.default if not value or (is_count and int(value) < 1) else value
+        four = str(4 * int(given)) if given.isdecimal() else f"4 x {given}"
         return f"{meaning.words.format(value=given, four=four)}."
-    return f"{meaning.otherwise or flag(meaning.key)}."
+    needs = "" if value or meaning.is_switch else ", and it needs a value"
+    return f"{meaning.otherwise or flag(meaning.key)}{needs}."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.train import trackers
 from narrowgauge.train.console import Console
 from narrowgauge.train.metrics import MetricsLog
-from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.run_folder import RunFolder, refuse_model
 
 if TYPE_CHECKING:
     from narrowgauge.train.config.settings import TrainConfig
@@ -63,8 +63,14 @@ class FollowersConsole(Console):
 def claimed(path: Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
     """Claims the run folder on rank 0, which holds the lock for all ranks."""
     with ExitStack() as held:
+
+        def claim() -> RunFolder:
+            if not RunFolder(path).has_run():
+                refuse_model(path)
+            return held.enter_context(RunFolder.claim(path, resume))
+
         # Other ranks wait here, and end with rank 0's exit code if it cannot claim the folder.
-        own = ranks.first(lambda: held.enter_context(RunFolder.claim(path, resume)))
+        own = ranks.first(claim)
         yield own or FollowersFolder(path)
 
 

@@ -154,6 +154,9 @@ def test_a_run_a_damaged_file_and_other_data_are_refused(make_study, tmp_path):
     with raises(ConfigError, "study.holds-run"):
         folder.refuse(study, None)
     (study.output / "run.json").unlink()
+    (study.output / "config.json").write_text("{}")
+    with raises(ConfigError, "run.holds-model", "config.json"), folder.claimed():
+        pass
     with raises(DataError, "study.other-data", "data content"):
         folder.refuse_data(stored_for(study), {"content_hash": "b"})
     folder.refuse_data(stored_for(study), {"content_hash": "a"})
