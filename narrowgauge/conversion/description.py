@@ -361,7 +361,7 @@ def _four_bit_notes(layer: QLinear, recipe: Recipe) -> Iterator[Note]:
             if role in steps.settings and cast is not None:
                 over = steps.over_best(role, cast.format.max, share)
             if over is not None:
-                words = f"learned step of {role} ", " of the one with the least error"
+                words = f"learned step of {role} ", " times the one with the least error"
                 yield Note(*words, (over,), "learned-step")
     if layer.sampling is not None and holds_numbers(layer.sampling.variance):
         for product, variance in zip(

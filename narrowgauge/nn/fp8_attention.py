@@ -79,14 +79,11 @@ def fp8_attention(
                autocast. A query that attends to nothing gets zeros
 
     For normal numbers the signal to noise is 25 to 26 dB, where E4M3 alone has 32 (docs/recipes.md).
-    Raises ShapeError for heads that no group divides, and for a mask that requires a gradient.
+    Raises ShapeError for operands that do not fit, and for a mask that requires a gradient.
     """
-    if query.shape[1] % max(key.shape[1], 1) or key.shape[:3] != value.shape[:3]:
-        raise ShapeError(
-            f"fp8_attention: query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} do not fit. Keys and values "
-            "have equal heads and tokens, and the heads of queries are a multiple of theirs.",
-            code="fp8-attention.heads",
-        )
+    _refuse_shapes(query, key, value, mask)
+    # Models with a cache of fixed length bring a mask of that length.
+    mask = None if mask is None else mask[..., : key.shape[2]]
     if mask is not None and mask.requires_grad:
         raise ShapeError(
             "fp8_attention: the mask requires a gradient, and only query, key and value get one. "
@@ -101,6 +98,37 @@ def fp8_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     found: Tensor = _eagerly(query, key, value, mask, is_causal, scale)
     return found
+
+
+def _refuse_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """Raises ShapeError for operands or a mask that do not fit."""
+    shapes = f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
+    if {query.ndim, key.ndim, value.ndim} != {4} or 0 in (query.shape[-1], value.shape[-1]):
+        raise ShapeError(
+            f"fp8_attention: {shapes}: each must be [batch, heads, tokens, width], and no width 0.",
+            code="fp8-attention.axes",
+        )
+    if (
+        query.shape[1] % max(key.shape[1], 1)
+        or key.shape[:3] != value.shape[:3]
+        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
+    ):
+        raise ShapeError(
+            f"fp8_attention: {shapes} do not fit. Keys and values have equal heads and tokens, queries and keys equal widths, and the "
+            "heads of queries are a multiple of theirs.",
+            code="fp8-attention.heads",
+        )
+    if mask is None:
+        return
+    whole = (*query.shape[:3], key.shape[2])
+    fits = mask.ndim == 4 and mask.shape[2] == whole[2] and mask.shape[3] >= whole[3]
+    fits = fits and all(mask.shape[axis] in (1, whole[axis]) for axis in (0, 1))
+    if not fits or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        raise ShapeError(
+            f"fp8_attention: the mask is {list(mask.shape)} in {mask.dtype}. It must be [batch or 1, heads or 1, {whole[2]}, "
+            f"{whole[3]}] of bool, where True attends, or of floats that are added.",
+            code="fp8-attention.mask",
+        )
 
 
 @_disable_dynamo

@@ -210,6 +210,28 @@ def test_autocast_gives_its_dtype():
     assert_same(y, fp8_attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
 
 
+def test_operands_and_masks_that_do_not_fit_are_refused():
+    q, k, v = operands(8)
+    for given in ((q[0], k, v), (q[..., :0], k[..., :0], v)):
+        with raises(ShapeError, "fp8-attention.axes"):
+            fp8_attention(*given)
+    for given in ((q[..., :16], k, v), (q[:1], k, v)):
+        with raises(ShapeError, "fp8-attention.heads"):
+            fp8_attention(*given)
+    allowed = torch.ones(2, HEADS, 8, 8)
+    for mask in (
+        allowed[0, 0] > 0,
+        allowed[0] > 0,
+        allowed.int(),
+        allowed[:, :3],
+        allowed[..., :7],
+    ):
+        with raises(ShapeError, "fp8-attention.mask", list(mask.shape)):
+            fp8_attention(q, k, v, mask)
+    longer = torch.cat([allowed > 0, allowed < 0], dim=-1)
+    assert_same(fp8_attention(q, k, v, longer), fp8_attention(q, k, v))
+
+
 def test_refusals():
     q, k, v = operands(8, 3)
     with raises(ShapeError, "fp8-attention.heads"):
