@@ -38,9 +38,9 @@ CALLS = {
     "mxfp8": (182, 76),
     "int8": (155, 68),
     "int4-hq-bs": (236, 142),
-    # Six of them measure the rms of x and w, beside which `describe` shows a learned step.
-    "int4-hq-lss": (294, 170),
-    "int4-lsq-luq": (235, 121),
+    # Eight of them measure x and w, beside whose best step `describe` shows the learned one.
+    "int4-hq-lss": (296, 172),
+    "int4-lsq-luq": (237, 122),
     "int4-minmax-sr": (250, 147),
     "int4-row-sr": (246, 140),
     "nvfp4": (243, 103),
