@@ -97,7 +97,10 @@ def write_folders(
                 "them out, or name its runs one by one.",
                 code="report.study-settings",
             )
-        return write(of_study(folders[0], chosen), path or folders[0] / "report.html", facts)
+        own = folders[0] / "report.html"
+        if path is not None and path.resolve() != own.resolve():
+            refuse_other_page(path)
+        return write(of_study(folders[0], chosen), path or own, facts)
     path = path or folders[0].resolve().parent / "report.html"
     refuse_other_page(path)
     return write(gather(folders, reference, metric, chosen), path)

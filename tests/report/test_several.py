@@ -271,7 +271,8 @@ def test_a_file_that_is_no_page_of_ours_is_never_replaced(name, tmp_path):
     path = tmp_path / "other" / name
     path.parent.mkdir()
     path.write_text("mine")
-    cli_raises(["report", *runs, f"--output={path}"], ConfigError, "report.other-file", name)
+    for sources in (runs, [str(study)]):
+        cli_raises(["report", *sources, f"--output={path}"], ConfigError, "report.other-file", name)
     assert path.read_text() == "mine"
     path.unlink()
     for _ in range(2):
