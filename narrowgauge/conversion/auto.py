@@ -6,8 +6,8 @@ No layer becomes slower than in bfloat16, which is a candidate.
 
 Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least
 accurate: with fewer elements per scale, fewer elements underflow. Of the candidates
-within 2 % of the fastest, or within the error of predicted times, the most accurate wins. Recipes that the device would
-emulate are excluded, since emulation multiplies in bfloat16 and casts in addition.
+within 2 % of the fastest, or within the error of predicted times, the most accurate
+wins. Recipes that the device would emulate are excluded, since emulation multiplies in bfloat16 and casts in addition.
 Delayed scaling is excluded: it has state, which users have to ask for. `int8` is excluded, with its
 reason on 9.x and 10.x: passes of their own scale its INT32 sums, so it is slower than bfloat16.
 

@@ -16,7 +16,7 @@ from urllib.request import getproxies
 
 from narrowgauge.errors import DataError
 
-WAIT_S = 5.0  # for an answer of the host
+WAIT_S = 5.0  # for an answer of each of the host's addresses
 # Files of which a model, or a tokenizer, has at least one.
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json")
 

@@ -116,11 +116,7 @@ def refuse_other_page(path: Path) -> None:
             "Name another place by --output.",
             code="report.other-page",
         )
-    if os.path.lexists(path) and not template.is_own(path):
-        raise ConfigError(
-            f"output: {path} is there already, and is no page that narrowgauge wrote. Name another place by --output, or remove it.",
-            code="report.other-file",
-        )
+    template.refuse_other_file(path)
 
 
 def write(found: Gathered, path: Path, facts: Mapping[str, Any] | None = None) -> Path:

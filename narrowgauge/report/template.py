@@ -14,6 +14,7 @@ The notice and the colour of a verdict are the same on every page. page.css name
 from __future__ import annotations
 
 import importlib.resources
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from narrowgauge.diagnose.verdict import (
     WORSE,
     Verdict,
 )
+from narrowgauge.errors import ConfigError
 
 GENERATOR = b'<meta name="generator" content="narrowgauge">'  # as in base.html.jinja
 
@@ -50,8 +52,16 @@ def write(path: Path, page: str, variables: Mapping[str, Any]) -> Path:
     return path
 
 
-def is_own(path: Path) -> bool:
-    """True if a regular file is a page that `write` wrote, and so may be written again."""
+def refuse_other_file(path: Path) -> None:
+    """Raises ConfigError if something is at `path` that `write` did not write."""
+    if os.path.lexists(path) and not _is_own(path):
+        raise ConfigError(
+            f"output: {path} is there already, and is no page that narrowgauge wrote. Name another place by --output, or remove it.",
+            code="report.other-file",
+        )
+
+
+def _is_own(path: Path) -> bool:
     try:
         if not path.is_file():
             return False

@@ -130,8 +130,11 @@ def write_page(path: Path, output: Path | None) -> Path:
     """
     # Imported here: the page needs jinja2, and a machine with a card may lack it.
     from narrowgauge.lab.card import page
+    from narrowgauge.report import template
 
-    return page.write(archive.read(path), output or path.with_suffix(".html"))
+    output = output or path.with_suffix(".html")
+    template.refuse_other_file(output)
+    return page.write(archive.read(path), output)
 
 
 def all_jobs(card: Device, cards: int, settings: CardSettings) -> list[CardJob]:

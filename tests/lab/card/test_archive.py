@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.lab import card
 from narrowgauge.lab.card import archive
 from tests.raising import raises
 
@@ -137,3 +138,11 @@ def test_lines_that_no_report_has_are_refused(rows, tmp_path):
     archive.write(tmp_path / "a.zip", {}, rows)
     with raises(ConfigError, "card-report.damaged"):
         archive.read(tmp_path / "a.zip")
+
+
+def test_a_page_replaces_no_file_that_is_none(tmp_path):
+    archive.write(tmp_path / "a.zip", {}, [LINE])
+    (tmp_path / "weights.safetensors").write_text("mine")
+    with raises(ConfigError, "report.other-file", "weights.safetensors"):
+        card.write_page(tmp_path / "a.zip", tmp_path / "weights.safetensors")
+    assert (tmp_path / "weights.safetensors").read_text() == "mine"
