@@ -189,6 +189,20 @@ def globals_kept() -> Iterator[None]:
     assert not changed, "the test left torch's globals changed: " + "; ".join(changed)
 
 
+@pytest.fixture(autouse=True)
+def environment_kept() -> Iterator[None]:
+    """Puts variables of the environment back that a test has set.
+
+    transformers' TrainingArguments(torch_compile=True) set variables by which Accelerate compiles every later model.
+    """
+    own = "PYTEST_CURRENT_TEST"  # pytest writes it at every phase
+    before = {name: value for name, value in os.environ.items() if name != own}
+    yield
+    for name in os.environ.keys() - before.keys() - {own}:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """How many -> those ranks: the same processes for all tests of a worker, which import what a run needs once."""

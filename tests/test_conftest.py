@@ -23,7 +23,18 @@ def test_leaves_threads():
 def test_leaves_deterministic():
     torch.use_deterministic_algorithms(True)
 
+def test_leaves_environment(monkeypatch):
+    import os
+
+    monkeypatch.setenv("LEFT_BY_MONKEYPATCH", "1")
+    os.environ["LEFT_BY_A_LIBRARY"] = "1"
+    os.environ["HOME"] = "changed"
+
 def test_all_is_back():
+    import os
+
+    assert not {"LEFT_BY_A_LIBRARY", "LEFT_BY_MONKEYPATCH"} & os.environ.keys()
+    assert os.environ["HOME"] != "changed"
     assert torch.get_default_dtype() is torch.float32
     assert torch.get_num_threads() == 1 and torch.get_num_interop_threads() == 1
     assert not torch.are_deterministic_algorithms_enabled()
@@ -133,6 +144,7 @@ def test_a_changed_global_fails_the_test_that_left_it(report, test, change):
 @pytest.mark.slow
 def test_the_others_pass(report):
     for test in (
+        "leaves_environment",
         "all_is_back",
         "seeded[0]",
         "seeded[1]",
