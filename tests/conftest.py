@@ -193,7 +193,8 @@ def globals_kept() -> Iterator[None]:
 def environment_kept() -> Iterator[None]:
     """Puts variables of the environment back that a test has set.
 
-    transformers' TrainingArguments(torch_compile=True) set variables by which Accelerate compiles every later model.
+    transformers' TrainingArguments(torch_compile=True) set variables by which Accelerate compiles every later model,
+    and Accelerate keeps what it has read.
     """
     own = "PYTEST_CURRENT_TEST"  # pytest writes it at every phase
     before = {name: value for name, value in os.environ.items() if name != own}
@@ -201,6 +202,8 @@ def environment_kept() -> Iterator[None]:
     for name in os.environ.keys() - before.keys() - {own}:
         del os.environ[name]
     os.environ.update(before)
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:
+        accelerate.AcceleratorState._shared_state.clear()
 
 
 @pytest.fixture(scope="session")
