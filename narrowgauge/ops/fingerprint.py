@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import dry_run_on, wrapper
-from narrowgauge.ops.cpp import Library
+from narrowgauge.ops.cpp import ELEMENTS_PER_THREAD, Library
 
 BLOCK = 8192  # 64-bit words of a row, as in fingerprint.cpp
-BYTES_PER_SHARE = (
-    1 << 22
-)  # of a thread: 0.07 ms within the caches, 0.3 ms beyond; starting a thread costs 0.04 ms
+BYTES_PER_SHARE = 1 << 22  # of a thread: 0.07 ms within the caches, 0.3 ms beyond
 SAMPLE = 1024
 _MASK = (1 << 64) - 1
 _Sums = ctypes.c_uint64 * 2
@@ -116,24 +114,14 @@ def fingerprint(tensor: Tensor) -> Fingerprint | None:
 
 def sums(x: Tensor) -> tuple[int, int]:
     """The two sums of cpp/fingerprint.cpp over the memory of x, dense, on the CPU, not a wrapper."""
-    run, start, nbytes = (
-        LIBRARY.loaded.narrowgauge_fingerprint,
-        x.data_ptr(),
-        x.numel() * x.element_size(),
-    )
+    start, nbytes, out = x.data_ptr(), x.numel() * x.element_size(), _Sums()
     rows = -(-nbytes // (8 * BLOCK))
-    if nbytes < 2 * BYTES_PER_SHARE:
-        out = _Sums()
-        run(0, rows, start, nbytes, out)
-        return out[0], out[1]
-    from narrowgauge.ops.cpp.build import in_shares
-
-    count = max(min(torch.get_num_threads(), nbytes // BYTES_PER_SHARE), 1)
-    parts = [_Sums() for _ in range(count)]
-    in_shares(
-        count, lambda k: run(rows * k // count, rows * (k + 1) // count, start, nbytes, parts[k])
-    )
-    return sum(part[0] for part in parts) & _MASK, sum(part[1] for part in parts) & _MASK
+    if nbytes < 2 * BYTES_PER_SHARE:  # nearly always, where `call` would take as long again
+        LIBRARY.loaded.narrowgauge_fingerprint(0, rows, start, nbytes, out)
+    else:
+        work = nbytes // BYTES_PER_SHARE * ELEMENTS_PER_THREAD
+        LIBRARY.call("fingerprint", rows, work, start, nbytes, out)
+    return out[0], out[1]
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """C++ kernels of the operators on the CPU: the sources, and the class that builds and calls them.
 
-build.py compiles the sources and distributes the work over threads.
+build.py compiles the sources, threads.py runs them on torch's threads.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,6 +57,16 @@ class Library:
         return found
 
     @cached_property
+    def on_threads(self) -> dict[str, Callable[..., None] | None]:
+        """{NAME: call(shares, rows, ...)}; None where torch's threads cannot be used."""
+        from narrowgauge.ops.cpp.threads import on_threads
+
+        return {
+            name: on_threads(getattr(self.loaded, f"narrowgauge_{name}"), arguments)
+            for name, arguments in self.signatures.items()
+        }
+
+    @cached_property
     def missing(self) -> str:
         """Reason why the library cannot be built or loaded here, or ''."""
         try:
@@ -92,8 +103,14 @@ class Library:
         if elements < 2 * ELEMENTS_PER_THREAD:  # a single thread
             function(0, rows, *values)
             return
-        from narrowgauge.ops.cpp.build import in_shares
-
         # Equal shares of whole rows: results do not depend on the number of threads.
         count = max(min(parts(elements), rows), 1)  # more threads than rows would get empty ranges
+        if count == 1:
+            function(0, rows, *values)
+            return
+        if (run := self.on_threads[name]) is not None:
+            run(count, rows, *values)
+            return
+        from narrowgauge.ops.cpp.build import in_shares
+
         in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))

@@ -37,7 +37,8 @@ inline Words products(Words d) {
 
 }  // namespace
 
-// out [2] receives a and b of the rows first ... last - 1, each of BLOCK words. data [bytes].
+// Adds a and b of the rows first ... last - 1, each of BLOCK words, to out [2]. data [bytes]. Threads
+// share `out`.
 extern "C" void narrowgauge_fingerprint(int64_t first, int64_t last, const uint8_t* data, int64_t bytes, uint64_t* out) {
     int64_t i = first * BLOCK;
     const int64_t end = std::max(std::min(last * BLOCK, bytes / 8), i), stream = (end - i) / (4 * STREAMS) * 4;
@@ -68,6 +69,6 @@ extern "C" void narrowgauge_fingerprint(int64_t first, int64_t last, const uint8
         place += (d & LOW) * (d >> 32);
         sum += w;
     }
-    out[0] = place;
-    out[1] = sum;
+    __atomic_fetch_add(&out[0], place, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&out[1], sum, __ATOMIC_RELAXED);
 }

@@ -9,13 +9,14 @@ Inductor may contract and reorder. It can be cached: in $XDG_CACHE_HOME/narrowga
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 from narrowgauge.addresses import address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build, parts
+from narrowgauge.ops.cpp.threads import on_threads
 from narrowgauge.optim import masters, rules
 from narrowgauge.optim.step import DTYPES, MomentState, ParamStep
 
@@ -68,6 +69,9 @@ class _Job(ctypes.Structure):
     )  # fmt: skip
 
 
+_ARGUMENTS = (ctypes.POINTER(_Job), _L, _L)  # of narrowgauge_step, after `first` and `last`
+
+
 @cache
 def refuse() -> str:
     """Reason why the compiled backend is unavailable, or ''. A failed build is not tried again."""
@@ -110,9 +114,13 @@ def step(param_steps: Sequence[ParamStep]) -> None:
     shared: dict[int, _Constants] = {}
     jobs = (_Job * len(param_steps))(*(_job(each, shared) for each in param_steps))
     count = parts(sum(each.elements for each in param_steps))
-    # Python threads suffice: a ctypes call releases the GIL, and each thread steps its share of
-    # tiles.
-    build.in_shares(count, lambda k: library.narrowgauge_step(jobs, len(param_steps), k, count))
+    given = (jobs, len(param_steps), count)
+    if count == 1:
+        library.narrowgauge_step(0, 1, *given)
+    elif (run := _on_threads()) is not None:
+        run(count, count, *given)
+    else:
+        build.in_shares(count, lambda k: library.narrowgauge_step(k, k + 1, *given))
 
 
 def _job(param_step: ParamStep, shared: dict[int, _Constants]) -> _Job:
@@ -150,11 +158,16 @@ def _moment(kept: MomentState) -> _Moment:
 
 
 @cache
+def _on_threads() -> Callable[..., None] | None:
+    return on_threads(_library().narrowgauge_step, _ARGUMENTS)
+
+
+@cache
 def _library() -> ctypes.CDLL:
     library = build.library(
         "narrowgauge.optim.cpp", SOURCES, "the fused step", 'take backend="torch"'
     )
-    library.narrowgauge_step.argtypes = (ctypes.POINTER(_Job), _L, _L, _L)
+    library.narrowgauge_step.argtypes = (_L, _L, *_ARGUMENTS)
     library.narrowgauge_step.restype = None
     library.narrowgauge_job_bytes.restype = library.narrowgauge_rule.restype = _L
     library.narrowgauge_rule.argtypes = (_L,)

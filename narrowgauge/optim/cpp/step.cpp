@@ -747,11 +747,11 @@ extern "C" int64_t narrowgauge_rule(int64_t rule) {
   }
 }
 
-// Steps part `part` of `parts` of every job: a run of whole tiles, so threads share no data.
-extern "C" void narrowgauge_step(const Job* jobs, int64_t count, int64_t part, int64_t parts) {
+// Steps parts `first` to `last` of `parts` of every job: runs of whole tiles, so threads share no data.
+extern "C" void narrowgauge_step(int64_t first, int64_t last, const Job* jobs, int64_t count, int64_t parts) {
   for (int64_t j = 0; j < count; j++) {
     const Job& job = jobs[j];
     const int64_t tiles = job.rows * ((job.columns + job.tile - 1) / job.tile);
-    step_of(job)(job, tiles * part / parts, tiles * (part + 1) / parts);
+    step_of(job)(job, tiles * first / parts, tiles * last / parts);
   }
 }

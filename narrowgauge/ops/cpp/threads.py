@@ -1,0 +1,76 @@
+"""Run C++ kernels on torch's own threads (threads.cpp): those of the OpenMP runtime that torch has loaded.
+
+`team` returns None where the process has no such runtime (macOS, Windows): `build.in_shares` then divides
+the work over Python threads, which costs 0.05 ms a call. A forked process computes in one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from narrowgauge.errors import BackendError
+from narrowgauge.ops.cpp import build
+
+WORDS, NUMBERS = 22, 4  # most integers and addresses, and floating-point numbers, of a kernel
+_FLOATS = (ctypes.c_float, ctypes.c_double)
+# Calling conventions under which a function may be passed more arguments than it has parameters.
+_MACHINES = ("x86_64", "aarch64")
+
+
+class _Runtime(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("parallel", "thread", "threads"))
+
+
+@cache
+def team() -> ctypes.CDLL | None:
+    """The library of threads.cpp; None where torch's threads cannot be used."""
+    if _runtime() is None:
+        return None
+    try:
+        return build.library(
+            "narrowgauge.ops.cpp", ("threads.cpp",), "the division of work", "go on without it"
+        )
+    except BackendError:
+        return None  # no kernel of this package can be built either
+
+
+@cache
+def _runtime() -> _Runtime | None:
+    """Functions of the OpenMP runtime that this process has loaded, or None."""
+    if sys.platform != "linux" or platform.machine() not in _MACHINES:
+        return None
+    process = ctypes.CDLL(None)
+    try:
+        names = (process.GOMP_parallel, process.omp_get_thread_num, process.omp_get_num_threads)
+    except AttributeError:
+        return None
+    found = _Runtime(*(ctypes.cast(each, ctypes.c_void_p) for each in names))
+    os.register_at_fork(after_in_child=lambda: setattr(found, "parallel", None))
+    return found
+
+
+def on_threads(function: Any, arguments: Sequence[Any]) -> Callable[..., None] | None:
+    """Return call(shares, rows, *values), which runs `function` over shares of the rows; None as `team`.
+
+    function   of a CDLL, called as function(first, last, *values)
+    arguments  ctypes types of `values`
+    """
+    library, found = team(), _runtime()
+    if library is None or found is None:
+        return None
+    numbers = [each for each in arguments if each in _FLOATS]
+    missing = WORDS - (len(arguments) - len(numbers)), NUMBERS - len(numbers)
+    assert min(missing) >= 0, "more arguments than threads.cpp passes on"
+    long, double = ctypes.c_int64, ctypes.c_double
+    padding = (*(long,) * missing[0], *(double,) * missing[1])
+    types: list[Any] = [ctypes.c_void_p, ctypes.c_void_p, long, long, *arguments, *padding]
+    run = ctypes.cast(library.narrowgauge_in_shares, ctypes.CFUNCTYPE(None, *types))
+    runtime, place = ctypes.addressof(found), ctypes.cast(function, ctypes.c_void_p)
+    zeros = (0,) * len(padding)
+    return lambda shares, rows, *values: run(runtime, place, rows, shares, *values, *zeros)
