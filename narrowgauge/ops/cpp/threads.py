@@ -17,6 +17,7 @@ from typing import Any
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
 
+SOURCES = ("threads.cpp",)
 WORDS, NUMBERS = 22, 4  # most integers and addresses, and floating-point numbers, of a kernel
 _FLOATS = (ctypes.c_float, ctypes.c_double)
 # Calling conventions under which a function may be passed more arguments than it has parameters.
@@ -34,7 +35,7 @@ def team() -> ctypes.CDLL | None:
         return None
     try:
         return build.library(
-            "narrowgauge.ops.cpp", ("threads.cpp",), "the division of work", "go on without it"
+            "narrowgauge.ops.cpp", SOURCES, "the division of work", "go on without it"
         )
     except BackendError:
         return None  # no kernel of this package can be built either
