@@ -288,7 +288,10 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
     # `relevant` leaves out kernels that are made for other operands.
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in how.choice.relevant)
     if how.expand is None:
-        return f"{how.choice.kernel.name} ({reasons})" if reasons else how.choice.kernel.name
+        kernel = how.choice.kernel
+        units = "" if kernel.instructions is None else kernel.instructions()
+        details = "; ".join(filter(None, (units, reasons)))
+        return f"{kernel.name} ({details})" if details else kernel.name
     dtype = str(how.expand).removeprefix("torch.")
     return f"emulated exactly in {dtype} ({reasons or why_emulated(gemm, layer.weight.device)})"
 

@@ -68,8 +68,8 @@ class Device:
     capability  compute capability, (0, 0) off CUDA
     bf16_gemm   (CPU) True if the processor has bfloat16 instructions; otherwise float32 GEMMs are
                 faster
-    int8_gemm   (CPU) True if the processor has INT8 instructions; otherwise float32 GEMMs are
-                faster
+    int8_gemm   (CPU) True if the processor has VNNI instructions and torch uses them; otherwise
+                torch's INT8 GEMM is slower than float32
     cuda        CUDA version that torch was built for, (0, 0) off CUDA
     index       index of a GPU that is present, on which kernels are checked (ops/selfcheck.py);
                 None: a CPU, or a device that is absent, on which no kernel is checked
@@ -170,6 +170,9 @@ class Kernel(Generic[Spec]):
               definitions. On a CPU the tests alone run it
     replays   True if its launches depend only on shapes, dtypes and strides, so `ops.triton.replay`
               may replay them
+    instructions
+              returns the name of the machine's instructions that the kernel uses, for `describe`;
+              None if the name of the kernel says enough
     slower    slower(device type, index) returns the reason why a later kernel is preferred there by
               measurement, or None. A caller can still force this kernel
     """
@@ -182,6 +185,7 @@ class Kernel(Generic[Spec]):
     check: Callable[[], Any] | None = None
     replays: bool = False
     slower: Callable[[str, int | None], str | None] | None = None
+    instructions: Callable[[], str] | None = None
 
 
 def imported(module: str, function: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import torch
 from narrowgauge import recipes
 from narrowgauge.diagnose import machine
 from narrowgauge.ops.mm import spec as mm_spec
-from narrowgauge.ops.registry import Device
+from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.ops.selfcheck import CheckResult
 
 
@@ -54,14 +54,16 @@ def test_the_real_machine():
     assert machine.processor_name() in text and "cpu:" in text
 
 
-def test_a_plain_cpu_says_that_it_multiplies_in_float32(simulate):
+def test_a_plain_cpu_says_that_it_multiplies_in_float32(simulate, monkeypatch):
+    refusal = Refusal("toolchain", "no compiler")
+    monkeypatch.setattr("narrowgauge.ops.mm.int8_cpp.refuse", lambda spec: refusal)
     simulate(cpu=Device("cpu", bf16_gemm=False, int8_gemm=False))
     text = machine.info()
     assert "fast bfloat16 and" not in text
     found = verdicts(text, "cpu")
     assert "bfloat16" in found["bf16"] and "float32" in found["bf16"]
     assert found["fp8-current"].startswith("emulated") and "FP8" in found["fp8-current"]
-    assert "no VNNI" in found["int8"]
+    assert "no compiler" in found["int8"] and "no VNNI" in found["int8"]
 
 
 def test_a_cpu_with_narrow_units(simulate):

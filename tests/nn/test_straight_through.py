@@ -27,7 +27,7 @@ from narrowgauge.nn.leverage_score import UNREAD
 from narrowgauge.nn.linear import QLinear, linear
 from narrowgauge.nn.straight_through import _drawn_rows
 from narrowgauge.ops.random import uniform
-from narrowgauge.ops.registry import Device
+from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
 from narrowgauge.scaling import least_error_clip
@@ -921,6 +921,9 @@ def test_observers_see_the_cast_of_four_bits_whatever_computes(monkeypatch, devi
         torch.manual_seed(1)
         device_is(Device("cpu", bf16_gemm=False, int8_gemm=int8_gemm))
         monkeypatch.setattr("narrowgauge.ops.cpp.int4.refuse", lambda device: "not in this test")
+        monkeypatch.setattr(
+            "narrowgauge.ops.mm.int8_cpp.refuse", lambda spec: Refusal("toolchain", "not here")
+        )
         layer, seen = QLinear(64, 64, bias=False, recipe=name).eval(), {}
         with torch.no_grad():
             layer.weight.copy_(weight)

@@ -11,7 +11,7 @@ from narrowgauge import recipes
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4, IntFormat
 from narrowgauge.ops.cpp import int4
-from narrowgauge.ops.mm import KERNELS, plan
+from narrowgauge.ops.mm import KERNELS, int8_cpp, plan
 from narrowgauge.ops.mm import cpp as mm_cpp
 from narrowgauge.ops.mm import spec as mm_spec
 from narrowgauge.ops.mm.definition import compute_dtype
@@ -35,6 +35,7 @@ AMPERE, ADA, HOPPER, BLACKWELL = (
 TURING = Device("cuda", (7, 5))
 PLAIN_CPU = Device("cpu", bf16_gemm=False, int8_gemm=False)
 FAST_CPU = Device("cpu", bf16_gemm=True, int8_gemm=True)
+NO_COMPILER = "no compiler is here"
 
 
 def choose(gemm, device, forced=None, expanded=False):
@@ -76,12 +77,18 @@ def test_which_kernel_computes_which_recipe(device, found, gemm, triton_installe
     """4-bit integers run as INT8, gradients in two digits too; LUQ's powers of two and scales per contracted token do not."""
     integers: set[str] = set()
     in_cpp = device == PLAIN_CPU and not int4.LIBRARY.missing and mm_cpp.has_gemm()
+    int8_in_cpp = (
+        device.type == "cpu" and not int8_cpp.LIBRARY.missing and int8_cpp.fastest() is not None
+    )
+    native_int8 = "native-int8-cpp" if int8_in_cpp else "native-int8"
+    if int8_in_cpp:
+        found = {**found, "int8": native_int8}
     if "int8" in found or in_cpp:
         integers = {"int4-hq-bs", "int4-hq-lss", "int4-minmax-sr"}
         integers |= {"output": {"int4-lsq-luq", "int4-row-sr"}, "grad_input": {"int4-row-sr"}}.get(
             gemm, set()
         )
-    found = dict.fromkeys(integers, "native-cpp" if in_cpp else "native-int8") | found
+    found = dict.fromkeys(integers, "native-cpp" if in_cpp else native_int8) | found
     for recipe in map(recipes.get, sorted(NAMED)):
         expected = found.get(recipe.name, "reference")
         assert choose(getattr(recipe, gemm), device).kernel.name == expected, recipe.name
@@ -110,15 +117,16 @@ def test_which_kernel_computes_which_recipe(device, found, gemm, triton_installe
         (
             "int8",
             PLAIN_CPU,
-            {"native-int8": mm_spec.CPU_IS_SLOW},
+            {"native-int8-cpp": NO_COMPILER, "native-int8": mm_spec.CPU_IS_SLOW},
         ),
         ("int8", TURING, {"native-int8": "compute capability 7.5, the integer GEMM needs 8.0"}),
         ("int8", Device("xpu"), {"native-int8": "no integer GEMM on xpu"}),
         ("bf16", HOPPER, {}),
     ],
 )
-def test_every_refusal_has_its_reason(name, device, changed):
+def test_every_refusal_has_its_reason(name, device, changed, monkeypatch):
     """Kernels of another family say so in words that `describe` leaves out."""
+    monkeypatch.setattr(int8_cpp, "refuse", lambda spec: Refusal("toolchain", NO_COMPILER))
     choice = choose(recipes.get(name).output, device)
     assert choice.kernel.name == "reference"
     # The first need of each kernel is about its operands; the reference refuses nothing.

@@ -44,6 +44,7 @@ REGISTRIES = (
 # A first compilation takes seconds, the reference on the CPU up to ten, four at a time.
 CHECK_S, PROBE_S = 90.0, 30.0
 NUMBERS = 1 << 20  # of the probe
+ON_CPU = ("native-cpp", "native-int8-cpp")  # kernels that read the memory of the CPU
 
 
 def registries() -> dict[str, Registry[Any]]:
@@ -79,7 +80,7 @@ def jobs(card: Device, device: str = "cuda:0") -> list[CardJob]:
 
 def _forms(registry: Registry[Any]) -> Iterator[tuple[Kernel[Any], int, Any]]:
     for kernel in registry.kernels:
-        if kernel.check is not None and kernel.on != "cpu" and kernel.name != "native-cpp":
+        if kernel.check is not None and kernel.on != "cpu" and kernel.name not in ON_CPU:
             for number, spec in enumerate(kernel.check().examples()):
                 yield kernel, number, spec
 

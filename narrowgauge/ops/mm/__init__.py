@@ -58,8 +58,8 @@ def check_of_products() -> KernelCheck[MmSpec]:
     return CHECK
 
 
-_CUBLAS, _BLOCKS, _CPP, _INT4 = (
-    f"narrowgauge.ops.mm.{name}" for name in ("cublas", "triton", "cpp", "int4_units")
+_CUBLAS, _BLOCKS, _CPP, _INT4, _INT8_CPP = (
+    f"narrowgauge.ops.mm.{name}" for name in ("cublas", "triton", "cpp", "int4_units", "int8_cpp")
 )
 
 
@@ -86,6 +86,8 @@ KERNELS.register(
     Kernel("native-block", refuse("native-block"), imported(_CUBLAS, "run_block"), by_torch=True, check=check_of_products),
     Kernel("native-mx", refuse("native-mx"), imported(_CUBLAS, "run_mx"), by_torch=True, check=check_of_products),
     Kernel("native-int4", _refuse_with("native-int4", _INT4), imported(_INT4, "run"), check=check_of_products, slower=_slower_in_int4),
+    Kernel("native-int8-cpp", _refuse_with("native-int8-cpp", _INT8_CPP), imported(_INT8_CPP, "run"),
+           check=check_of_products, instructions=imported(_INT8_CPP, "instructions")),
     Kernel("native-int8", refuse("native-int8"), imported(_CUBLAS, "run_int8"), by_torch=True, check=check_of_products),
     Kernel("native-cpp", _refuse_with("native-cpp", _CPP), imported(_CPP, "run"), check=check_of_products),
     Kernel("triton", _refuse_with("triton", _BLOCKS), imported(_BLOCKS, "run"), check=check_of_products),

@@ -162,6 +162,7 @@ NOT_BY_ROW = "needs two operands with one scale per tensor or row"
 NOT_MX = "needs two operands of MXFP8, MXFP4 or NVFP4"
 NOT_IN_TILES = "needs two FP8 operands in tiles"
 NOT_INTEGERS = "needs two integer operands"
+NOT_ON_CPU = "needs two integer operands on a CPU"
 NOT_TWO_INT4 = "needs two operands of INT4"
 NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
 # Bug in torch 2.13, _check_scaled_mm_sizes_v2.
@@ -200,6 +201,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         CODES, ONE_SCALE,
         Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no INT4 units"),
         _sm(lambda s: s.device.capability[0] == 8, "INT4 units are those of 8.0 to 8.9"),
+    ),
+    "native-int8-cpp": (
+        Need("operands", lambda s: s.device.type == "cpu" and all(isinstance(format, IntFormat) for format in s.formats), NOT_ON_CPU),
+        Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
+        CODES, ONE_SCALE,
     ),
     "native-int8": (
         Need("operands", lambda s: all(isinstance(format, IntFormat) for format in s.formats), NOT_INTEGERS),

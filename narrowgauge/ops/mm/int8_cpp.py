@@ -1,0 +1,206 @@
+"""INT8 GEMM in C++ on a CPU's integer units (ops/cpp/int8.cpp), with exact sums and all scales in its epilogue.
+
+    form          instructions            products per instruction
+    avx512-vnni   vpdpbusd, 512 bits      64
+    avx-vnni      vpdpbusd, 256 bits      32
+    avx2          vpmaddwd, 256 bits      16, of codes that are widened to 16 bits
+    vnni-256      vpdpbusd, 256 bits      32, on CPUs of avx512-vnni; for tests and comparisons
+
+The form is chosen at run time. Results are bit-identical to the definition's, whatever the form and the number of threads.
+Operands may be INT8, INT4 or INT4X2, and may lie in memory in any order. Speed: docs/emulation.md.
+
+The right operand is packed into panels, and the left one too if its contracted axis is not contiguous or the form widens it.
+Panels of at most CHUNK bytes are packed at a time, into memory that each calling thread reuses: fresh memory costs as much as
+the packing.
+"""
+
+from __future__ import annotations
+
+import threading
+from ctypes import c_int32, c_int64, c_void_p
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import BackendError
+from narrowgauge.formats import INT4, INT4X2
+from narrowgauge.ops.cpp import Library
+from narrowgauge.ops.mm import definition
+from narrowgauge.ops.mm.definition import times_scales, with_epilogue
+from narrowgauge.ops.registry import Refusal
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.mm.spec import MmSpec
+    from narrowgauge.qtensor import QTensor
+
+_P, _L, _I = c_void_p, c_int64, c_int32
+LIBRARY = Library(
+    ("int8.cpp", "int8_pack.h", "int8_tile.h"),
+    "the kernels of INT8 products",
+    {
+        "int8_pack": (_P, _L, _L, _L, _L, _I, _I, _P),
+        "int8_multiply": (_P, _L, _P, _L, _L, _L, _I, _I, _P, _I, _P, _I, _P, _I, _P, _L),
+    },
+)
+# FORMS, LEFT_WIDTH, WORD and OUTPUTS must match int8.cpp and int8_tile.h.
+FORMS = {"avx2": 0, "avx-vnni": 1, "vnni-256": 2, "avx512-vnni": 3, "dotprod": 4}
+INSTRUCTIONS = {
+    "avx2": "AVX2", "avx-vnni": "AVX-VNNI", "vnni-256": "VNNI at 256 bits",
+    "avx512-vnni": "VNNI at 512 bits", "dotprod": "Arm dot products",
+}  # fmt: skip
+FASTEST = ("avx512-vnni", "avx-vnni", "dotprod", "avx2")
+NO_UNITS = "this CPU has neither VNNI nor AVX2 instructions"
+LEFT_WIDTH, WORD = 48, 4  # rows of a left panel; bytes of a row in one step along K
+OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.int32: 2}
+LONGEST_SUM = (2**31 - 1) // 128**2  # products whose sum fits into 32 bits
+CHUNK = 4 << 20
+
+
+def refuse(spec: MmSpec) -> Refusal | None:
+    """Return the reason why this machine cannot run the GEMM, or why another kernel is faster."""
+    if (refusal := LIBRARY.refuse(spec.device.type)) is not None:
+        return refusal
+    if fastest() is None:
+        return Refusal("capability", NO_UNITS)
+    # `mm.cpp` takes one INT4 operand, and another of at most 98 in magnitude.
+    if not spec.device.int8_gemm and INT4 in spec.formats and {*spec.formats} <= {INT4, INT4X2}:
+        return Refusal("slower", "without VNNI, the INT4 kernel does twice the products per second")
+    return None
+
+
+def instructions() -> str:
+    """Return the instructions of the form that is used, for `describe`."""
+    return INSTRUCTIONS[fastest() or "avx2"]
+
+
+@cache
+def forms() -> tuple[str, ...]:
+    """Return the forms that this processor can run."""
+    found = LIBRARY.loaded.narrowgauge_int8_forms()
+    return tuple(form for form, number in FORMS.items() if found >> number & 1)
+
+
+@cache
+def fastest() -> str | None:
+    """Return the form that is used unless a caller names one, or None.
+
+    ATEN_CPU_CAPABILITY, which holds torch to older instructions, does so here.
+    """
+    held = torch.backends.cpu.get_cpu_capability()
+    usable = () if held == "DEFAULT" and "avx2" in forms() else forms()
+    if not held.startswith("AVX512"):
+        usable = tuple(form for form in usable if form != "avx512-vnni")
+    return next((form for form in FASTEST if form in usable), None)
+
+
+def run(
+    lhs: QTensor,
+    rhs: QTensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulate: bool,
+    form: str | None = None,
+) -> Tensor:
+    """See `ops.mm`. form: one of `forms()`; None: the fastest."""
+    # Few Python calls: a small Linear spends as long in them as in its products.
+    left, right = lhs.data, rhs.data
+    if left.dtype != torch.int8 or right.dtype != torch.int8:
+        left, right = lhs.one_to_a_byte(), rhs.one_to_a_byte()
+    (m, inner), n = left.shape, right.shape[0]
+    if m == 0 or n == 0 or inner == 0:
+        return definition.run(lhs, rhs, bias, out_dtype, fast_accumulate)
+    if inner > LONGEST_SUM:
+        return _run_long(lhs, rhs, bias, out_dtype, fast_accumulate)
+    dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    out = torch.empty(m, n, dtype=dtype, device="cpu")
+    multiply(left, right, out, lhs.scale, rhs.scale, bias, form)
+    return out if dtype == out_dtype else out.to(out_dtype)
+
+
+@with_epilogue
+def _run_long(
+    lhs: QTensor, rhs: QTensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
+    """Add the exact parts of a longer sum in float64, as the definition does."""
+    total = torch.zeros(lhs.shape[0], rhs.shape[0], dtype=torch.float64, device="cpu")
+    sums = torch.empty_like(total, dtype=torch.int32)
+    parts = (x.one_to_a_byte().split(LONGEST_SUM, dim=1) for x in (lhs, rhs))
+    for left, right in zip(*parts, strict=True):
+        multiply(left, right, sums)
+        total += sums
+    return times_scales(total.to(torch.float32), lhs.scale, rhs.scale)
+
+
+def multiply(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    left_scale: Tensor | None = None,
+    right_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    form: str | None = None,
+) -> None:
+    """Write left [M, K] @ right [N, K].T times both scales, plus bias [N], into out [M, N].
+
+    left, right  int8 codes, any strides; K at least 1 and at most LONGEST_SUM
+    out          float32 or bfloat16 with scales, or int32 without; its rows are contiguous
+    scales       float32, [M or 1, 1] and [N or 1, 1]
+    form         one of `forms()`; None: the fastest
+    """
+    form = form or fastest() or "avx2"
+    if form not in forms():
+        raise BackendError(
+            f"mm: this processor cannot run the INT8 form {form!r}. It has: {', '.join(forms()) or 'none'}.",
+            code="mm.form",
+        )
+    (m, inner), n, number = left.shape, right.shape[0], FORMS[form]
+    left = left if 1 in left.stride() else left.contiguous()
+    right = right if 1 in right.stride() else right.contiguous()
+    row_bytes = -(-inner // (2 if form == "avx2" else 4)) * WORD
+    width, packs_left = 64 if form == "avx512-vnni" else 16, form == "avx2" or left.stride(1) != 1
+    few_rows = m // LEFT_WIDTH < 4 * torch.get_num_threads()
+    if left_scale is None or right_scale is None:
+        left_scale = right_scale = out.new_empty(1)  # not read
+    left_scale, right_scale = left_scale.contiguous(), right_scale.contiguous()
+    left_rows, right_rows = left_scale.numel() > 1, right_scale.numel() > 1
+    if bias is not None:
+        bias = bias.to(torch.float32).contiguous()
+    # Chunks of whole panels.
+    rows = max(CHUNK // (row_bytes * LEFT_WIDTH), 1) * LEFT_WIDTH if packs_left else m
+    columns = max(CHUNK // (row_bytes * width), 1) * width
+    for i in range(0, m, rows):
+        part = left[i : i + rows]
+        height, words, stride = part.shape[0], part, part.stride(0)
+        if packs_left:
+            words, stride = _packed(part, LEFT_WIDTH, number, row_bytes, "left"), -1
+        for j in range(0, n, columns):
+            other = right[j : j + columns]
+            panels, across = _packed(other, width, number, row_bytes, "right"), other.shape[0]
+            units, of_columns = -(-height // LEFT_WIDTH), 0
+            if few_rows and -(-across // width) > units:  # threads share the panels
+                units, of_columns = -(-across // width), 1
+            LIBRARY.call(
+                "int8_multiply", units, height * across * max(inner // 64, 1),
+                words, stride, panels, height, across, inner, number, of_columns,
+                left_scale[i:] if left_rows else left_scale, left_rows,
+                right_scale[j:] if right_rows else right_scale, right_rows,
+                None if bias is None else bias[j:], OUTPUTS[out.dtype], out[i:, j:], out.stride(0),
+            )  # fmt: skip
+
+
+_MEMORY = threading.local()
+
+
+def _packed(x: Tensor, width: int, form: int, row_bytes: int, side: str) -> Tensor:
+    """Pack x [rows, K] int8 into panels of `width` rows (int8_pack.h), in memory of this thread."""
+    count = -(-x.shape[0] // width)
+    size, panels = count * width * row_bytes, getattr(_MEMORY, side, None)
+    if panels is None or len(panels) < size:
+        panels = torch.empty(size, dtype=torch.uint8, device="cpu")
+        setattr(_MEMORY, side, panels)
+    LIBRARY.call(
+        "int8_pack", count, x.numel(), x, *x.shape, *x.stride(), form, side == "right", panels
+    )
+    return panels
