@@ -88,8 +88,9 @@ def test_importing_the_linear_brings_few_statements():
     # 2,700 before the state, the context and the policy of a call were objects with named fields.
     # 2,950 before the plan chose the kernels of rotations and of the amax. 3,120 before a cast could
     # correct its scales, and a recipe cast decoded operands. 3,195 before kernels of casts rotated, and
-    # wrote scales in cuBLAS' layout. Docstrings and comments may grow.
-    assert int(done.stdout) <= 3290
+    # wrote scales in cuBLAS' layout. 3,290 before kernels ran on torch's threads, and products of INT8
+    # in C++. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3320
 
 
 class Gathered:
