@@ -14,6 +14,7 @@ One forward and backward pass
     rows that a product samples or drops                          leverage_score
     projections of nn.MultiheadAttention                          attention
     attention whose two products multiply E4M3                    fp8_attention
+    attention in 16 bits by a kernel of its own                   attention16
     Conv1D, and Linears with a forward of their own               disguised
     convolutions whose kernels do not overlap                     patches
     DTensors; torch's own forward, with the recipe suspended      sharded; suspended_linear

@@ -15,6 +15,7 @@ import pytest
 from narrowgauge.errors import BackendError
 from narrowgauge.nn import dropout
 from narrowgauge.ops import fingerprint
+from narrowgauge.ops.attention16 import cpp as attention
 from narrowgauge.ops.cpp import build, int4, prebuilt, threads
 from narrowgauge.ops.mm import int8_cpp
 from narrowgauge.ops.quantize import cpp as casts
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parent.parent.parent
 V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave sse4_2"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 LIBRARIES = [each.LIBRARY for each in (dropout, fingerprint, int4, int8_cpp, casts, eden_cpp, norm)]
+LIBRARIES.append(attention.LIBRARY)
 USED = [
     ("narrowgauge.optim.cpp", binding.SOURCES),
     ("narrowgauge.ops.cpp", threads.SOURCES),

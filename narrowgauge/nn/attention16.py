@@ -1,0 +1,60 @@
+"""Attention in 16 bits with gradients, by a kernel of `ops.attention16`.
+
+`fuse.attention` switches the attention of a model to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.nn.autograd_rules import no_double_backward
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.attention16 import AttentionFunctions
+
+
+def attention16(
+    functions: AttentionFunctions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attention with gradients for q, k and v; arguments as `ops.attention16`.
+
+    functions  of the kernel that accepted the call
+    ->         y [batch, heads, queries, value width], in memory as [batch, queries, heads, ...]
+
+    Saved for backward: q, k, v, y, one float32 number for each query and head, and a bit for each
+    element of a boolean mask.
+    """
+    found: Tensor = _Attention16.apply(functions, q, k, v, mask, is_causal, scale)
+    return found
+
+
+class _Attention16(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, functions: AttentionFunctions, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+        is_causal: bool, scale: float,
+    ) -> Tensor:  # fmt: skip
+        prepared = functions.prepare(mask)
+        y, lse = functions.forward(q, k, v, prepared, is_causal, scale)
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.functions, ctx.mask, ctx.is_causal, ctx.scale = functions, prepared, is_causal, scale
+        return y
+
+    @staticmethod
+    @no_double_backward("fused attention", "Convert the model to None, and again without fuse.")
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        q, k, v, y, lse = ctx.saved_tensors
+        grads = ctx.functions.backward(grad_y, q, k, v, ctx.mask, y, lse, ctx.is_causal, ctx.scale)
+        wanted = ctx.needs_input_grad[1:4]
+        chosen = (each if needs else None for each, needs in zip(grads, wanted, strict=True))
+        return None, *chosen, None, None, None
