@@ -15,8 +15,9 @@ A name is only a hint. A module is fused only if it computes the kernel's functi
 exactly that cast (`nn.cast_sources`). Otherwise it quantizes its input itself.
 
 Fusing therefore changes only the rounding of the fused functions: a kernel rounds once where
-PyTorch rounds between operations. Without a kernel (on the CPU, under torch.compile, for recipes
-with rotations) the module's own code runs, bit-identical to the unfused model.
+PyTorch rounds between operations. On a CPU the kernels compute values alone, for every recipe, and
+readers cast them (values.py). Without a kernel (under torch.compile, without a compiler, on a GPU for
+recipes with rotations) the module's own code runs, bit-identical to the unfused model.
 
 Under delayed scaling all readers of one tensor get the first reader's amax history, since they read
 the same values.
@@ -161,7 +162,13 @@ def _fused_forward(
             return found
         kind = replace(found, wide=replaced_forward is not None)
         return FusedModule(
-            module, kind, readers, sources, save=save, replaced_forward=replaced_forward
+            module,
+            kind,
+            readers,
+            sources,
+            save=save,
+            replaced_forward=replaced_forward,
+            private=candidate.is_private,
         )
     # T5 converts the input of its float32 output Linear.
     if len({each.weight.dtype for each in (*readers, *sources)}) > 1:

@@ -10,7 +10,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from narrowgauge.nn.float32_modules import Float32Forward
-    from narrowgauge.ops.registry import Kernel, Registry, Spec
+    from narrowgauge.ops.registry import Device, Kernel, KernelChoice, Registry, Spec
 
 Save = Literal["exact", "fp8", "int8"]
 OWN_CODE = "own code"
@@ -88,13 +88,23 @@ class FusedForward:
         key = registry.op, spec
         if key not in self._kernels:
             # Cached: `choose` evaluates the refusals of every kernel, too slow for each call.
-            found = registry.choose(spec).kernel
+            found = self._choose(registry, spec).kernel
             self._kernels[key] = None if found.by_torch and self.save is None else found
         return self._kernels[key]
 
+    def _choose(self, registry: Registry[Spec], spec: Spec) -> KernelChoice[Spec]:
+        """Choose a kernel; on a CPU the definition if `save` is set.
+
+        A recomputed result must have the bits of the forward pass, and the kernels of a CPU refuse
+        the casts of either.
+        """
+        device: Device = spec.device  # type: ignore[attr-defined]
+        by_definition = self.save is not None and device.type == "cpu"
+        return registry.choose(spec, registry.kernels[-1].name if by_definition else None)
+
     def describe_backend(self, registry: Registry[Spec], spec: Spec) -> str:
         """Describe the chosen kernel, or the reasons why none was chosen."""
-        found = registry.choose(spec)
+        found = self._choose(registry, spec)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.refusals)
         if not found.kernel.by_torch:
             return found.kernel.name

@@ -60,6 +60,8 @@ ONE_READER = (
     ("intermediate.intermediate_act_fn", "output.dense", "intermediate.dense", None),
     ("DenseReluDense.act", "DenseReluDense.wo", "DenseReluDense.wi", "DenseReluDense.dropout"),
 )
+# Of these norms only the one reader reads the output; BERT's is also the residual stream.
+PRE_NORMS = ("ln_1", "ln_2")
 GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 
 
@@ -74,6 +76,8 @@ class FusionCandidate:
     sources          Linears whose outputs only this function reads, so its input gradients are
                      their output gradients: gate and up, or the Linear before a GELU
     dropout_between  a dropout between the function and its readers, or None
+    is_private       by the structure of the block, its Linears alone read the output: neither a
+                     residual sum nor experts do
     """
 
     name: str
@@ -81,6 +85,7 @@ class FusionCandidate:
     readers: tuple[str, ...]
     sources: tuple[str, ...] = ()
     dropout_between: str | None = None
+    is_private: bool = False
 
 
 def candidates(model: nn.Module) -> Iterator[FusionCandidate]:
@@ -106,7 +111,10 @@ def _candidates_in(name: str, modules: dict[str, nn.Module]) -> Iterator[FusionC
         norm = next((prefix + each for each in norms if prefix + each in modules), None)
         readers = tuple(each for owner in owners for each in _inputs(prefix + owner, modules))
         if norm is not None and readers:
-            yield FusionCandidate(norm, "module", readers)
+            private = _is_pre_norm(norm, prefix, modules) and all(
+                _has_linears_alone(prefix + owner, modules) for owner in owners
+            )
+            yield FusionCandidate(norm, "module", readers, is_private=private)
     for function, reader, source, dropout_between in ONE_READER:
         if all(prefix + each in modules for each in (function, reader, source or reader)):
             sources = (prefix + source,) if source else ()
@@ -116,6 +124,7 @@ def _candidates_in(name: str, modules: dict[str, nn.Module]) -> Iterator[FusionC
                 (prefix + reader,),
                 sources,
                 dropout_between and prefix + dropout_between,
+                is_private=function in PRE_NORMS,
             )
     stack, _, number = name.rpartition(".")
     # BERT normalizes after the residual sum, so the readers are in the next block.
@@ -128,6 +137,22 @@ def _candidates_in(name: str, modules: dict[str, nn.Module]) -> Iterator[FusionC
     for gate, up, down in GATED:
         if all(prefix + each in modules for each in (gate, up, down)):
             yield FusionCandidate(name, "gated", (prefix + down,), (prefix + gate, prefix + up))
+
+
+def _is_pre_norm(norm: str, prefix: str, modules: dict[str, nn.Module]) -> bool:
+    """Return False for a norm between a sublayer and its residual sum, as OLMo 2 has it."""
+    own = norm.removeprefix(prefix)
+    return own != "post_attention_layernorm" or f"{prefix}input_layernorm" in modules
+
+
+def _has_linears_alone(owner: str, modules: dict[str, nn.Module]) -> bool:
+    """Return True if all matrices of an attention or MLP are weights of its own children."""
+    if owner not in modules:
+        return True
+    return all(
+        parameter.ndim < 2 or (parameter.ndim == 2 and name.count(".") == 1)
+        for name, parameter in modules[owner].named_parameters()
+    )
 
 
 def _inputs(owner: str, modules: dict[str, nn.Module]) -> Iterator[str]:

@@ -6,12 +6,15 @@ With a kernel, the function is one autograd function:
     backward  gradients of the inputs, and their casts for the Linears that produced these inputs
 
 Without a kernel, the module's own code computes y, and the cast is made as the reader would.
+
+On a CPU the kernels compute values alone (values.py): readers cast y themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from narrowgauge.addresses import in_memory
 from narrowgauge.fuse.forward import OWN_CODE, FusedForward, Fusion
 from narrowgauge.fuse.saving import RecomputedOutput, SavedLayout, quantize_input
+from narrowgauge.fuse.values import ValueKernels
 from narrowgauge.nn import transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.nn.cast_sources import CacheStats
@@ -45,12 +49,19 @@ class FusedModule(FusedForward):
     sources  layers whose outputs only this function reads: gate and up of SwiGLU, the Linear of a
              GELU
     stats    number of casts produced, and of casts used by layers
+    private  only Linears read the output; see `ValueKernels`
     """
 
     kind: Kind
     readers: tuple[nn.Module, ...]
     sources: tuple[nn.Module, ...] = ()
     stats: CacheStats = field(default_factory=CacheStats, init=False)
+    private: bool = field(default=False, kw_only=True)
+
+    @cached_property
+    def values(self) -> ValueKernels:
+        """Kernels of a CPU, which compute without casts."""
+        return ValueKernels(self.kind, self.private, self)
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         # Under torch.compile the compiler fuses by itself, and caches of casts are bypassed.
@@ -66,9 +77,14 @@ class FusedModule(FusedForward):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the module's function in eager mode."""
-        parameters = [getattr(self.module, name, None) for name in ("weight", "bias")]
-        return self.compute(
-            (x, *(each for each in parameters if each is not None)), lambda: self.module_forward(x)
+        return self.compute((x, *self._parameters()), lambda: self.module_forward(x))
+
+    @property
+    def is_active(self) -> bool:
+        """True if a reader has a recipe and is not suspended."""
+        return any(
+            isinstance(each, QLinear) and each.recipe is not None and not each.is_suspended
+            for each in self.readers
         )
 
     def reader(self) -> QLinear | None:
@@ -87,7 +103,12 @@ class FusedModule(FusedForward):
         tensors   inputs and parameters of the function, the main input first
         fallback  computes y without a kernel
         """
-        x, reader = tensors[0], self.reader()
+        x = tensors[0]
+        if x.device.type == "cpu" and self.save is None and self.is_active:
+            y = self.values(tensors)
+            if y is not None:
+                return y
+        reader = self.reader()
         if reader is None or x.numel() == 0:
             return fallback()
         operand, kernel = _operand(reader, x), None
@@ -157,6 +178,14 @@ class FusedModule(FusedForward):
     def fusion(self, name: str, readers: tuple[str, ...]) -> Fusion:
         """Return the report, for the first reader's device and the dtype of its weight."""
         reader = self.reader()
+        if (backend := self._value_backend()) is not None:
+            return Fusion(
+                name=name,
+                readers=readers,
+                function=self.kind.name,
+                backend=backend,
+                saved="keeps its inputs",
+            )
         if reader is None:
             reasons = [refuse_reader(each) for each in self.readers if isinstance(each, QLinear)]
             reason = next((each for each in reasons if each), "no reader was converted")
@@ -172,10 +201,7 @@ class FusedModule(FusedForward):
         else:
             device = device_facts(weight.device.type, weight.device.index)
             casts = () if isinstance(requested, str) else ((requested.cast, requested.transposed),)
-            own = (
-                getattr(self.module, name, None) for name in ("weight", "bias") if self.kind.is_norm
-            )
-            dtypes = (weight.dtype, *(each.dtype for each in own if each is not None))
+            dtypes = (weight.dtype, *(each.dtype for each in self._parameters()))
             spec = NormActSpec(self.kind, device, dtypes, reader.in_features, casts)
             backend = self.describe_backend(FORWARD, spec)
 
@@ -198,6 +224,21 @@ class FusedModule(FusedForward):
             saved=saved,
             unused_cast_share=unused_cast_share,
         )
+
+    def _value_backend(self) -> str | None:
+        """Describe the kernel that computes values alone; None if a cast decides."""
+        like = next((each.weight for each in self.readers if isinstance(each, QLinear)), None)
+        if like is None or like.device.type != "cpu" or self.save is not None or not self.is_active:
+            return None
+        dtypes = (like.dtype, *(each.dtype for each in self._parameters()))
+        device, columns = device_facts(like.device.type, like.device.index), like.shape[-1]
+        kernel = self.values.kernel(NormActSpec(self.kind, device, dtypes, columns))
+        return None if kernel is None else f"{kernel.name}, values alone"
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Weight and bias of a norm."""
+        found = (getattr(self.module, each, None) for each in ("weight", "bias"))
+        return (each for each in found if each is not None and self.kind.is_norm)
 
     def describe_saved(self, policy: SavePolicy) -> str:
         """Describe the tensors saved for backward."""

@@ -16,6 +16,7 @@ from tests.compare import assert_same
 from tests.selection import quick
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_kernel")  # test_values.py has the kernels of CPUs
 
 SIZES = {
     "hidden_size": 64,

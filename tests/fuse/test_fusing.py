@@ -19,6 +19,7 @@ from narrowgauge.ops.mm import plan
 from tests.compare import assert_same
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("no_kernel")  # test_values.py has the kernels of CPUs
 
 FUSED = {
     "llama": {"rms-norm": 4, "swiglu": 2, "rotary": 2},

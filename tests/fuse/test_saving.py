@@ -19,6 +19,8 @@ from tests.compare import assert_same
 from tests.fuse.test_fusing import IDS, MODELS, built, trained
 from tests.selection import quick
 
+pytestmark = pytest.mark.usefixtures("no_kernel")
+
 
 @pytest.fixture
 def codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from narrowgauge.ops import fingerprint
 from narrowgauge.ops.attention16 import cpp as attention
 from narrowgauge.ops.cpp import build, int4, prebuilt, threads
 from narrowgauge.ops.mm import int8_cpp
+from narrowgauge.ops.norm_act import cpp as norms
 from narrowgauge.ops.quantize import cpp as casts
 from narrowgauge.ops.quantize import eden_cpp
 from narrowgauge.optim.cpp import binding, norm
@@ -27,7 +28,9 @@ from tests.selection import needs_compiler
 ROOT = Path(__file__).parent.parent.parent
 V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave sse4_2"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
-LIBRARIES = [each.LIBRARY for each in (dropout, fingerprint, int4, int8_cpp, casts, eden_cpp, norm)]
+LIBRARIES = [
+    each.LIBRARY for each in (dropout, fingerprint, int4, int8_cpp, casts, eden_cpp, norms, norm)
+]
 LIBRARIES.append(attention.LIBRARY)
 USED = [
     ("narrowgauge.optim.cpp", binding.SOURCES),

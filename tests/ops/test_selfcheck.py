@@ -324,8 +324,12 @@ def test_power_of_two_scales_too():
 
 # --- every registry --------------------------------------------------------------------------------------------------------------
 
-# Without a check: compiled for the CPU and compared with their definitions in tests/ops/test_codes.py and tests/optim.
-UNCHECKED = {("hadamard", "native-cpp"), ("optim", "native")}
+# Without a check: compiled for the CPU and compared with their definitions in tests/ops/test_codes.py,
+# tests/ops/test_norm_act_cpp.py and tests/optim.
+UNCHECKED = {
+    ("hadamard", "native-cpp"), ("optim", "native"),
+    ("norm_act", "native-cpp"), ("norm_act_backward", "native-cpp"),
+}  # fmt: skip
 
 
 def test_every_kernel_has_a_check():

@@ -44,13 +44,16 @@ Triton kernels for NVIDIA GPUs (triton_launch.py):
 
 "Norms" in this table are rms-norms; layer-norm reads x once more, for its mean.
 
-The kernels refuse, with a reason:
+They refuse, with a reason:
 
     - calls under torch.compile, which fuses them itself
     - stochastic rounding, and casts that `quantize` has no kernel for
     - row scales in both orientations
     - norms whose rows do not fit into registers in the backward pass
     - gradients that are cast with more than one scale
+
+The C++ kernels for CPUs (cpp.py) write y and gradients alone, in float32 or bfloat16. They refuse
+casts and inputs that are stored as codes.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.ops.norm_act import definition
+from narrowgauge.ops.norm_act import cpp, definition
 from narrowgauge.ops.norm_act.definition import value
 from narrowgauge.ops.norm_act.spec import KINDS, NARROW, CastRequest, CastResult, Kind, NormActSpec
 from narrowgauge.ops.quantize import triton as quantizing
@@ -88,6 +91,8 @@ LONGEST_ROW = 8192
 
 def refuse(spec: NormActSpec) -> Refusal | None:
     """Return the reason why the Triton kernels do not compute this, or None."""
+    if spec.kind.out is not None:
+        return Refusal("dtype", f"writes y in the function's own dtype, not in {spec.kind.out}")
     if (refusal := refuse_tensors(spec.device, spec.dtypes, spec.is_empty)) is not None:
         return refusal
     if spec.kept is None and spec.kind.is_norm and spec.columns > LONGEST_ROW:
@@ -166,10 +171,16 @@ def _check_of(which: str) -> Callable[[], Any]:
 _LAUNCH = "narrowgauge.ops.norm_act.triton_launch"  # this module imports Triton
 FORWARD: Registry[NormActSpec] = Registry("norm_act")
 FORWARD.register(Kernel("triton", refuse, imported(_LAUNCH, "forward"), check=_check_of("FORWARD")))
-FORWARD.register(Kernel("reference", lambda spec: None, definition.forward, by_torch=True))
+FORWARD.register(
+    Kernel("native-cpp", cpp.refuse, cpp.forward, on="cpu"),
+    Kernel("reference", lambda spec: None, definition.forward, by_torch=True),
+)
 
 BACKWARD: Registry[NormActSpec] = Registry("norm_act_backward")
 BACKWARD.register(
     Kernel("triton", refuse_backward, imported(_LAUNCH, "backward"), check=_check_of("BACKWARD"))
 )
-BACKWARD.register(Kernel("reference", lambda spec: None, definition.backward, by_torch=True))
+BACKWARD.register(
+    Kernel("native-cpp", cpp.refuse, cpp.backward, on="cpu"),
+    Kernel("reference", lambda spec: None, definition.backward, by_torch=True),
+)

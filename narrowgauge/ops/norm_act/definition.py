@@ -78,10 +78,11 @@ def backward(
 
 
 def value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
-    """Return y [rows, columns] without a cast.
+    """Return y [rows, columns] without a cast; `Kind.result_dtype` has its dtype."""
+    return _value(kind, tensors).to(kind.result_dtype([each.dtype for each in tensors]))
 
-    Its dtype is torch's promotion of the inputs; layer-norm and wide norms return x's dtype.
-    """
+
+def _value(kind: Kind, tensors: Sequence[Tensor]) -> Tensor:
     x = tensors[0]
     if not kind.is_norm:
         y = ACTIVATIONS[kind.activation](x)

@@ -39,11 +39,13 @@ class Kind:
     eps   epsilon of the norms
     wide  True for a norm with float32 weights in a 16-bit model: y has x's dtype and is rounded
           once, n is not rounded
+    out   dtype to which y is rounded at last, e.g. autocast's; None: the function's own
     """
 
     name: Name
     eps: float = 0.0
     wide: bool = False
+    out: torch.dtype | None = None
 
     @property
     def is_norm(self) -> bool:
@@ -57,6 +59,15 @@ class Kind:
     def activation(self) -> str:
         """Activation of x, or of the gate."""
         return GATED.get(self.name, self.name)
+
+    def result_dtype(self, dtypes: Sequence[torch.dtype]) -> torch.dtype:
+        """Dtype of y for inputs of these dtypes.
+
+        It is torch's promotion of the inputs; layer-norm and wide norms have x's.
+        """
+        promotes = (self.name == "rms-norm" or self.is_gated) and not self.wide
+        own = torch.promote_types(dtypes[0], dtypes[1]) if promotes else dtypes[0]
+        return self.out or own
 
 
 @dataclass(frozen=True, eq=False)

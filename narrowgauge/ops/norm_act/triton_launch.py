@@ -259,10 +259,7 @@ def forward(
     """See `ops.norm_act`."""
     inputs, scales, reading = _read(kind, tensors)
     x = inputs[0]
-    promotes = (kind.name == "rms-norm" or kind.is_gated) and not kind.wide
-    dtype = (
-        torch.promote_types(tensors[0].dtype, tensors[1].dtype) if promotes else tensors[0].dtype
-    )
+    dtype = kind.result_dtype([each.dtype for each in tensors])
     target = _Target(torch.empty_like(x, dtype=dtype), request)
     wanted = kind.name == "layer-norm", kind.is_norm
     mean, rate = (
