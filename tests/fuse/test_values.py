@@ -45,7 +45,7 @@ def assert_near(found: list[Tensor], expected: list[Tensor], unit: float) -> Non
 def test_kernels_are_reported(name, recipe):
     found = [each for each in fusions(built(name, recipe)) if each.function not in ("", "rotary")]
     assert len(found) >= 5 and {each.backend for each in found} == {KERNEL}
-    assert {each.saved for each in found} == {"keeps its inputs"}
+    assert all(each.saved and not each.reason for each in found)
 
 
 @pytest.mark.parametrize(
