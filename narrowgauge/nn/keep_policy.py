@@ -8,8 +8,9 @@ Of x, if the gradient of w is needed. The first line that applies:
     3  save="original"                    INPUT: x itself
     4  an observer needs x in backward    INPUT
     5  backward recasts the weight        INPUT if the producer of x saves it anyway, else CODES
-    6  CPU; x.T needs a cast of its own   INPUT, unless weight_codes="recast": encoding and decoding
-                                          takes longer there than casting x.T in backward
+    6  CPU; x.T needs a read of its own   INPUT, unless weight_codes="recast": encoding and decoding
+                                          takes longer there than casting x.T in backward. INT8 on
+                                          a CPU that multiplies it has both casts from one read
     7  else                               CODES: the codes of x.T and their scales; on a CPU that
                                           emulates the GEMM, decoded values (`Operand._saved_codes`)
 
@@ -19,7 +20,8 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
 
     recipe                                                CPU      GPU
     fp8-current, fp8-delayed, fp8-current-fast            values   codes
-    fp8-row, fp8-block, mxfp8, int8                       x        codes
+    int8                                                  codes    codes
+    fp8-row, fp8-block, mxfp8                             x        codes
     bf16, nvfp4, nvfp4-46, mxfp4                          x        x
     int4-*, quartet2, quartet2-46                         packed   packed
 
@@ -27,7 +29,7 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
             bfloat16. In float32 if the CPU has no bfloat16 instructions. In float32 too if x, the
             weight and the output of a QLinear are float32 (eager mode, no autocast)
     codes   one byte per element, [K, T], and the scales. x in their place if its producer saves it
-            (line 5), from the first `advance` on
+            (line 5), from the first `advance` on; and on a CPU that emulates int8
     packed  half a byte per element, and in straight-through recipes one bit per element that says
             whether it was in range; else the scales of `output`
 
@@ -145,7 +147,7 @@ def keep_policy(
     """Decide for one call, by lines 3 to 7 of the table.
 
     save         `Recipe.save`
-    casts_once   x.T needs no cast of its own: it is the transposed cast of x
+    casts_once   x.T needs no read of its own, see `OperandPlan`
     device_type  type of the device whose kernels run
     x            (eager code) the input, for the function that produced it
     """

@@ -69,7 +69,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     plan = plan_of(recipe, x.device, _hidden_by(x, weight))
     keep = keep_policy(
         save=recipe.save,
-        casts_once=plan.x.transposes,
+        casts_once=plan.x.casts_once,
         device_type=device_facts(x.device.type, x.device.index).type,
         weight_codes="auto",
         weight="recast" if is_compiling() else "none",
@@ -472,7 +472,7 @@ class QLinear(nn.Linear):
         observer, peers = state.observer, state.peers
         keep = keep_policy(
             save=state.recipe.save,
-            casts_once=plan.x.transposes,
+            casts_once=plan.x.casts_once,
             device_type=device_facts(x.device.type, x.device.index).type,
             weight_codes=state.weight_codes,
             weight="none" if cache is None else "recast" if cache.recasts else "step",

@@ -18,6 +18,7 @@ from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import MmPlan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
 from narrowgauge.ops.quantize import plan_amax, plan_rotated, quantize, tile_amax
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
@@ -47,6 +48,8 @@ class OperandPlan:
     transposes    t.T needs no cast of its own: it is the transposed cast of t
     pairs         both GEMMs read codes of the same cast, so one read of t may give both
                   (`ops.quantize.pair`)
+    casts_once    (eager code) t.T needs no read of its own: as `transposes`, or a kernel of the CPU
+                  casts both from one read
     shares_rows   layers that cast the same t get the same rows: no random numbers, and no scale
                   from the layer's state other than an amax history, if the histories are equal
     shares_cols   likewise for cols
@@ -64,6 +67,7 @@ class OperandPlan:
     cols_rotate: Hadamard | None
     transposes: bool
     pairs: bool
+    casts_once: bool
     shares_rows: bool
     shares_cols: bool
     is_delayed: bool
@@ -224,7 +228,9 @@ class LinearPlan:
         for name, each in plans.items():
             if wide and each.expand is not None:
                 plans[name] = replace(each, expand=torch.float32)
-        x, w, gy = (_operand_plan(role, kind, recipe, plans) for role, kind in kinds.items())
+        x, w, gy = (
+            _operand_plan(role, kind, recipe, plans, device) for role, kind in kinds.items()
+        )
         rotates = any(gemm.rotate is not None for gemm in recipe.gemms().values())
         hadamard = None
         if rotates or recipe.backward == "straight-through":
@@ -264,7 +270,7 @@ class LinearPlan:
 
 
 def _operand_plan(
-    role: str, kind: type[Any], recipe: Recipe, plans: dict[str, MmPlan]
+    role: str, kind: type[Any], recipe: Recipe, plans: dict[str, MmPlan], device: torch.device
 ) -> OperandPlan:
     rows, cols = recipe.roles()[role]
     first, second = PRODUCTS[role]
@@ -290,6 +296,15 @@ def _operand_plan(
     is_delayed = any(
         cast is not None and isinstance(cast.calibrate, DelayedScaling) for cast in (rows, cols)
     )
+    is_paired = pairs and not is_delayed and _is_paired_on_cpu(rows, device)
     return OperandPlan(
-        role, kind, rows, cols, *expands, *rotations, transposes, pairs, *shares, is_delayed
-    )
+        role, kind, rows, cols, *expands, *rotations, transposes, pairs, transposes or is_paired, *shares, is_delayed
+    )  # fmt: skip
+
+
+def _is_paired_on_cpu(cast: Cast | None, device: torch.device) -> bool:
+    if cast is None or is_compiling() or device_facts(device.type, device.index).type != "cpu":
+        return False
+    from narrowgauge.ops.quantize import pair  # only for kernels that read codes
+
+    return pair.reads_once(torch.empty(2, 4, device="cpu"), cast, False)

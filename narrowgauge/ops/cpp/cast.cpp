@@ -14,6 +14,7 @@
 
 #include <type_traits>
 
+#include "int8_codes.h"
 #include "noise.h"
 #include "rounding.h"
 
@@ -74,6 +75,9 @@ void choose_scales(const In* x, const Matrix& matrix, int64_t first, int64_t las
     }
 }
 
+// Whether no element of a tile exceeds the largest code by the scale of its own maximum.
+inline bool is_bounded(const Cast& cast) { return cast.rule == FP32 || cast.rule == POWER_OF_TWO_CEIL; }
+
 template <bool whole, bool stochastic, typename In, typename Out>
 void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int64_t last, float* scales, const float* given,
                 const Noise& of, const Cast& cast) {
@@ -103,6 +107,15 @@ void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int6
             store(to + j, rounded<whole, stochastic>(load(from + j) * reciprocal, number, format));
         };
         const float* reciprocal = reciprocals.data();
+        // Scales of x's own maxima show whether a row has nothing but numbers.
+        if constexpr (whole && !stochastic && std::is_same_v<Out, int8_t>) {
+            if (count == 1 && cast.makes_scales && std::isfinite(*reciprocal)) {
+                const OfRow factor{*reciprocal};
+                if (is_bounded(cast)) codes_of_numbers<true>(from, factor, columns, format, to);
+                else codes_of_numbers<false>(from, factor, columns, format, to);
+                continue;
+            }
+        }
         if (width == 1) {
             for (int64_t j = 0; j < columns; ++j) round(j, reciprocal[j]);
             continue;
@@ -112,6 +125,27 @@ void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int6
             for (int64_t j = begin; j < end; ++j) round(j, *reciprocal);
         }
     }
+}
+
+constexpr int64_t PAIR_ROWS = 32;  // must match ROWS of ops/quantize/pair_cpp.py
+
+// Largest magnitudes of x [rows, columns] by row and by column. bfloat16 is compared as 16 bits.
+template <typename In>
+void row_and_column_maxima(const In* x, int64_t rows, int64_t stride, int64_t columns, float* of_rows, float* of_columns) {
+    using Bits = std::conditional_t<sizeof(In) == 2, uint16_t, uint32_t>;
+    constexpr int SHIFT = 32 - 8 * sizeof(In);
+    std::vector<Bits> largest(columns, 0);
+    for (int64_t i = 0; i < rows; ++i) {
+        const In* from = x + i * stride;
+        Bits of_row = 0;
+        for (int64_t j = 0; j < columns; ++j) {
+            const Bits bits = Bits(magnitude(from + j) >> SHIFT);
+            of_row = std::max(of_row, bits);
+            largest[j] = std::max(largest[j], bits);
+        }
+        of_rows[i] = float_of(uint32_t(of_row) << SHIFT);
+    }
+    for (int64_t j = 0; j < columns; ++j) of_columns[j] = float_of(uint32_t(largest[j]) << SHIFT);
 }
 
 // Call `run` with x as a pointer to its dtype.
@@ -157,6 +191,62 @@ void narrowgauge_four_over_six(int64_t first, int64_t last, const Cast* given, c
         else choose_scales<false>(from, matrix, first, last, whole, transposed, scales, cast);
     });
     if (first == 0) *shared = whole * cast.headroom;
+}
+
+// Largest magnitudes of each row of x, and of each column within blocks of PAIR_ROWS rows, for
+// `narrowgauge_pair`. `first` and `last` count blocks.
+//
+// of_rows    [rows]
+// of_blocks  [blocks, columns]
+void narrowgauge_pair_amax(int64_t first, int64_t last, const Cast* cast, const void* x, int64_t stride, int64_t rows, int64_t columns,
+                           float* of_rows, float* of_blocks) {
+    with_dtype(x, *cast, [&](const auto* from) {
+        for (int64_t block = first; block < last; ++block) {
+            const int64_t begin = block * PAIR_ROWS;
+            row_and_column_maxima(from + begin * stride, std::min(PAIR_ROWS, rows - begin), stride, columns, of_rows + begin,
+                                  of_blocks + block * columns);
+        }
+    });
+}
+
+// Codes of x by row and of x.T by row, from one read, both in the memory order of x. `first` and
+// `last` count blocks of PAIR_ROWS rows. The threads share the scales of the columns: each computes
+// them all, from a maximum per block.
+//
+// of_rows    [rows] amax of each row, replaced by its scale
+// scales     [columns] receives the scales of the columns
+void narrowgauge_pair(int64_t first, int64_t last, const Cast* given, const void* x, int64_t stride, int64_t rows, int64_t columns,
+                      float* of_rows, const float* of_blocks, float* scales, int8_t* out, int8_t* turned) {
+    const Cast cast = *given;
+    const Format format = cast.format;
+    std::vector<uint32_t> largest(columns, 0);
+    std::vector<float> reciprocals(columns);
+    for (int64_t block = 0; block * PAIR_ROWS < rows; ++block)
+        for (int64_t j = 0; j < columns; ++j) largest[j] = std::max(largest[j], bits_of(of_blocks[block * columns + j]));
+    for (int64_t j = 0; j < columns; ++j) {
+        const float scale = scale_of(largest[j], cast);
+        if (first == 0) scales[j] = scale;
+        const float reciprocal = reciprocal_of(scale, 1.f, false);
+        // Codes of a column with NaN or infinity are 0. Zero makes them so of the numbers in it.
+        reciprocals[j] = std::isfinite(reciprocal) ? reciprocal : 0.f;
+    }
+    with_dtype(x, cast, [&](const auto* from) {
+        for (int64_t i = first * PAIR_ROWS; i < std::min(last * PAIR_ROWS, rows); ++i) {
+            of_rows[i] = scale_of(bits_of(of_rows[i]), cast);
+            const auto* row = from + i * stride;
+            int8_t *const to = out + i * columns, *const beside = turned + i * columns;
+            const OfRow of_row{reciprocal_of(of_rows[i], 1.f, false)};
+            const OfColumns of_columns{reciprocals.data()};
+            if (!std::isfinite(of_row.reciprocal)) {  // the row has NaN or infinity
+                std::fill(to, to + columns, 0);
+                codes_of_any(row, of_columns, columns, format, beside);
+            } else if (is_bounded(cast)) {
+                codes_of_both<true>(row, of_row, of_columns, columns, format, to, beside);
+            } else {
+                codes_of_both<false>(row, of_row, of_columns, columns, format, to, beside);
+            }
+        }
+    });
 }
 
 // Round x to `out`, whose rows are `columns` elements. `first` and `last` count rows, or rows of

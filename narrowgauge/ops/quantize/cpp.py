@@ -55,12 +55,14 @@ RULES = {
 _P, _L, _U = c_void_p, c_int64, c_uint32
 _MATRIX = (_P, _L, _L, _L, _L, _L)  # `layout` of `run`
 LIBRARY = cpp.Library(
-    ("cast.cpp", "noise.h", "rounding.h"),
+    ("cast.cpp", "int8_codes.h", "noise.h", "rounding.h"),
     "the kernel that casts",
     {
         "amax": (_P, *_MATRIX, _P),
         "two_level": (_P, _P, _P, _P),
         "four_over_six": (_P, *_MATRIX, _P, c_int32, _P, _P),
+        "pair_amax": (_P, _P, _L, _L, _L, _P, _P),
+        "pair": (_P, _P, _L, _L, _L, _P, _P, _P, _P, _P),
         "cast": (_P, *_MATRIX, _P, _P, _U, _U, c_int32, _P),
     },
 )

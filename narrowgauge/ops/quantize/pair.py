@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.ops.flat_cast import flatten_cast, unflatten_cast
 from narrowgauge.ops.quantize import KERNELS as OF_ONE
-from narrowgauge.ops.quantize import check_of, compiled, definition, quantize, triton
+from narrowgauge.ops.quantize import check_of, compiled, definition, pair_cpp, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
@@ -76,6 +76,7 @@ def refuse(spec: Spec) -> Refusal | None:
 KERNELS: Registry[Spec] = Registry("quantize_pair")
 KERNELS.register(
     Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op), replays=True),
+    Kernel("native-cpp", pair_cpp.refuse, pair_cpp.run, on="cpu"),
     Kernel("reference", lambda spec: None, reference_pair, by_torch=True),
 )
 
