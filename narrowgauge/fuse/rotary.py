@@ -41,8 +41,7 @@ class _RotaryFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.run, ctx.dtypes = run, (q.dtype, k.dtype)
         ctx.save_for_backward(cos, sin)
-        # The dtypes of PyTorch's own q * cos.
-        dtypes = (torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype))
+        dtypes = _result_dtypes(q, k, cos)
         found: tuple[Tensor, Tensor] = run(q, k, cos, sin, dtypes, False)
         return found
 
@@ -59,6 +58,19 @@ class _RotaryFunction(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _result_dtypes(q: Tensor, k: Tensor, cos: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes of PyTorch's own q * cos; under autocast on a CPU those of q and k.
+
+    There the angles have the dtype of a float32 residual stream, and attention rounds the result to
+    the dtype that q and k have already: the same bits.
+    """
+    if q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        narrow = torch.get_autocast_dtype("cpu")
+        if q.dtype == k.dtype == narrow:
+            return narrow, narrow
+    return torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype)
 
 
 @dataclass(eq=False)

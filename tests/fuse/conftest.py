@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from narrowgauge.ops.norm_act import cpp
+from narrowgauge.ops.rotary import cpp as rotary
 
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where no compiler is installed: no kernel computes norms and activations on a CPU."""
-    monkeypatch.setitem(vars(cpp.LIBRARY), "missing", "switched off by a test")
+    """As where no compiler is installed: no kernel runs on a CPU."""
+    for each in (cpp, rotary):
+        monkeypatch.setitem(vars(each.LIBRARY), "missing", "switched off by a test")

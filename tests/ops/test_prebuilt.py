@@ -21,6 +21,7 @@ from narrowgauge.ops.mm import int8_cpp
 from narrowgauge.ops.norm_act import cpp as norms
 from narrowgauge.ops.quantize import cpp as casts
 from narrowgauge.ops.quantize import eden_cpp
+from narrowgauge.ops.rotary import cpp as rotary
 from narrowgauge.optim.cpp import binding, norm
 from tests.raising import raises
 from tests.selection import needs_compiler
@@ -31,7 +32,7 @@ V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 LIBRARIES = [
     each.LIBRARY for each in (dropout, fingerprint, int4, int8_cpp, casts, eden_cpp, norms, norm)
 ]
-LIBRARIES.append(attention.LIBRARY)
+LIBRARIES += [attention.LIBRARY, rotary.LIBRARY]
 USED = [
     ("narrowgauge.optim.cpp", binding.SOURCES),
     ("narrowgauge.ops.cpp", threads.SOURCES),

@@ -10,14 +10,16 @@ Contract of `run(q, k, cos, sin, dtypes, inverse)`
     q, k       [batch, heads, tokens, head], any number of heads each; float32, bfloat16 or float16,
                any strides
     cos, sin   [batch or 1, tokens, head]
-    dtypes     dtypes of the two results: forward, torch's promotion of x and cos; gradient, the
-               dtypes of q and k
+    dtypes     dtypes of the two results: forward, torch's promotion of x and cos, or on a CPU a
+               narrower one; gradient, the dtypes of q and k
     inverse    True computes the gradient: q and k are then the gradients of the results
-    ->         two tensors in the layout of q and of k
+    ->         two tensors in the layout of q and of k; on a CPU, gradients [batch, tokens, heads,
+               head] in memory
 
 Each product is rounded to the dtype of the result before the sum, as PyTorch rounds between
-operations, so results are bit-identical to the reference. The kernel reads and writes q and k once;
-separate operations move five times as many bytes.
+operations, so results are bit-identical to the reference. (On a CPU, forward, it is rounded to the
+promotion of x and cos.) A kernel reads and writes q and k once; separate operations move five times
+as many bytes.
 
 Source: arXiv 2104.09864, with the order of halves of Llama.
 """
@@ -33,6 +35,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
+from narrowgauge.ops.rotary import cpp
 from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison
 from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.ops.triton.launch import Kernels, launch
@@ -186,4 +189,5 @@ CHECK: KernelCheck[RotarySpec] = KernelCheck(
 )
 KERNELS: Registry[RotarySpec] = Registry("rotary")
 KERNELS.register(Kernel("triton", refuse, run_triton, check=lambda: CHECK))
+KERNELS.register(Kernel("native-cpp", cpp.refuse, cpp.run, on="cpu", check=lambda: CHECK))
 KERNELS.register(Kernel("reference", lambda spec: None, reference, by_torch=True))
