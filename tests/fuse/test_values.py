@@ -181,3 +181,21 @@ def test_functional_transforms_run_the_own_code():
     norm, x = model.model.layers[0].input_layernorm, torch.randn(3, 64)
     found = torch.func.vmap(norm)(x)
     torch.testing.assert_close(found, norm(x), rtol=1e-5, atol=1e-5)
+
+
+def test_under_autocast_queries_and_keys_are_what_attention_reads():
+    """Rotated by float32 angles, and rounded to bfloat16: the own code leaves the rounding to attention."""
+    forward = built("llama", "bf16").model.layers[0].self_attn.__dict__["forward"]
+    q, k = (torch.randn(2, 6, heads, 16).bfloat16().transpose(1, 2) for heads in (4, 2))
+    cos, sin = torch.randn(2, 2, 6, 16)
+    for each in (q, k):
+        each.requires_grad_()
+    wide = forward.function(q, k, cos, sin)
+    given = [torch.randn(each.shape).bfloat16() for each in wide]
+    expected = torch.autograd.grad(wide, (q, k), [each.float() for each in given])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = forward.embed(q, k, cos, sin)
+    assert_same([x.detach() for x in found], [x.detach().bfloat16() for x in wide])
+    gradients = torch.autograd.grad(found, (q, k), given)
+    for a, b in zip(gradients, expected, strict=True):
+        assert torch.equal(a, b)  # 0 and -0 are equal
