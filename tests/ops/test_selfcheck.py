@@ -327,7 +327,7 @@ def test_power_of_two_scales_too():
 # Without a check: compiled for the CPU and compared with their definitions in tests/ops/test_codes.py,
 # tests/ops/test_norm_act_cpp.py and tests/optim.
 UNCHECKED = {
-    ("hadamard", "native-cpp"), ("optim", "native"),
+    ("hadamard", "native-cpp"), ("optim", "native"), ("quantize_pair", "native-cpp"),
     ("norm_act", "native-cpp"), ("norm_act_backward", "native-cpp"), ("attention16", "native-cpp"),
 }  # fmt: skip
 
