@@ -1,9 +1,10 @@
 // Panels of an INT8 operand: the words that the integer units multiply, in the order in which a tile reads them.
 //
-// A panel has `width` rows (a multiple of 16) of a matrix [rows, K] and one step after the other along K:
+// A panel has some rows of a matrix [rows, K] and one step after the other along K. Those of the left operand have the 6 rows of a tile,
+// and lie close together in the L1 cache, those of the right one have `width`, a multiple of 16:
 //
-//     Byte   [K/4][width][4] int8: a step is 4 codes of each row, xor `flip`. 0x80 makes code + 128 of a code
-//     Pair   [K/2][width][2] int16: a step is 2 codes of each row, widened
+//     Byte   [K/4][rows][4] int8: a step is 4 codes of each row, xor `flip`. 0x80 makes code + 128 of a code
+//     Pair   [K/2][rows][2] int16: a step is 2 codes of each row, widened
 //
 // One step of a row is one word of 32 bits in both. A matrix has one of two orders in memory. If K is contiguous, 4 rows by
 // 4 words are transposed. If the rows are, codes of neighbouring steps along K are interleaved. Both take two shuffles of
@@ -22,7 +23,11 @@
 
 namespace {
 
-constexpr int GROUP = 16;  // rows of a panel that are packed at a time
+constexpr int GROUP = 16;         // rows that are packed at a time
+constexpr int LEFT_ROWS = 6;      // of a left panel
+constexpr int PACKED_ROWS = 256;  // at most, of the panels of one call
+constexpr int LINE = 64;   // bytes of a cache line
+constexpr int AHEAD = 16;  // steps along K between a prefetch and its use
 
 #ifdef __SSE2__
 #define NARROWGAUGE_PACKS 1
@@ -70,52 +75,69 @@ struct Pair {
   static constexpr int DEPTH = 2;
 };
 
-// Store words [4 rows][4 steps] as [4 steps][4 rows], `pitch` bytes from step to step.
-inline void store_transposed(const Block* words, uint8_t* to, int64_t pitch) {
+// Places of 4 rows of a panel at its first step, 8 bytes each; the next step is `pitch` bytes on.
+struct Place {
+  uint8_t *first, *second;
+};
+
+template <bool LEFT>
+inline void put(Place to, Block v) {
+  if constexpr (LEFT) {
+    std::memcpy(to.first, &v, 8);
+    const Block high = high64(v, v);
+    std::memcpy(to.second, &high, 8);
+  } else {
+    store(to.first, v);
+  }
+}
+
+// Store words [4 rows][4 steps] as [4 steps][4 rows].
+template <bool LEFT>
+inline void put_transposed(const Block* words, Place to, int64_t pitch) {
   const Block a = low32(words[0], words[1]), b = low32(words[2], words[3]);
   const Block c = high32(words[0], words[1]), d = high32(words[2], words[3]);
-  store(to, low64(a, b));
-  store(to + pitch, high64(a, b));
-  store(to + 2 * pitch, low64(c, d));
-  store(to + 3 * pitch, high64(c, d));
+  const Block steps[4] = {low64(a, b), high64(a, b), low64(c, d), high64(c, d)};
+  for (int s = 0; s < 4; s++) put<LEFT>({to.first + s * pitch, to.second + s * pitch}, steps[s]);
 }
 
 // Pack 4 rows of 16 contiguous codes each.
-template <class Kind>
-inline void pack_square(const int8_t* from, int64_t row_stride, uint8_t flip, uint8_t* to, int64_t pitch) {
+template <class Kind, bool LEFT>
+inline void pack_square(const int8_t* from, int64_t row_stride, uint8_t flip, Place to, int64_t pitch) {
   Block codes[4];
   for (int r = 0; r < 4; r++) codes[r] = flipped(load(from + r * row_stride), flip);
   if constexpr (Kind::DEPTH == 4) {
-    store_transposed(codes, to, pitch);
+    put_transposed<LEFT>(codes, to, pitch);
   } else {
     Block wide[4];
     for (int r = 0; r < 4; r++) wide[r] = low8(codes[r], sign_of(codes[r]));
-    store_transposed(wide, to, pitch);
+    put_transposed<LEFT>(wide, to, pitch);
     for (int r = 0; r < 4; r++) wide[r] = high8(codes[r], sign_of(codes[r]));
-    store_transposed(wide, to + 4 * pitch, pitch);
+    put_transposed<LEFT>(wide, {to.first + 4 * pitch, to.second + 4 * pitch}, pitch);
   }
 }
 
 // Pack GROUP rows that are contiguous, one step along K.
-template <class Kind>
-inline void pack_step(const int8_t* from, int64_t stride, uint8_t flip, uint8_t* to) {
+template <class Kind, bool LEFT>
+inline void pack_step(const int8_t* from, int64_t stride, uint8_t flip, const Place* to, int64_t offset) {
+  Block words[4];
   if constexpr (Kind::DEPTH == 4) {
     Block codes[4];
     for (int k = 0; k < 4; k++) codes[k] = flipped(load(from + k * stride), flip);
     const Block a = low8(codes[0], codes[1]), b = low8(codes[2], codes[3]);
     const Block c = high8(codes[0], codes[1]), d = high8(codes[2], codes[3]);
-    store(to, low16(a, b));
-    store(to + 16, high16(a, b));
-    store(to + 32, low16(c, d));
-    store(to + 48, high16(c, d));
+    words[0] = low16(a, b);
+    words[1] = high16(a, b);
+    words[2] = low16(c, d);
+    words[3] = high16(c, d);
   } else {
     const Block first = flipped(load(from), flip), second = flipped(load(from + stride), flip);
     const Block a = low8(first, second), b = high8(first, second);
-    store(to, low8(a, sign_of(a)));
-    store(to + 16, high8(a, sign_of(a)));
-    store(to + 32, low8(b, sign_of(b)));
-    store(to + 48, high8(b, sign_of(b)));
+    words[0] = low8(a, sign_of(a));
+    words[1] = high8(a, sign_of(a));
+    words[2] = low8(b, sign_of(b));
+    words[3] = high8(b, sign_of(b));
   }
+  for (int w = 0; w < 4; w++) put<LEFT>({to[w].first + offset, to[w].second + offset}, words[w]);
 }
 
 // Copy up to [GROUP, 16] codes, with zeros around them.
@@ -125,49 +147,69 @@ inline void framed(const int8_t* from, int64_t rows, int64_t columns, int64_t ro
     for (int64_t k = 0; k < columns; k++) to[r * 16 + k] = from[r * row_stride + k * stride];
 }
 
-// Pack rows [base, base + width) of a matrix, of which stride or row_stride is 1.
-template <class Kind>
-void pack_panel(const int8_t* x, int64_t base, int64_t rows, int64_t inner, int64_t row_stride, int64_t stride, int64_t width,
-                uint8_t flip, uint8_t* panel) {
+// Pack `panels` times `width` rows from row `base` on, of a matrix whose stride or row_stride is 1.
+//
+// Out of the L2 cache the loads are the time. Rows of a matrix [K, rows] are far apart, which the processor's prefetchers do not follow,
+// so codes to come are asked for, and several panels are packed at a time, so that a whole run of each row is read.
+template <class Kind, bool LEFT>
+void pack_panels(const int8_t* x, int64_t base, int64_t panels, int64_t rows, int64_t inner, int64_t row_stride, int64_t stride,
+                 int64_t width, uint8_t flip, uint8_t* panel) {
   constexpr int D = Kind::DEPTH;
-  const int64_t steps = (inner + D - 1) / D, pitch = width * 4;
+  const int64_t steps = (inner + D - 1) / D, pitch = LEFT ? LEFT_ROWS * 4 : width * 4, groups = panels * width / GROUP;
   int8_t frame[GROUP * 16];
+  Place places[PACKED_ROWS / 4];
+  for (int64_t i = 0; i < groups * 4; i++) {
+    const int64_t row = i * 4, rest = LEFT ? row % LEFT_ROWS : row % width;
+    uint8_t* first = panel + (row - rest) * steps * 4 + rest * 4;
+    // The left operand's panels have 6 rows: of 4 that cross to the next one, two lie there.
+    places[i] = {first, LEFT && rest == 4 ? panel + (row + 2) * steps * 4 : first + 8};
+  }
   if (stride == 1) {
-    for (int64_t g = 0; g < width; g += GROUP) {
-      const int64_t present = std::min<int64_t>(std::max<int64_t>(rows - base - g, 0), GROUP);
-      const int8_t* from = x + (base + g) * row_stride;
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t present = std::min<int64_t>(std::max<int64_t>(rows - base - g * GROUP, 0), GROUP);
+      const int8_t* from = x + (base + g * GROUP) * row_stride;
       for (int64_t k = 0; k < inner; k += 16) {
-        uint8_t* to = panel + k / D * pitch + g * 4;
         const int8_t* source = from + k;
+        if (k % LINE == 0)
+          for (int r = 0; r < GROUP; r++) __builtin_prefetch(source + (GROUP + r) * row_stride, 0, 2);
         int64_t pace = row_stride;
         if (present < GROUP || inner - k < 16) {
-          framed(from + k, present, std::min<int64_t>(inner - k, 16), row_stride, 1, frame);
+          framed(source, present, std::min<int64_t>(inner - k, 16), row_stride, 1, frame);
           source = frame;
           pace = 16;
         }
-        if (steps - k / D >= 16 / D) {
-          for (int r = 0; r < GROUP; r += 4) pack_square<Kind>(source + r * pace, pace, flip, to + r * 4, pitch);
-          continue;
+        const int64_t offset = k / D * pitch, left = steps - k / D;
+        for (int w = 0; w < 4; w++) {
+          const Place to = {places[g * 4 + w].first + offset, places[g * 4 + w].second + offset};
+          if (left >= 16 / D) {
+            pack_square<Kind, LEFT>(source + w * 4 * pace, pace, flip, to, pitch);
+            continue;
+          }
+          uint8_t whole[16 / D * 16];  // the last steps of the panel are fewer than a square's
+          pack_square<Kind, false>(source + w * 4 * pace, pace, flip, {whole, whole + 8}, 16);
+          for (int64_t s = 0; s < left; s++) {
+            std::memcpy(to.first + s * pitch, whole + s * 16, 8);
+            std::memcpy(to.second + s * pitch, whole + s * 16 + 8, 8);
+          }
         }
-        uint8_t whole[16 / D * GROUP * 4];  // the last steps of the panel are fewer than a square's
-        for (int r = 0; r < GROUP; r += 4) pack_square<Kind>(source + r * pace, pace, flip, whole + r * 4, GROUP * 4);
-        for (int64_t s = 0; s < steps - k / D; s++) std::memcpy(to + s * pitch, whole + s * GROUP * 4, GROUP * 4);
       }
     }
     return;
   }
   for (int64_t s = 0; s < steps; s++) {
     const int64_t depth = std::min<int64_t>(D, inner - s * D);
-    for (int64_t g = 0; g < width; g += GROUP) {
-      const int64_t present = std::min<int64_t>(std::max<int64_t>(rows - base - g, 0), GROUP);
-      const int8_t* from = x + (base + g) * row_stride + s * D * stride;
-      uint8_t* to = panel + s * pitch + g * 4;
+    const int8_t* row = x + base * row_stride + s * D * stride;
+    for (int64_t d = 0; d < D; d++)
+      for (int64_t i = 0; i < groups * GROUP; i += LINE) __builtin_prefetch(row + (AHEAD * D + d) * stride + i * row_stride, 0, 2);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t present = std::min<int64_t>(std::max<int64_t>(rows - base - g * GROUP, 0), GROUP);
+      const int8_t* from = row + g * GROUP * row_stride;
       if (present == GROUP && depth == D && row_stride == 1) {
-        pack_step<Kind>(from, stride, flip, to);
+        pack_step<Kind, LEFT>(from, stride, flip, places + g * 4, s * pitch);
         continue;
       }
       framed(from, depth, present, stride, row_stride, frame);
-      pack_step<Kind>(frame, 16, flip, to);
+      pack_step<Kind, LEFT>(frame, 16, flip, places + g * 4, s * pitch);
     }
   }
 }

@@ -150,6 +150,9 @@ Z_TILE(6)
   Y_TILE(name, isa, use, 6)
 Y_TILES(tile_256, "avx512f,avx512bw,avx512vl,avx512vnni", Y_EVEX_DOTS)
 Y_TILES(tile_madd, "avx2", Y_MADDS)
+#if (defined(__clang__) && __clang_major__ >= 9) || (!defined(__clang__) && __GNUC__ >= 10)
+#define NARROWGAUGE_BF16 1
+#endif
 // Compilers and assemblers before these do not have the instructions, and a form is worth no failure to build the others.
 #if (defined(__clang__) && __clang_major__ >= 14) || (!defined(__clang__) && __GNUC__ >= 12)
 #define NARROWGAUGE_AVX_VNNI 1

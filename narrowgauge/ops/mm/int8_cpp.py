@@ -40,11 +40,30 @@ LIBRARY = Library(
     ("int8.cpp", "int8_pack.h", "int8_tile.h"),
     "the kernels of INT8 products",
     {
-        "int8_pack": (_P, _L, _L, _L, _L, _I, _I, _P),
-        "int8_multiply": (_P, _L, _P, _L, _L, _L, _I, _I, _P, _I, _P, _I, _P, _I, _P, _L),
+        "int8_pack": (_P, _L, _L, _L, _L, _L, _I, _I, _P),
+        "int8_multiply": (
+            _P,
+            _L,
+            _P,
+            _L,
+            _L,
+            _L,
+            _L,
+            _L,
+            _I,
+            _I,
+            _P,
+            _I,
+            _P,
+            _I,
+            _P,
+            _I,
+            _P,
+            _L,
+        ),
     },
 )
-# FORMS, LEFT_WIDTH, WORD and OUTPUTS must match int8.cpp and int8_tile.h.
+# These must match int8.cpp and int8_tile.h.
 FORMS = {"avx2": 0, "avx-vnni": 1, "vnni-256": 2, "avx512-vnni": 3, "dotprod": 4}
 INSTRUCTIONS = {
     "avx2": "AVX2", "avx-vnni": "AVX-VNNI", "vnni-256": "VNNI at 256 bits",
@@ -52,7 +71,7 @@ INSTRUCTIONS = {
 }  # fmt: skip
 FASTEST = ("avx512-vnni", "avx-vnni", "dotprod", "avx2")
 NO_UNITS = "this CPU has neither VNNI nor AVX2 instructions"
-LEFT_WIDTH, WORD = 48, 4  # rows of a left panel; bytes of a row in one step along K
+TILE, LEFT_WIDTH, WORD = 6, 48, 4  # rows of a tile and of a left panel; bytes of a row in one step
 OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.int32: 2}
 LONGEST_SUM = (2**31 - 1) // 128**2  # products whose sum fits into 32 bits
 CHUNK = 4 << 20
@@ -156,51 +175,63 @@ def multiply(
             code="mm.form",
         )
     (m, inner), n, number = left.shape, right.shape[0], FORMS[form]
-    left = left if 1 in left.stride() else left.contiguous()
-    right = right if 1 in right.stride() else right.contiguous()
-    row_bytes = -(-inner // (2 if form == "avx2" else 4)) * WORD
-    width, packs_left = 64 if form == "avx512-vnni" else 16, form == "avx2" or left.stride(1) != 1
-    few_rows = m // LEFT_WIDTH < 4 * torch.get_num_threads()
-    if left_scale is None or right_scale is None:
-        left_scale = right_scale = out.new_empty(1)  # not read
-    left_scale, right_scale = left_scale.contiguous(), right_scale.contiguous()
-    left_rows, right_rows = left_scale.numel() > 1, right_scale.numel() > 1
+    row_stride, stride = left.stride()
+    if row_stride != 1 and stride != 1:
+        left = left.contiguous()
+        row_stride, stride = inner, 1
+    if 1 not in right.stride():
+        right = right.contiguous()
+    left_rows = right_rows = False
+    if left_scale is not None and right_scale is not None:
+        left_scale, right_scale = left_scale.contiguous(), right_scale.contiguous()
+        left_rows, right_rows = left_scale.numel() > 1, right_scale.numel() > 1
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
+    epilogue = (
+        left_scale,
+        left_rows,
+        right_scale,
+        right_rows,
+        bias,
+        OUTPUTS[out.dtype],
+        out,
+        out.stride(0),
+    )
     # Chunks of whole panels.
+    row_bytes = -(-inner // (2 if form == "avx2" else 4)) * WORD
+    width, packs_left = 64 if form == "avx512-vnni" else 16, form == "avx2" or stride != 1
     rows = max(CHUNK // (row_bytes * LEFT_WIDTH), 1) * LEFT_WIDTH if packs_left else m
     columns = max(CHUNK // (row_bytes * width), 1) * width
     for i in range(0, m, rows):
-        part = left[i : i + rows]
-        height, words, stride = part.shape[0], part, part.stride(0)
+        height, words = min(rows, m - i), left
         if packs_left:
-            words, stride = _packed(part, LEFT_WIDTH, number, row_bytes, "left"), -1
+            words, row_stride = _packed(left, i, height, LEFT_WIDTH, number, row_bytes, "left"), -1
         for j in range(0, n, columns):
-            other = right[j : j + columns]
-            panels, across = _packed(other, width, number, row_bytes, "right"), other.shape[0]
-            units, of_columns = -(-height // LEFT_WIDTH), 0
-            if few_rows and -(-across // width) > units:  # threads share the panels
-                units, of_columns = -(-across // width), 1
+            across = min(columns, n - j)
+            panels = _packed(right, j, across, width, number, row_bytes, "right")
+            units, of_columns = -(-height // TILE), False
+            if units < 4 * torch.get_num_threads() and -(-across // width) > units:
+                units, of_columns = -(-across // width), True  # few rows: threads share the panels
             LIBRARY.call(
                 "int8_multiply", units, height * across * max(inner // 64, 1),
-                words, stride, panels, height, across, inner, number, of_columns,
-                left_scale[i:] if left_rows else left_scale, left_rows,
-                right_scale[j:] if right_rows else right_scale, right_rows,
-                None if bias is None else bias[j:], OUTPUTS[out.dtype], out[i:, j:], out.stride(0),
+                words, row_stride, panels, i, j, height, across, inner, number, of_columns, *epilogue,
             )  # fmt: skip
 
 
 _MEMORY = threading.local()
 
 
-def _packed(x: Tensor, width: int, form: int, row_bytes: int, side: str) -> Tensor:
-    """Pack x [rows, K] int8 into panels of `width` rows (int8_pack.h), in memory of this thread."""
-    count = -(-x.shape[0] // width)
-    size, panels = count * width * row_bytes, getattr(_MEMORY, side, None)
-    if panels is None or len(panels) < size:
+def _packed(
+    x: Tensor, start: int, rows: int, width: int, form: int, row_bytes: int, side: str
+) -> Tensor:
+    """Pack rows of x [outer, K] int8 into panels of `width` (int8_pack.h), in memory of this thread."""
+    count, panels = -(-rows // width), getattr(_MEMORY, side, None)
+    size = count * width * row_bytes
+    if panels is None or panels.numel() < size:
         panels = torch.empty(size, dtype=torch.uint8, device="cpu")
         setattr(_MEMORY, side, panels)
+    inner, strides = x.shape[1], x.stride()
     LIBRARY.call(
-        "int8_pack", count, x.numel(), x, *x.shape, *x.stride(), form, side == "right", panels
-    )
+        "int8_pack", count, rows * inner, x, start, rows, inner, *strides, form, side == "right", panels
+    )  # fmt: skip
     return panels
