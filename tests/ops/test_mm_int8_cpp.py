@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from narrowgauge import recipes
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import INT4, INT4X2, INT8
-from narrowgauge.ops.mm import KERNELS, definition, int8_cpp, mm
+from narrowgauge.ops.mm import KERNELS, cpp, definition, int8_cpp, mm
 from narrowgauge.ops.mm.spec import MmSpec
 from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.qtensor import QTensor
@@ -260,7 +260,8 @@ def test_where_it_is_chosen(vnni):
     cast = {each: Cast(format=each) for each in (INT8, INT4, INT4X2)}
     for left, right in ((INT8, INT8), (INT8, INT4), (INT4, INT4), (INT4X2, INT4)):
         spec = MmSpec(cast[left], cast[right], here)
-        expected = NAME if vnni or INT8 in (left, right) else "native-cpp"
+        in_int4 = not vnni and INT8 not in (left, right) and cpp.refuse(spec) is None
+        expected = "native-cpp" if in_int4 else NAME
         assert KERNELS.choose(spec).kernel.name == expected
         assert KERNELS.choose(spec, NAME).kernel.name == NAME
 

@@ -19,6 +19,9 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
 #endif
 
 namespace {
@@ -191,6 +194,53 @@ inline void multiply_tile(Form form, int rows, const Words& words, int32_t* sums
   if (form == AVX_VNNI) CHOICE(tile_vex)
 #endif
   CHOICE(tile_madd)
+}
+
+#elif defined(__aarch64__)
+
+inline bool has(Form form) {
+  if (form != DOTPROD) return false;
+#if defined(__ARM_FEATURE_DOTPROD)
+  return true;
+#elif defined(__linux__)
+  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#else
+  return false;
+#endif
+}
+
+// sdot multiplies signed by signed bytes. 24 sums, 4 registers of the panel and one of the left word are 29 of 32 registers.
+template <int ROWS>
+__attribute__((target("arch=armv8.2-a+dotprod"))) void tile_dot(const Words& words, int32_t* sums, int64_t add) {
+  int32x4_t found[ROWS][4];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < 4; v++) found[r][v] = add ? vld1q_s32(sums + r * 16 + v * 4) : vdupq_n_s32(0);
+  const uint8_t *left = words.left, *right = words.right;
+  for (int64_t k = 0; k < words.steps; k++) {
+    int8x16_t panel[4];
+    for (int v = 0; v < 4; v++) panel[v] = vld1q_s8(reinterpret_cast<const int8_t*>(right) + v * 16);
+    for (int r = 0; r < ROWS; r++) {
+      int32_t word;
+      std::memcpy(&word, left + r * words.row_stride, sizeof word);
+      const int8x16_t codes = vreinterpretq_s8_s32(vdupq_n_s32(word));
+      for (int v = 0; v < 4; v++) found[r][v] = vdotq_s32(found[r][v], panel[v], codes);
+    }
+    left += words.step_stride;
+    right += 64;
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < 4; v++) vst1q_s32(sums + r * 16 + v * 4, found[r][v]);
+}
+
+inline void multiply_tile(Form, int rows, const Words& words, int32_t* sums, int64_t add) {
+  switch (rows) {
+    case 1: return tile_dot<1>(words, sums, add);
+    case 2: return tile_dot<2>(words, sums, add);
+    case 3: return tile_dot<3>(words, sums, add);
+    case 4: return tile_dot<4>(words, sums, add);
+    case 5: return tile_dot<5>(words, sums, add);
+    default: return tile_dot<6>(words, sums, add);
+  }
 }
 
 #else

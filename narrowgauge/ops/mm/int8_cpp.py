@@ -5,6 +5,7 @@
     avx-vnni      vpdpbusd, 256 bits      32
     avx2          vpmaddwd, 256 bits      16, of codes that are widened to 16 bits
     vnni-256      vpdpbusd, 256 bits      32, on CPUs of avx512-vnni; for tests and comparisons
+    dotprod       sdot, 128 bits (Arm)    16; run under emulation alone, no speed is known
 
 The form is chosen at run time. Results are bit-identical to the definition's, whatever the form and the number of threads.
 Operands may be INT8, INT4 or INT4X2, and may lie in memory in any order. Speed: docs/emulation.md.
@@ -27,7 +28,7 @@ from torch import Tensor
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import INT4, INT4X2
 from narrowgauge.ops.cpp import Library
-from narrowgauge.ops.mm import definition
+from narrowgauge.ops.mm import cpp, definition
 from narrowgauge.ops.mm.definition import times_scales, with_epilogue
 from narrowgauge.ops.registry import Refusal
 
@@ -70,7 +71,7 @@ INSTRUCTIONS = {
     "avx512-vnni": "VNNI at 512 bits", "dotprod": "Arm dot products",
 }  # fmt: skip
 FASTEST = ("avx512-vnni", "avx-vnni", "dotprod", "avx2")
-NO_UNITS = "this CPU has neither VNNI nor AVX2 instructions"
+NO_UNITS = "this CPU has no VNNI, AVX2 or Arm dot product instructions"
 TILE, LEFT_WIDTH, WORD = 6, 48, 4  # rows of a tile and of a left panel; bytes of a row in one step
 OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.int32: 2}
 LONGEST_SUM = (2**31 - 1) // 128**2  # products whose sum fits into 32 bits
@@ -84,7 +85,8 @@ def refuse(spec: MmSpec) -> Refusal | None:
     if fastest() is None:
         return Refusal("capability", NO_UNITS)
     # `mm.cpp` takes one INT4 operand, and another of at most 98 in magnitude.
-    if not spec.device.int8_gemm and INT4 in spec.formats and {*spec.formats} <= {INT4, INT4X2}:
+    has_int4 = INT4 in spec.formats and {*spec.formats} <= {INT4, INT4X2}
+    if has_int4 and not spec.device.int8_gemm and cpp.refuse(spec) is None:
         return Refusal("slower", "without VNNI, the INT4 kernel does twice the products per second")
     return None
 
