@@ -9,6 +9,7 @@ Fused functions, found by the module names and structure of transformers' blocks
     silu(gate) * up     before down; its backward returns quantized gradients of gate and up
     GELU, tanh GELU     before an MLP's second Linear; backward: quantized gradient of the first
     rotary embedding    queries and keys in one kernel, forward and backward; nothing is quantized
+    attention           in bfloat16 on a CPU with AVX512-BF16 (attention.py); nothing is quantized
 
 A name is only a hint. A module is fused only if it computes the kernel's function on random inputs
 (probe.py). A Linear uses the codes only if it reads exactly that tensor and its recipe requires
@@ -74,7 +75,7 @@ def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
         with torch.device("cpu"), _disable_current_modes():
             found = _fused_forward(candidate, modules, holders, save)
         if isinstance(found, str):
-            refused[candidate.name] = found
+            refused[candidate.key] = found
         else:
             # On the instance: class, state dict and parameter names stay unchanged.
             modules[candidate.name].__dict__["forward"] = found
@@ -104,14 +105,20 @@ def fusions(model: nn.Module) -> list[Fusion]:
     found = []
     for candidate in candidates(model):
         forward = model.get_submodule(candidate.name).__dict__.get("forward")
-        if isinstance(forward, FusedForward):
+        if isinstance(forward, FusedAttention) and candidate.form == "attention":
+            if forward.attends:
+                found.append(forward.attention_fusion(candidate.name))
+                continue
+        elif (
+            isinstance(forward, FusedForward) and candidate.key not in model.__dict__["_not_fused"]
+        ):
             # Computed at each call: the recipes may have changed since `fuse`.
             found.append(forward.fusion(candidate.name, candidate.readers))
-        else:
-            reason = model.__dict__["_not_fused"].get(
-                candidate.name, "it came after the model was fused"
-            )
-            found.append(Fusion(name=candidate.name, readers=candidate.readers, reason=reason))
+            continue
+        reason = model.__dict__["_not_fused"].get(
+            candidate.key, "it came after the model was fused"
+        )
+        found.append(Fusion(name=candidate.name, readers=candidate.readers, reason=reason))
     return found
 
 
@@ -126,7 +133,7 @@ def _fused_forward(
     holders  module -> number of modules that contain it
     """
     module = modules[candidate.name]
-    if candidate.form != "rotary" and not candidate.readers:
+    if candidate.form not in ("rotary", "attention") and not candidate.readers:
         return Reason("no-reader", "no Linear is found that reads it")
     if (
         candidate.dropout_between is not None
@@ -134,6 +141,12 @@ def _fused_forward(
     ):
         return f"{candidate.dropout_between} lies between it and its reader"
     replaced_forward = module.__dict__.get("forward")
+    if candidate.form == "attention" and (
+        replaced_forward is None or isinstance(replaced_forward, FusedAttention)
+    ):
+        # The rotary embedding of the same module came before.
+        function = None if replaced_forward is None else replaced_forward.function
+        return FusedAttention(module, function, attends=True, save=save)
     if replaced_forward is not None and not (
         isinstance(replaced_forward, Float32Forward) and candidate.form == "module"
     ):

@@ -5,6 +5,7 @@
     ONE_READER  norm or activation followed by a single Linear: GPT-2, BERT, GPT-NeoX, ViT, T5
     BERT        output.LayerNorm -> attention.self.{query,key,value} of the next block
     rotary      attention whose `forward` calls `apply_rotary_pos_emb`
+    attention   module on a CPU whose `forward` looks up its attention by the configuration's name
 
 A match is only a candidate. The function is tested numerically (probe.py), and a cast is used only
 by a layer that reads that tensor. Norms that match no pattern are listed without readers, for
@@ -19,6 +20,7 @@ from typing import Literal
 
 from torch import nn
 
+from narrowgauge.fuse.attention import looks_up
 from narrowgauge.fuse.rotary import function_of
 from narrowgauge.nn.float32_modules import is_norm
 
@@ -71,7 +73,8 @@ class FusionCandidate:
 
     name             the module whose forward would be replaced
     form             "module": its output is read; "gated": an MLP that computes act(gate) * up;
-                     "rotary": an attention that rotates queries and keys, without a cast
+                     "rotary": an attention that rotates queries and keys, without a cast;
+                     "attention": its attention itself, without a cast
     readers          Linears that read the function's output
     sources          Linears whose outputs only this function reads, so its input gradients are
                      their output gradients: gate and up, or the Linear before a GELU
@@ -81,11 +84,16 @@ class FusionCandidate:
     """
 
     name: str
-    form: Literal["module", "gated", "rotary"]
+    form: Literal["module", "gated", "rotary", "attention"]
     readers: tuple[str, ...]
     sources: tuple[str, ...] = ()
     dropout_between: str | None = None
     is_private: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name of the function: an attention module may have two."""
+        return f"{self.name}: attention" if self.form == "attention" else self.name
 
 
 def candidates(model: nn.Module) -> Iterator[FusionCandidate]:
@@ -94,8 +102,8 @@ def candidates(model: nn.Module) -> Iterator[FusionCandidate]:
     found: set[str] = set()
     for name in modules:
         for candidate in _candidates_in(name, modules):
-            if candidate.name not in found:
-                found.add(candidate.name)
+            if candidate.key not in found:
+                found.add(candidate.key)
                 yield candidate
     yield from (
         FusionCandidate(name, "module", ())
@@ -134,6 +142,8 @@ def _candidates_in(name: str, modules: dict[str, nn.Module]) -> Iterator[FusionC
         yield FusionCandidate(f"{prefix}output.LayerNorm", "module", readers)
     if function_of(modules[name]) is not None:
         yield FusionCandidate(name, "rotary", ())
+    if looks_up(modules[name]):
+        yield FusionCandidate(name, "attention", ())
     for gate, up, down in GATED:
         if all(prefix + each in modules for each in (gate, up, down)):
             yield FusionCandidate(name, "gated", (prefix + down,), (prefix + gate, prefix + up))

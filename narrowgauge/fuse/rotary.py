@@ -1,8 +1,9 @@
-"""Fused rotary embedding in transformers' attention modules.
+"""Fused rotary embedding and attention in transformers' attention modules.
 
 `apply_rotary_pos_emb` is a global name in the `forward` of such a module. The fused module runs a
-copy of `forward` in which that name is bound to `FusedAttention.embed`. The class, its source
-module and other models are unchanged.
+copy of `forward` in which that name is bound to `FusedAttention.embed`, and the name by which it
+looks up its attention to a `Lookup` (attention.py). The class, its source module and other models
+are unchanged.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import in_memory
+from narrowgauge.fuse import attention
+from narrowgauge.fuse.attention import Lookup
 from narrowgauge.fuse.forward import FusedForward, Fusion
 from narrowgauge.nn import transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.ops import rotary
 from narrowgauge.ops.registry import device_facts
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.attention16 import Attention16Spec, AttentionFunctions
 
 NAME = "apply_rotary_pos_emb"
 
@@ -75,9 +81,14 @@ def _result_dtypes(q: Tensor, k: Tensor, cos: Tensor) -> tuple[torch.dtype, torc
 
 @dataclass(eq=False)
 class FusedAttention(FusedForward):
-    """Fused forward of an attention: `embed` replaces the rotary embedding `function`."""
+    """Fused forward of an attention: `embed` replaces the rotary embedding `function`.
 
-    function: Callable[..., Any]
+    function  None: its rotary embedding stays, or it has none
+    attends   True if a kernel of `ops.attention16` computes its attention where it can
+    """
+
+    function: Callable[..., Any] | None
+    attends: bool = False
     _call: Callable[..., Any] | None = field(default=None, init=False, repr=False)
 
     def __call__(self, *given: Any, **options: Any) -> Any:
@@ -85,13 +96,25 @@ class FusedAttention(FusedForward):
             return self.module_forward(*given, **options)
         if self._call is None:
             own: Any = type(self.module).forward
-            globals = {**own.__globals__, NAME: self.embed}
+            globals = dict(own.__globals__)
+            if self.function is not None:
+                globals[NAME] = self.embed
+            if self.attends:
+                lookup = Lookup(globals[attention.NAME], self.attention_kernel)
+                globals[attention.NAME] = lookup
             # A snapshot of the globals: later changes to that file's global names are not seen.
             self._call = types.FunctionType(
                 own.__code__, globals, own.__name__, own.__defaults__, own.__closure__
             )
             self._call.__kwdefaults__ = own.__kwdefaults__
         return self._call(self.module, *given, **options)
+
+    def attention_kernel(self, spec: Attention16Spec) -> AttentionFunctions | None:
+        """Return `attention.kernel_of`, cached; `save` has no influence on it."""
+        key = "attention16", spec
+        if key not in self._kernels:
+            self._kernels[key] = attention.kernel_of(spec)  # type: ignore[assignment]
+        return self._kernels[key]  # type: ignore[return-value]
 
     def embed(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any
@@ -101,6 +124,7 @@ class FusedAttention(FusedForward):
         Falls back to `function` for unusual shapes or arguments, and if cos or sin require
         gradients.
         """
+        assert self.function is not None
         if torch.compiler.is_compiling() or transforms.is_active(q, k, cos, sin):
             return self.function(q, k, cos, sin, *more, **options)
         # The kernel takes q and k [B, heads, T, D] and cos, sin [1 or B, T, D].
@@ -134,6 +158,11 @@ class FusedAttention(FusedForward):
         )
         backend = self.describe_backend(rotary.KERNELS, spec)
         return Fusion(name=name, readers=readers, function="rotary", backend=backend)
+
+    def attention_fusion(self, name: str) -> Fusion:
+        """Return the report about the attention."""
+        backend = attention.describe(self.module)
+        return Fusion(name=name, readers=(), function="attention", backend=backend)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the copied function, which cannot be pickled."""

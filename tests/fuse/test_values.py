@@ -43,7 +43,11 @@ def assert_near(found: list[Tensor], expected: list[Tensor], unit: float) -> Non
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_kernels_are_reported(name, recipe):
-    found = [each for each in fusions(built(name, recipe)) if each.function not in ("", "rotary")]
+    found = [
+        each
+        for each in fusions(built(name, recipe))
+        if each.function not in ("", "rotary", "attention")
+    ]
     assert len(found) >= 5 and {each.backend for each in found} == {KERNEL}
     assert all(each.saved and not each.reason for each in found)
 
