@@ -1,0 +1,185 @@
+"""Training steps on this machine's CPU, forward, backward and AdamW: INT8 beside torch's bf16 autocast.
+
+    make bench-cpu                                       three Llamas in five minutes, as in the README
+    python -m benchmarks.bench_cpu --threads 1 --processor    by processor time, for a busy machine
+    python -m benchmarks.bench_cpu --models bert vit --cases torch-bf16 int8
+
+Cases, in one run and interleaved, all from the same weights:
+
+    torch-bf16           torch.autocast(bfloat16) and fused AdamW: the baseline of every ratio
+    torch-bf16-compiled  the same under torch.compile; compiling takes minutes and is not counted
+    torch-fp32           float32
+    int8                 convert(model, "int8"): Linears in INT8 alone, attention and norms of torch
+    int8-fused           convert(model, "int8", fuse=True): with the project's attention, norms and activations
+    bf16-fused           convert(model, "bf16", fuse=True): those alone, no INT8
+    int4-hq-bs, int4-hq-lss
+    torchao              torchao's INT8 mixed-precision training, where torchao is installed
+
+Heads stay in 16 bits everywhere. The loss after the last step is recorded beside that of torch-bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.harness import RESULTS, measure, processor_clock, record, rows, table
+
+VOCABULARY = 2048
+BASELINE = "torch-bf16"
+RECIPES = {
+    "int8": ("int8", False),
+    "int8-fused": ("int8", True),
+    "bf16-fused": ("bf16", True),
+    "int4-hq-bs": ("int4-hq-bs", False),
+    "int4-hq-bs-fused": ("int4-hq-bs", True),
+    "int4-hq-lss": ("int4-hq-lss", False),
+}
+CASES = (BASELINE, "torch-bf16-compiled", "torch-fp32", *RECIPES, "torchao")
+USUAL = (BASELINE, "torch-fp32", "int8", "int8-fused", "bf16-fused")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and its batch. build: the model; batch: arguments of its forward."""
+
+    build: Callable[[], Any]
+    batch: Callable[[], dict[str, torch.Tensor]]
+
+
+def llama(width: int, inner: int, layers: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 64, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def bert() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**sizes, attention_probs_dropout_prob=0.0))
+
+
+def vit() -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=2, num_labels=100))
+
+
+def text(batch: int, tokens: int, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, vocabulary, (batch, tokens))
+    return {"input_ids": ids, "labels": ids}
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """8 texts of 33 to 128 tokens in a batch of 8 x 128."""
+    lengths = torch.linspace(33, 128, 8).long()
+    mask = (torch.arange(128)[None] < lengths[:, None]).long()
+    ids = torch.randint(0, 30522, (8, 128))
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def pictures() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(4, 3, 224, 224), "labels": torch.randint(0, 100, (4,))}
+
+
+SETTINGS = {
+    "llama-384": Setting(lambda: llama(384, 1024, 6), lambda: text(2, 256)),
+    "llama-1024": Setting(lambda: llama(1024, 2816, 2), lambda: text(2, 512)),
+    "llama-2048": Setting(lambda: llama(2048, 5376, 1), lambda: text(2, 512)),
+    "bert": Setting(bert, padded),
+    "vit": Setting(vit, pictures),
+}
+
+
+@dataclass
+class Step:
+    """One training step of a model; keeps its last loss."""
+
+    model: Any
+    batch: dict[str, torch.Tensor]
+    autocasts: bool = True
+    calls: Callable[..., Any] | None = None
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def __call__(self) -> None:
+        with torch.autocast("cpu", torch.bfloat16) if self.autocasts else nullcontext():
+            loss = (self.calls or self.model)(**self.batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+
+
+def step_of(case: str, plain: Any, batch: dict[str, torch.Tensor]) -> Step:
+    import narrowgauge as ng
+
+    model = copy.deepcopy(plain).train()
+    if case in RECIPES:
+        recipe, fuse = RECIPES[case]
+        return Step(ng.convert(model, recipe, fuse=fuse), batch)
+    if case == "torch-bf16-compiled":
+        return Step(model, batch, calls=torch.compile(model))
+    if case == "torchao":
+        from torchao.prototype.quantized_training import int8_mixed_precision_training
+        from torchao.quantization import quantize_
+
+        quantize_(model, int8_mixed_precision_training(), filter_fn=_is_inner)
+        return Step(model, batch)
+    return Step(model, batch, autocasts=case == BASELINE)
+
+
+def _is_inner(module: Any, name: str) -> bool:
+    heads = ("lm_head", "classifier", "decoder")
+    return isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] not in heads
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.bench_cpu", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--models", nargs="+", choices=SETTINGS, default=[*SETTINGS][:3])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=USUAL)
+    parser.add_argument("--rounds", type=int, default=6, help="even")
+    parser.add_argument("--threads", type=int, default=0, help="0: as torch has them")
+    parser.add_argument(
+        "--processor", action="store_true", help="seconds of the processor, beside other work"
+    )
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    clock = {"clock": processor_clock} if options.processor else {}
+    names = dict.fromkeys((BASELINE, *options.cases))
+    for model in options.models:
+        torch.manual_seed(0)
+        setting = SETTINGS[model]
+        plain, batch = setting.build(), setting.batch()
+        steps = {name: step_of(name, plain, batch) for name in names}
+        timings = measure(steps, rounds=options.rounds, warmup=3, **clock)
+        print(f"{model}, {torch.get_num_threads()} threads")
+        print(table(timings, baseline=BASELINE), end="\n\n", flush=True)
+        lines = rows(timings, baseline=BASELINE)
+        for line in lines:
+            mine, theirs = (steps[each].losses for each in (line["case"], BASELINE))
+            count = min(len(mine), len(theirs))
+            line |= {"model": model, "clock": "processor" if options.processor else "wall"}
+            line |= {"loss": mine[count - 1], "loss_of_baseline": theirs[count - 1]}
+            line |= {"steps": count}
+        record("cpu", lines, RESULTS / "cpu.jsonl")
+
+
+if __name__ == "__main__":
+    main()
