@@ -57,12 +57,17 @@ class Library:
         return found
 
     @cached_property
+    def functions(self) -> dict[str, Callable[..., None]]:
+        """{NAME: call(first, last, ...)}."""
+        return {name: getattr(self.loaded, f"narrowgauge_{name}") for name in self.signatures}
+
+    @cached_property
     def on_threads(self) -> dict[str, Callable[..., None] | None]:
         """{NAME: call(shares, rows, ...)}; None where torch's threads cannot be used."""
         from narrowgauge.ops.cpp.threads import on_threads
 
         return {
-            name: on_threads(getattr(self.loaded, f"narrowgauge_{name}"), arguments)
+            name: on_threads(self.functions[name], arguments)
             for name, arguments in self.signatures.items()
         }
 
@@ -91,20 +96,18 @@ class Library:
         """
         if dry_run_on() is not None:
             return
-        function = getattr(self.loaded, f"narrowgauge_{name}")
-        values = []
-        for each in given:
+        values = list(given)
+        for place, each in enumerate(given):
             if isinstance(each, Tensor):
-                place = each.data_ptr() if type(each).__torch_dispatch__ is PLAIN else 0
+                start = each.data_ptr() if type(each).__torch_dispatch__ is PLAIN else 0
                 # `address` raises if the values of the tensor are not at its address.
-                values.append(address(each) if place == 0 or each.is_neg() else place)
-            else:
-                values.append(each)
+                values[place] = address(each) if start == 0 or each.is_neg() else start
         if elements < 2 * ELEMENTS_PER_THREAD:  # a single thread
-            function(0, rows, *values)
+            self.functions[name](0, rows, *values)
             return
         # Equal shares of whole rows: results do not depend on the number of threads.
         count = max(min(parts(elements), rows), 1)  # more threads than rows would get empty ranges
+        function = self.functions[name]
         if count == 1:
             function(0, rows, *values)
             return

@@ -61,8 +61,8 @@ LIBRARY = cpp.Library(
         "amax": (_P, *_MATRIX, _P),
         "two_level": (_P, _P, _P, _P),
         "four_over_six": (_P, *_MATRIX, _P, c_int32, _P, _P),
-        "pair_amax": (_P, _P, _L, _L, _L, _P, _P),
-        "pair": (_P, _P, _L, _L, _L, _P, _P, _P, _P, _P),
+        "pair_amax": (_P, _P, _L, _L, _L, _P),
+        "pair": (_P, _P, _L, _L, _L, _P, _P),
         "cast": (_P, *_MATRIX, _P, _P, _U, _U, c_int32, _P),
     },
 )

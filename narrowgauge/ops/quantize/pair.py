@@ -130,6 +130,8 @@ def plan(
     """
     noise = Key((0, 0)) if cast.draws else None
     kernel = KERNELS.choose(Spec.of(x, cast, noise=noise, cols=cols, delayed=delayed)).kernel
+    if noise is None and not kernel.by_torch and not kernel.replays:
+        return lambda x, state, noise: kernel.run(x, cast, state, records, cols, noise)
     if noise is not None or not kernel.replays:
         return lambda x, state, noise: quantize_pair(
             x, cast, amax_state=state, records=records, cols=cols, noise=noise

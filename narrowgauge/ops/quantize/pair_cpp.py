@@ -48,11 +48,11 @@ def run(x: Tensor, cast: Cast, state: Tensor | None, records: bool, cols: bool, 
     of = constants(cast, True, matrix.dtype, torch.int8)
     layout, elements = (matrix, matrix.stride(0), rows, columns), rows * columns
     # Scales of rows, scales of columns, and maxima of columns by block.
-    floats = torch.empty(rows + columns + blocks * columns, dtype=torch.float32, device="cpu")
-    by_row, by_column, by_block = floats.split((rows, columns, blocks * columns))
+    floats = torch.empty(rows + columns * (1 + blocks), dtype=torch.float32, device="cpu")
     codes = torch.empty((2, rows, columns), dtype=torch.int8, device="cpu")
-    LIBRARY.call("pair_amax", blocks, elements, of, *layout, by_row, by_block)
-    LIBRARY.call("pair", blocks, elements, of, *layout, by_row, by_block, by_column, *codes)
-    given = QTensor.of_parts(codes[0], by_row.view(rows, 1), cast, columns, None)
-    turned = QTensor.of_parts(codes[1].T, by_column.view(columns, 1), cast, rows, None)
+    LIBRARY.call("pair_amax", blocks, elements, of, *layout, floats)
+    LIBRARY.call("pair", blocks, elements, of, *layout, floats, codes)
+    by_row, by_column = floats.as_strided((rows, 1), (1, 1)), floats.as_strided((columns, 1), (1, 1), rows)  # fmt: skip
+    given = QTensor.of_parts(codes[0], by_row, cast, columns, None)
+    turned = QTensor.of_parts(codes[1].T, by_column, cast, rows, None)
     return (turned, given, None) if transposed else (given, turned, None)
