@@ -115,7 +115,6 @@ void norm_part(int64_t first, int64_t last, const Norm& norm, const In* x, const
 constexpr float ROOT = 0.7978845608028654f, CUBE = 0.044715f;  // ROOT: sqrt(2 / pi)
 
 inline Floats sigmoid(Floats x) { return 1.f / (1.f + exp_of(-x)); }
-inline Floats normal_share(Floats x) { return 0.5f * (1.f + erf_of(x * 0.7071067811865476f)); }
 inline Floats tanh_share(Floats x) { return sigmoid(2.f * ROOT * (x + CUBE * (x * x * x))); }
 
 struct ValueAndSlope {
@@ -124,7 +123,7 @@ struct ValueAndSlope {
 
 template <int32_t function> inline Floats activated(Floats x) {
     if (function == SILU) return x / (1.f + exp_of(-x));
-    if (function == GELU) return x * normal_share(x);
+    if (function == GELU) return x * normal_of(x).share;
     if (function == GELU_TANH) return x * tanh_share(x);
     const Floats positive = at_least(x, 0.f);
     return function == RELU ? positive : positive * positive;
@@ -136,8 +135,8 @@ template <int32_t function> inline ValueAndSlope value_and_slope(Floats x) {
         return {x * p, p * (1.f + x * (1.f - p))};
     }
     if (function == GELU) {
-        const Floats p = normal_share(x);
-        return {x * p, p + x * exp_of(-0.5f * (x * x)) * 0.3989422804014327f};
+        const Normal p = normal_of(x);
+        return {x * p.share, p.share + x * p.density * 0.3989422804014327f};
     }
     if (function == GELU_TANH) {
         const Floats p = tanh_share(x);
@@ -266,8 +265,8 @@ void narrowgauge_exp(int64_t first, int64_t last, const float* x, float* y) {
     for_columns(last - first, [=](int64_t j, auto how) { write(y + first + j, exp_of(read(x + first + j, how)), how); });
 }
 
-void narrowgauge_erf(int64_t first, int64_t last, const float* x, float* y) {
-    for_columns(last - first, [=](int64_t j, auto how) { write(y + first + j, erf_of(read(x + first + j, how)), how); });
+void narrowgauge_normal(int64_t first, int64_t last, const float* x, float* y) {
+    for_columns(last - first, [=](int64_t j, auto how) { write(y + first + j, normal_of(read(x + first + j, how)).share, how); });
 }
 
 void narrowgauge_bfloat16(int64_t first, int64_t last, const float* x, uint16_t* y) {

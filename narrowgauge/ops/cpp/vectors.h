@@ -1,15 +1,15 @@
 // Vectors of float32 at the width of the compiled level, loads and stores of float32 and bfloat16,
-// sums with one order on every level, and exp and erf.
+// sums with one order on every level, exp and the normal distribution.
 //
 // Elements are processed WIDTH at a time. The last ones of a row are processed as a `Part`: missing
 // elements are read as 0 and are not written. A sum has LANES partial sums, whatever the width:
 // lane k adds the elements k, k + LANES, k + 2 LANES, ... in order, and the lanes are added in
 // halves. Bits therefore depend neither on the level nor on the number of threads.
 //
-// Errors of exp and erf, found over all exponents (tests/ops/test_norm_act_cpp.py):
+// Errors of exp and the distribution, found over all exponents (tests/ops/test_norm_act_cpp.py):
 //
 //     exp   at most 2 units in the last place; subnormal results are within 2**-149
-//     erf   at most 2**-23, absolutely
+//     P     at most 2**-21, absolutely
 //
 // Both use fused multiply-adds where the level has them, so their last bits may differ between levels.
 #pragma once
@@ -224,7 +224,6 @@ inline Floats multiplied_added(Floats a, Floats b, Floats c) {
 inline Floats multiplied_added(Floats a, Floats b, float c) { return multiplied_added(a, b, all(c)); }
 
 inline Floats magnitude_of(Floats x) { return (Floats)((Words)x & 0x7FFFFFFFu); }
-inline Floats with_sign_of(Floats x, Floats sign) { return (Floats)(((Words)x & 0x7FFFFFFFu) | ((Words)sign & 0x80000000u)); }
 
 // x 2**n for n = `shifted` - SHIFT. The result may be subnormal or infinite, so 2**n is multiplied in
 // two steps where no instruction does it.
@@ -239,39 +238,36 @@ inline Floats scaled(Floats x, Floats shifted) {
 }
 
 // e**x = 2**n e**r,  r = x - n ln 2 in [-ln 2 / 2, ln 2 / 2]. ln 2 is split so that n times its first
-// part is exact. The polynomial is that of Cephes' expf.
+// part is exact. The polynomial has the least relative error, 2**-28, among those that begin 1 + r.
 inline Floats exp_of(Floats x) {
     constexpr float LOG2_E = 1.44269504088896341f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
     x = at_least(at_most(x, 89.f), -105.f);
     const Floats shifted = multiplied_added(x, all(LOG2_E), SHIFT), n = shifted - SHIFT;
     const Floats r = multiplied_added(n, all(-LN2_LOW), multiplied_added(n, all(-LN2_HIGH), x));
-    Floats p = multiplied_added(r, all(1.9875691500e-4f), 1.3981999507e-3f);
-    p = multiplied_added(p, r, 8.3334519073e-3f);
-    p = multiplied_added(p, r, 4.1665795894e-2f);
-    p = multiplied_added(p, r, 1.6666665459e-1f);
-    p = multiplied_added(p, r, 5.0000001201e-1f);
-    p = multiplied_added(p, r * r, r) + 1.f;
+    Floats p = multiplied_added(r, all(1.381459878757596e-3f), 8.368716575205326e-3f);
+    p = multiplied_added(p, r, 4.166838899254799e-2f);
+    p = multiplied_added(p, r, 1.666652113199234e-1f);
+    p = multiplied_added(p, r, 4.999999403953552e-1f);
+    p = multiplied_added(p, r, 1.f);
+    p = multiplied_added(p, r, 1.f);
     return scaled(p, shifted);
 }
 
-// Polynomials by N. Juffa (stackoverflow.com/questions/35148198): x P(x^2) below 475/512, and
-// 1 - exp(Q(|x|)) above.
-inline Floats erf_of(Floats x) {
-    const Floats t = magnitude_of(x), s = x * x;
-    Floats low = multiplied_added(s, all(-5.96761703e-4f), 4.99119423e-3f);
-    low = multiplied_added(low, s, -2.67681349e-2f);
-    low = multiplied_added(low, s, 1.12819925e-1f);
-    low = multiplied_added(low, s, -3.76125336e-1f);
-    low = multiplied_added(low, s, 1.28379166e-1f);
-    low = multiplied_added(low, x, x);
-    const Floats u = at_most(t, 4.f);  // erf rounds to 1 from 3.92 on
-    Floats high = multiplied_added(u, all(-1.72853470e-5f), 3.83197126e-4f);
-    high = multiplied_added(high, u * u, multiplied_added(u, all(-3.88396438e-3f), 2.42546219e-2f));
-    high = multiplied_added(high, u, -1.06777877e-1f);
-    high = multiplied_added(high, u, -6.34846687e-1f);
-    high = multiplied_added(high, u, -1.28717512e-1f);
-    high = 1.f - exp_of(multiplied_added(high, u, -u));
-    return t > 0.927734375f ? with_sign_of(high, x) : low;  // NaN takes `low`, which is NaN
+struct Normal {
+    Floats share, density;  // the normal distribution P(x), and e^(-x^2 / 2)
+};
+
+// Abramowitz and Stegun 7.1.26: P(-|x|) = t Q(t) e^(-x^2 / 2) / 2,  t = 1 / (1 + 0.3275911 |x| / sqrt 2).
+// torch's vectors take the same for erf.
+inline Normal normal_of(Floats x) {
+    const Floats density = exp_of(-0.5f * (x * x));
+    const Floats t = 1.f / multiplied_added(magnitude_of(x), all(0.231641888f), 1.f);
+    Floats q = multiplied_added(t, all(0.5307027145f), -0.7265760135f);
+    q = multiplied_added(q, t, 0.7107068705f);
+    q = multiplied_added(q, t, -0.142248368f);
+    q = multiplied_added(q, t, 0.127414796f);
+    const Floats tail = q * t * density;
+    return {x < 0.f ? tail : 1.f - tail, density};
 }
 
 }  // namespace

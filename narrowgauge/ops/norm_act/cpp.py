@@ -3,7 +3,7 @@
 A training step on a CPU reads and writes each tensor once: the kernels compute in float32 from
 registers and round once. Layers that read y cast it themselves.
 
-Values and gradients differ from the definition by the order of sums and by exp and erf, whose
+Values and gradients differ from the definition by the order of sums and by exp and P, whose
 errors ops/cpp/vectors.h states. Results are bit-identical for every number of threads.
 """
 
@@ -61,7 +61,7 @@ LIBRARY = cpp.Library(
         "column_sums": (_P, c_int64, c_int64, _P),
         "activation_forward": (_P,) * 4,
         "activation_backward": (_P,) * 6,
-        **dict.fromkeys(("exp", "erf", "bfloat16"), (_P, _P)),
+        **dict.fromkeys(("exp", "normal", "bfloat16"), (_P, _P)),
     },
 )
 
