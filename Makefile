@@ -31,7 +31,7 @@ PEERS := $(VENV)/.installed-peers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train train-2 test test-slow test-plain-cpu test-ranks test-benchmarks oldest check format bench bench-cola bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train train-2 test test-slow test-plain-cpu test-ranks test-benchmarks oldest check format bench bench-cola bench-cpu bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
@@ -97,6 +97,9 @@ bench: $(PEERS) ## every benchmarks/bench_*.py; results are appended to benchmar
 	  test -e "$$file" || { echo "No benchmarks/bench_*.py in this tree." >&2; exit 1; }; \
 	  echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)" $(ARGS); \
 	done
+
+bench-cpu: $(INSTALLED) ## training steps on this machine's CPU: INT8 beside torch's bf16 autocast, in five minutes
+	$(BIN)/python -m benchmarks.bench_cpu $(ARGS)
 
 bench-emulation: $(PEERS) ## what emulating the narrow formats costs on this machine's CPU
 	$(BIN)/python -m benchmarks.bench_emulation $(ARGS)
