@@ -4,19 +4,18 @@ No layer becomes slower than in bfloat16, which is a candidate.
 
     tokens M, in K, out N  ->  seconds of forward + backward + casts, per candidate  ->  the fastest
 
-Candidates are bf16, fp8-block, fp8-row and fp8-current, from the most to the least
-accurate: with fewer elements per scale, fewer elements underflow. Of the candidates
-within 2 % of the fastest, or within the error of predicted times, the most accurate
+Candidates on a GPU are bf16, fp8-block, fp8-row and fp8-current, from the most to the least
+accurate: with fewer elements per scale, fewer elements underflow. On a CPU they are bf16 and int8.
+Of the candidates within 2 % of the fastest, or within the error of predicted times, the most accurate
 wins. Recipes that the device would emulate are excluded, since emulation multiplies in bfloat16 and casts in addition.
-Delayed scaling is excluded: it has state, which users have to ask for. `int8` is excluded, with its
+Delayed scaling is excluded: it has state, which users have to ask for. `int8` is excluded on a GPU, with its
 reason on 9.x and 10.x: passes of their own scale its INT32 sums, so it is slower than bfloat16.
 
-    measured         now, on a CUDA device (measure.py): half a second per candidate, more if
-                     compiled
+    measured         now (measure.py): half a second per candidate, more if compiled
     measured before  from the cache file, for this device, these versions and sizes
     predicted        if the device has too little memory to measure: counted operations at the rates
                      of the card (predict.py)
-    no choice        only bf16 is native here, for example on a CPU; nothing is measured
+    no choice        only bf16 is native here; nothing is measured
 
 For bf16 on a GPU the Linear stays an nn.Linear. The result is
 `layer.decision`, which `describe` prints.
@@ -40,10 +39,13 @@ from narrowgauge.conversion.predict import ERROR, predicted
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated, why_not_int8
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.timing.cards import of_device
 from narrowgauge.structure import features
 
-CANDIDATES = ("bf16", "fp8-block", "fp8-row", "fp8-current")  # the most accurate first
+CANDIDATES = ("bf16", "fp8-block", "fp8-row", "fp8-current")  # on a GPU, the most accurate first
+ON_CPU = ("bf16", "int8")
+ALL = (*CANDIDATES, "int8")
 TIE = 0.02
 
 
@@ -84,7 +86,7 @@ class Decision:
 def preferred(seconds: Mapping[str, float], tie: float = TIE) -> str:
     """Return the most accurate candidate within 2 % of the fastest, or within `tie`."""
     limit = min(seconds.values()) * (1 + tie)
-    return next(name for name in CANDIDATES if name in seconds and seconds[name] <= limit)
+    return next(name for name in ALL if name in seconds and seconds[name] <= limit)
 
 
 def decide(
@@ -102,11 +104,12 @@ def decide(
     Raises the errors of measuring plain bf16, except OutOfMemoryError.
     """
     excluded = {}
-    for name in CANDIDATES[1:]:
+    on_cpu = device_facts(device.type, device.index).type == "cpu"
+    for name in (ALL if on_cpu else CANDIDATES)[1:]:
         reasons = [why_emulated(gemm, device) for gemm in recipes.get(name).gemms().values()]
         if why := next(filter(None, reasons), None):
             excluded[name] = why
-    names = [name for name in CANDIDATES if name not in excluded]
+    names = [name for name in (ON_CPU if on_cpu else CANDIDATES) if name not in excluded]
     if why := why_not_int8(device):
         excluded["int8"] = why
     if names == ["bf16"]:
@@ -167,9 +170,9 @@ def decisions(
     found = {}
     for name, layer in layers.items():
         if choices is not None:
-            if choices.get(name) not in CANDIDATES:
+            if choices.get(name) not in ALL:
                 raise ConfigError(
-                    f"convert: the choice for {name!r} is {choices.get(name)!r}; it must be one of {', '.join(CANDIDATES)}. "
+                    f"convert: the choice for {name!r} is {choices.get(name)!r}; it must be one of {', '.join(ALL)}. "
                     "Pass the choices made for this model, or none to choose again.",
                     code="auto.choice",
                 )

@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import statistics
 import types
 import warnings
@@ -80,19 +81,47 @@ class LinearWorkload:
 def key(workload: LinearWorkload, names: Sequence[str], device: torch.device) -> str:
     """The cache key of a measurement: device, versions, kernel sources, sizes, candidates."""
     # Everything that may change the order of the candidates.
-    properties = torch.cuda.get_device_properties(device)
     facts = {
-        "device": properties.name, "capability": f"{properties.major}.{properties.minor}",
-        "processors": properties.multi_processor_count, "torch": torch.__version__, "cuda": torch.version.cuda,
+        **(_of_processor() if device.type == "cpu" else _of_card(device)),
+        "torch": torch.__version__, "cuda": torch.version.cuda,
         "kernels": _kernels(), **asdict(workload), "candidates": ",".join(names),
     }  # fmt: skip
     return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
+def _of_card(device: torch.device) -> dict[str, object]:
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "device": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "processors": found.multi_processor_count,
+    }
+
+
+def processor_name() -> str:
+    """Name of the CPU as the kernel reports it, e.g. "AMD EPYC"."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _of_processor() -> dict[str, object]:
+    return {
+        "device": processor_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "processors": torch.get_num_threads(),
+    }
+
+
 @cache
 def _kernels() -> str:
     """Digest of the sources of all kernels, so that changed kernels are measured again."""
-    sources = sorted(Path(str(resources.files("narrowgauge.ops"))).rglob("*.py"))
+    folder = Path(str(resources.files("narrowgauge.ops")))
+    sources = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 

@@ -6,11 +6,11 @@ import os
 import platform
 import shutil
 import sys
-from pathlib import Path
 
 import torch
 
 from narrowgauge import __version__, recipes
+from narrowgauge.conversion.measure import LinearWorkload, measured, processor_name
 from narrowgauge.ops.cpp import build
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.registry import device_facts
@@ -30,6 +30,7 @@ def info() -> str:
         lines += [_headline(device), ""]
         lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
         lines += [*_selfcheck_summary(device), ""]
+    lines += [*_rates_of_cpu(), ""]
     found = cpp_compiler()
     without = "none. --device.compile on the CPU needs one."
     lines += [
@@ -37,17 +38,6 @@ def info() -> str:
         f"C++ kernels of the CPU: {build.origin_of_kernels(found)}",
     ]
     return "\n".join(lines)
-
-
-def processor_name() -> str:
-    """Name of the CPU as the kernel reports it, e.g. "AMD EPYC"."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
 
 
 def cpp_compiler() -> str | None:
@@ -78,6 +68,35 @@ def _headline(device: torch.device) -> str:
     ]
     units = f"fast {' and '.join(has)} GEMM" if has else "no fast bfloat16 or int8 GEMM"
     return f"cpu: {processor_name()}, {threads_words()}, {torch.backends.cpu.get_cpu_capability()}, {units}"
+
+
+# Of the Linear that is timed: large enough for full rates, and a fraction of a second in all.
+TOKENS, WIDTH = 512, 1024
+
+
+def _rates_of_cpu() -> list[str]:
+    """Rates of the CPU's units, measured now, and the recipes that are faster than torch's bf16."""
+    cpu = torch.device("cpu")
+    narrow = [
+        name
+        for name in ("int8", "int4-hq-bs")
+        if not any(why_emulated(gemm, cpu) for gemm in recipes.get(name).gemms().values())
+    ]
+    workload = LinearWorkload(tokens=TOKENS, inputs=WIDTH, outputs=WIDTH, dtype=torch.float32)
+    seconds, _ = measured(workload, ["bf16", *narrow], cpu)
+    operations = 3 * 2 * TOKENS * WIDTH * WIDTH
+    times = ", ".join(
+        f"{name} {s * 1e3:.3g} ms ({operations / s / 1e9:.0f} G{'FLOP' if name == 'bf16' else 'OP'}/s)"
+        for name, s in seconds.items()
+    )
+    ratios = {name: seconds["bf16"] / seconds[name] for name in narrow if name in seconds}
+    faster = [f"{name} ({ratio:.2f} times)" for name, ratio in ratios.items() if ratio > 1]
+    found = ", ".join(faster) or "no narrow recipe"
+    return [
+        f"  Measured now on {threads_words()}: a Linear of {WIDTH:,} x {WIDTH:,} on {TOKENS} tokens, forward and backward, with casts:",
+        f"  {times}.",
+        f"  Faster than torch's bf16 autocast here: {found}.",
+    ]
 
 
 def threads_words() -> str:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from narrowgauge import storage
-from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, processor_name, threads_words
+from narrowgauge.conversion.measure import processor_name
+from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, threads_words
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.ops.cpp.build import cache_folder, user_cache
 

@@ -15,10 +15,11 @@ from narrowgauge.conversion import auto
 from narrowgauge.conversion.auto import CANDIDATES, Decision, decide, measure, preferred
 from narrowgauge.conversion.predict import counted, predicted
 from narrowgauge.errors import ConfigError
-from narrowgauge.ops.registry import Device
+from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.ops.timing import rates
 from narrowgauge.ops.timing.cards import card
 from tests.raising import coded, raises
+from tests.selection import needs_compiler
 
 CPU = torch.device("cpu")
 WORKLOAD = measure.LinearWorkload(tokens=8192, inputs=4096, outputs=14336, dtype=torch.bfloat16)
@@ -71,13 +72,35 @@ def test_accuracy_is_in_the_order_of_the_candidates():
     assert lost[0] < lost[1] < lost[2], lost
 
 
-def test_on_a_cpu_nothing_is_faster_and_nothing_is_measured(tmp_path):
+@pytest.fixture
+def plain_cpu(device_is, monkeypatch):
+    """A CPU that multiplies neither bfloat16 nor INT8."""
+    refusal = Refusal("capability", "no units")
+    monkeypatch.setattr("narrowgauge.ops.mm.int8_cpp.refuse", lambda spec: refusal)
+    device_is(Device("cpu", bf16_gemm=False, int8_gemm=False))
+
+
+def test_on_a_cpu_without_units_nothing_is_faster_and_nothing_is_measured(tmp_path, plain_cpu):
     measured = timed()
     decision = decide(WORKLOAD, CPU, tmp_path / "auto.json", measured)
     assert decision.recipe == "bf16" and decision.how == "no choice" and not measured.calls
-    assert str(decision) == (
-        "auto, no choice at 8,192 tokens; not fp8-block, fp8-row, fp8-current: cpu has no FP8 units"
+    assert str(decision).startswith(
+        "auto, no choice at 8,192 tokens; not fp8-block, fp8-row, fp8-current: cpu has no FP8 units; not int8: "
     )
+    assert "no units" in str(decision)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("int8", "recipe"), [(1e-3, "int8"), (1.99e-3, "bf16"), (3e-3, "bf16")])
+def test_on_a_cpu_int8_is_chosen_where_it_was_measured_faster(tmp_path, device_is, int8, recipe):
+    device_is(Device("cpu"))
+    measured = timed(bf16=2e-3, int8=int8)
+    decision = decide(WORKLOAD, CPU, tmp_path / "auto.json", measured)
+    assert (decision.recipe, decision.how) == (recipe, "measured")
+    assert decision.seconds == {"bf16": 2e-3, "int8": int8}
+    assert decision.excluded.keys() == {"fp8-block", "fp8-row", "fp8-current"}
+    again = decide(WORKLOAD, CPU, tmp_path / "auto.json", measured)
+    assert (again.recipe, again.how) == (recipe, "measured before")
 
 
 def test_a_gpu_without_fp8_says_so(device_is):
@@ -337,7 +360,7 @@ def test_convert_decides_once_per_shape_and_describe_tells(monkeypatch):
     model(torch.randn(4, 32)).sum().backward()
 
 
-def test_convert_on_a_cpu_gives_bf16_and_says_why():
+def test_convert_on_a_cpu_gives_bf16_and_says_why(plain_cpu):
     model = ng.convert(small_model(), "auto", tokens=64)
     assert {layer.recipe.name for layer in model} == {"bf16"}
     assert "not fp8-block, fp8-row, fp8-current: cpu has no FP8 units" in ng.describe(model)[0].note
@@ -370,8 +393,8 @@ def test_choices_are_followed_without_measuring(monkeypatch):
             coded("auto.choice", "'1'", "None"),
         ),
         (
-            {"tokens": 8, "choices": {"0": "int8", "1": "bf16", "2": "bf16"}},
-            coded("auto.choice", "'0'", "'int8'"),
+            {"tokens": 8, "choices": {"0": "mxfp8", "1": "bf16", "2": "bf16"}},
+            coded("auto.choice", "'0'", "'mxfp8'"),
         ),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from narrowgauge import recipes
+from narrowgauge.conversion import measure
 from narrowgauge.diagnose import machine
 from narrowgauge.ops.mm import spec as mm_spec
 from narrowgauge.ops.registry import Device, Refusal
@@ -36,6 +37,24 @@ def simulate(monkeypatch, device_is, triton_installed):
     return install
 
 
+@pytest.fixture(autouse=True)
+def rates(monkeypatch):
+    """Seconds of a recipe, in place of a measurement."""
+    seconds = {"bf16": 0.02, "int8": 0.01, "int4-hq-bs": 0.04}
+    monkeypatch.setattr(
+        machine,
+        "measured",
+        lambda workload, names, device: ({name: seconds[name] for name in names}, {}),  # fmt: skip
+    )
+
+
+def test_the_rates_of_this_cpu_are_told(simulate):
+    simulate(cpu=Device("cpu"))
+    text = machine.info()
+    assert "bf16 20 ms (161 GFLOP/s), int8 10 ms (322 GOP/s)" in text
+    assert "Faster than torch's bf16 autocast here: int8 (2.00 times)." in text
+
+
 def verdicts(text, device):
     """recipe -> words, from the block of one device."""
     block = text.partition(f"{device}:")[2].split("\n\n")[1]
@@ -51,7 +70,7 @@ def test_every_recipe_is_listed_for_every_device(simulate):
 def test_the_real_machine():
     text = machine.info()
     assert text.startswith("narrowgauge ") and f"torch {torch.__version__}" in text.splitlines()[0]
-    assert machine.processor_name() in text and "cpu:" in text
+    assert measure.processor_name() in text and "cpu:" in text
 
 
 def test_a_plain_cpu_says_that_it_multiplies_in_float32(simulate, monkeypatch):
@@ -148,8 +167,8 @@ def test_the_c_compiler(monkeypatch, tmp_path):
 
 
 def test_a_machine_without_proc(monkeypatch):
-    monkeypatch.setattr(machine, "Path", lambda name: SimpleNamespace(read_text=_refuse))
-    assert machine.processor_name()
+    monkeypatch.setattr(measure, "Path", lambda name: SimpleNamespace(read_text=_refuse))
+    assert measure.processor_name()
 
 
 def _refuse(encoding):
