@@ -63,6 +63,13 @@ inline void prefetch_part(const Product& p, int64_t j, int64_t first, int64_t sh
   for (int64_t b = 0; b < size; b += 64) __builtin_prefetch(part + b, 0, 2);
 }
 
+// Ask for the lines that a tile will write, while it is multiplied.
+inline void prefetch_result(const Product& p, int64_t row, int rows, int64_t column, int64_t count) {
+  const int64_t size = p.output == BFLOAT16 ? 2 : 4;
+  for (int r = 0; r < rows; r++)
+    for (int64_t b = 0; b < count * size; b += 64) __builtin_prefetch(p.out + ((row + r) * p.out_stride + column) * size + b, 1, 3);
+}
+
 // Sums of a tile of `rows` rows from `row` on by panel j, over the steps first ... first + count of K.
 void sum_tile(const Product& p, int64_t row, int rows, int64_t j, int64_t first, int64_t count, int32_t* sums) {
   const int64_t pitch = width_of(p.form) * 4;
@@ -214,7 +221,7 @@ struct Converted {
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))) static inline void finish(
       const Product& p, const int32_t* sums, int32_t offset, float scale, const Columns& columns, int64_t row, int64_t column,
       int64_t count) {
-    if (p.output != BFLOAT16) return finish_row<WIDTH>(p, sums, offset, scale, columns, row, column, count);
+    if (p.output == SUMS || count < 64) return finish_row<WIDTH>(p, sums, offset, scale, columns, row, column, count);
     __m512 values[4];
     const __m512i off = _mm512_set1_epi32(offset);
     const __m512 factor = _mm512_set1_ps(scale);
@@ -225,19 +232,18 @@ struct Converted {
     }
     if (p.bias)
       for (int v = 0; v < 4; v++) values[v] = _mm512_add_ps(values[v], _mm512_loadu_ps(columns.bias + v * 16));
+    if (p.output == FLOAT32) {
+      float* out = reinterpret_cast<float*>(p.out) + row * p.out_stride + column;
+      for (int v = 0; v < 4; v++) _mm512_storeu_ps(out + v * 16, values[v]);
+      return;
+    }
     for (int v = 0; v < 4; v++) subnormal |= _mm512_fpclass_ps_mask(values[v], 0x20);
     // The instruction takes subnormal numbers for zeros.
     if (subnormal) return finish_row<WIDTH>(p, sums, offset, scale, columns, row, column, count);
     uint16_t* out = reinterpret_cast<uint16_t*>(p.out) + row * p.out_stride + column;
     const __m512i low = (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]), high = (__m512i)_mm512_cvtne2ps_pbh(values[3], values[2]);
-    if (count == 64) {
-      _mm512_storeu_si512(out, low);
-      _mm512_storeu_si512(out + 32, high);
-    } else {
-      const uint64_t mask = (uint64_t(1) << count) - 1;
-      _mm512_mask_storeu_epi16(out, __mmask32(mask), low);
-      _mm512_mask_storeu_epi16(out + 32, __mmask32(mask >> 32), high);
-    }
+    _mm512_storeu_si512(out, low);
+    _mm512_storeu_si512(out + 32, high);
   }
 };
 #endif
@@ -268,8 +274,10 @@ inline void multiply_block(const Product& p, int64_t from, int64_t to, int64_t b
         const int64_t row = from + i * TILE;
         const int rows = int(std::min<int64_t>(TILE, to - row));
         int32_t* tile = sums.data() + (waits ? i * TILE * WIDTH : 0);
+        const bool ends = first + length == steps;
+        if (ends) prefetch_result(p, row, rows, column, count);
         sum_tile(p, row, rows, j, first, length, tile);
-        if (first + length < steps) continue;
+        if (!ends) continue;
         for (int r = 0; r < rows; r++) {
           const float left = p.output == SUMS ? 1.f : p.left_scale[p.left_rows ? row + r : 0];
           const float scale = scalars && p.output != SUMS ? left * p.right_scale[0] : left;
