@@ -2,6 +2,7 @@
 
     Attention: torch's flash in 12 calls
     Attention: torch's math in 12 calls, since dropout excludes flash
+    Attention: narrowgauge's native-cpp in 12 calls    (a fused model on a CPU)
     Attention: separate products in 12 modules of LlamaAttention
 
 torch chooses among several kernels at each call of `scaled_dot_product_attention`:
@@ -164,18 +165,22 @@ def sentence(
     calls: Iterable[AttentionCall],
     written_out: Iterable[nn.Module],
     in_fp8: int = 0,
+    in_kernel: int = 0,
 ) -> str:
     """ "Attention: ...", without a full stop; '' for a model without attention.
 
     calls        of torch's attention, in one forward pass
     written_out  modules that multiply queries, keys and values by products of their own
     in_fp8       calls of `fp8_attention`, which are not among `calls`
+    in_kernel    calls of narrowgauge's own kernel in a fused model, which are not among `calls`
     """
     parts = []
     if in_fp8:
         parts.append(
             ("FP8 by its definition in torch, backward in 16 bits, in ", in_fp8, "call", "")
         )
+    if in_kernel:
+        parts.append(("narrowgauge's native-cpp in ", in_kernel, "call", ""))
     for call, count in Counter(calls).items():
         named = call.kernel or "attention by a kernel that is not known"
         parts.append((f"torch's {named} in ", count, "call", call.excluded()))

@@ -299,6 +299,7 @@ class _Products(TorchDispatchMode):
         self.in_attention = False
         self.attention_calls: list[AttentionCall] = []
         self.in_fp8 = 0  # calls of attention that the model computes in FP8
+        self.in_kernel = 0  # calls that a kernel of `ops.attention16` computes in a fused model
         self.written_out: dict[nn.Module, None] = {}  # in the order of their first products
         self.narrow: Counter[int] = Counter()
         self.wide: Counter[tuple[str, str]] = Counter()
@@ -352,7 +353,9 @@ class _Products(TorchDispatchMode):
         for (kind, part), flops in self.wide.most_common():
             wide.setdefault(kind or "other types", {})[part] = flops / total
         narrow = {bits: flops / total for bits, flops in sorted(self.narrow.items())}
-        attention = sentence(model, self.attention_calls, self.written_out, self.in_fp8)
+        attention = sentence(
+            model, self.attention_calls, self.written_out, self.in_fp8, self.in_kernel
+        )
         return Coverage(operations=total, narrow=narrow, wide=wide, attention=attention)
 
 
@@ -375,8 +378,12 @@ class _Attention(TorchFunctionMode):
         # Recipes are suspended in a count; a module says whether it has FP8 otherwise.
         state = state_of(self.products.running[-1])
         is_narrow = state is not None and not state.reason
+        # Of a fused module (fuse.rotary.FusedAttention), whose kernel takes no fake tensors.
+        has_kernel = getattr(vars(self.products.running[-1]).get("forward"), "has_kernel", None)
         if is_narrow:
             self.products.in_fp8 += 1
+        elif has_kernel is not None and has_kernel(given):
+            self.products.in_kernel += 1
         else:
             self.products.attention_calls.append(AttentionCall.of(given))
         self.products.in_attention = True

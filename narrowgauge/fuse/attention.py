@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,16 @@ def kernel_of(spec: Attention16Spec) -> AttentionFunctions | None:
         return None
     functions: AttentionFunctions = found.run()
     return functions
+
+
+def spec_in_memory(given: Mapping[str, Any]) -> Attention16Spec:
+    """The spec of a call on fake tensors, as if they had memory.
+
+    given  arguments of scaled_dot_product_attention, by name
+    """
+    q, k, v = _as_autocast_has_them(*(given[name] for name in ("query", "key", "value")))
+    spec = Attention16Spec.of(q, k, v, given.get("attn_mask"), given.get("dropout_p", 0.0))
+    return replace(spec, device=replace(spec.device, wrapper=""))
 
 
 @dataclass(eq=False)

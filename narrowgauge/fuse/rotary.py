@@ -9,7 +9,7 @@ are unchanged.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,13 @@ class FusedAttention(FusedForward):
         if key not in self._kernels:
             self._kernels[key] = attention.kernel_of(spec)  # type: ignore[assignment]
         return self._kernels[key]  # type: ignore[return-value]
+
+    def has_kernel(self, given: Mapping[str, Any]) -> bool:
+        """Return True if a kernel computes such a call where its tensors have memory.
+
+        given  arguments of scaled_dot_product_attention, by name
+        """
+        return self.attends and self.attention_kernel(attention.spec_in_memory(given)) is not None
 
     def embed(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any

@@ -46,6 +46,7 @@ class _Attention16(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         prepared = functions.prepare(mask)
         y, lse = functions.forward(q, k, v, prepared, is_causal, scale)
+        # The mask is saved as the kernel reads it: no tensor of the graph, so no hook sees it.
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.functions, ctx.mask, ctx.is_causal, ctx.scale = functions, prepared, is_causal, scale
         return y
@@ -55,6 +56,7 @@ class _Attention16(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         q, k, v, y, lse = ctx.saved_tensors
         grads = ctx.functions.backward(grad_y, q, k, v, ctx.mask, y, lse, ctx.is_causal, ctx.scale)
+        # All three come from one pass over the scores; one that is not wanted saves no time.
         wanted = ctx.needs_input_grad[1:4]
         chosen = (each if needs else None for each, needs in zip(grads, wanted, strict=True))
         return None, *chosen, None, None, None

@@ -278,3 +278,17 @@ def test_what_is_reported():
     assert attention.describe(dropping.eval()) == native
     learned = t5().bfloat16().encoder.block[0].layer[0].SelfAttention
     assert attention.describe(learned).endswith("has no gradient of a learned bias)")
+
+
+def test_a_count_of_operations_names_the_kernel():
+    """It counts on tensors without memory, where torch's attention stands in for the kernel."""
+    model = converted(decoder("Llama").bfloat16())
+    found = ng.describe(model, batch={"input_ids": IDS, "labels": IDS})
+    spec = attention16.Attention16Spec(attention16.Device("cpu"), (torch.bfloat16,) * 3, 16, 16)
+    kernel = "narrowgauge's native-cpp" if attention16.refuse(spec) is None else "torch's flash"
+    assert f"Attention: {kernel} in 2 calls." in str(found)
+    plain = ng.describe(
+        converted(decoder("Llama").bfloat16(), fuse=False), batch={"input_ids": IDS}
+    )
+    assert "Attention: torch's flash in 2 calls." in str(plain)
+    assert plain.coverage is not None and found.coverage is not None
