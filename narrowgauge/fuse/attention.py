@@ -114,11 +114,16 @@ class Lookup:
         ):  # fmt: skip
             q, k, v = _as_autocast_has_them(query, key, value)
             functions = self.choose(Attention16Spec.of(q, k, v, mask, dropout))
-            if functions is not None and len(q) == len(k) and q.shape[1] % k.shape[1] == 0:
+            scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
+            if (
+                functions is not None
+                and scale > 0
+                and len(q) == len(k)
+                and q.shape[1] % k.shape[1] == 0
+            ):
                 wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
                 # A single query of a cache attends to all keys, as in torch's interface.
                 causal = bool(wanted) and mask is None and q.shape[2] > 1
-                scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
                 y = attention16(functions, q, k, v, mask, is_causal=causal, scale=scale)
                 return y.transpose(1, 2), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -21,7 +21,7 @@ Contract
     mask       [batch or 1, heads or 1, queries, keys]: bool, True attends, or numbers that are
                added to the scores; None
     is_causal  query i attends to keys 0 to i
-    scale      of the scores
+    scale      of the scores, above 0
     -> forward   y [batch, heads, queries, value width] in the dtype of q and
                  lse [batch, heads, queries] float32
     -> backward  grad_q, grad_k, grad_v in the dtype of q

@@ -55,20 +55,20 @@ struct TileScratch {
   TileScratch() : p(BLOCK * BLOCK), ds(BLOCK * BLOCK), ds_pairs(BLOCK * BLOCK), wide(ROWS * BLOCK) {}
 };
 
-// 4 keys and 16 NV queries: P = exp2(S * factor - lse), dS = P * (grad_y @ v - delta).
-template <int NV>
+// 4 keys and 16 NV queries: P = exp(S - lse), dS = P * (grad_y @ v - delta).
+template <int NV, bool ADDED>
 inline void backward_rows(const Shape& s, const Tile& tile, const bf16* keys, const bf16* values, const bf16* queries, const bf16* grad_y,
-                          const float* lse, const float* delta, float scale, float exponent, int64_t r0, int64_t v0, TileScratch& to) {
+                          const float* lse, const float* delta, float scale, int64_t r0, int64_t v0, TileScratch& to) {
   const int64_t l0 = v0 * LANES;
   __m512 x[ROWS][NV];
   scores_of<NV>(keys, queries, s.width, scale, tile, r0, v0, x);
-  const __m512 factor = _mm512_set1_ps(exponent);
+  const __m512 factor = _mm512_set1_ps(ADDED ? LOG2E : scale * LOG2E);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; v++) {
     const __m512 shift = _mm512_loadu_ps(lse + l0 + LANES * v);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
-      const __m512 p = exp2_of(_mm512_mul_ps(_mm512_sub_ps(x[r][v], shift), factor));
+      const __m512 p = weight_of<ADDED>(x[r][v], shift, factor);
       _mm512_storeu_ps(to.wide + r * BLOCK + l0 + LANES * v, p);
       _mm256_storeu_si256((__m256i*)(to.p + (r0 + r) * BLOCK + l0 + LANES * v), (__m256i)_mm512_cvtneps_pbh(p));
     }
@@ -107,8 +107,7 @@ inline void backward(int64_t first, int64_t last, const Shape& s, const bf16* q,
   alignas(64) float factor[BLOCK];
   for (float& each : factor) each = scale;
   uint64_t own[BLOCK];
-  const bool is_added = s.mask_kind == 2;
-  const float unit = is_added ? 1.0f : LOG2E, exponent = is_added ? LOG2E : 1.0f;
+  const float unit = s.mask_kind == 2 ? 1.0f : LOG2E;  // of lse, as weight_of reads it
   for (int64_t row = first; row < last; row++) {
     const int64_t head = row % s.heads, batch = row / s.heads, key_head = head / group;
     pack_head(s, q + batch * s.q.batch + head * s.q.head, y + batch * s.y.batch + head * s.y.head,
@@ -127,9 +126,16 @@ inline void backward(int64_t first, int64_t last, const Shape& s, const bf16* q,
         const int64_t t = i * BLOCK;
         for (int64_t r = 0; r < tile.rows; r += ROWS) {
           const int64_t v0 = tile.first(r);
-          if (v0 < tile.vectors)
-            WITH_VECTORS(tile.vectors - v0, backward_rows<NV>(s, tile, keys, values, packed.lanes + t * width, packed.grad_lanes + t * value_width,
-                                                              packed.lse + t, packed.delta + t, scale * unit, exponent, r, v0, scratch));
+          const bf16 *lanes = packed.lanes + t * width, *grads = packed.grad_lanes + t * value_width;
+          const float *logs = packed.lse + t, *deltas = packed.delta + t;
+          if (v0 >= tile.vectors) continue;
+          if (tile.added != nullptr) {
+            WITH_VECTORS(tile.vectors - v0,
+                         backward_rows<NV, true>(s, tile, keys, values, lanes, grads, logs, deltas, scale, r, v0, scratch));
+          } else {
+            WITH_VECTORS(tile.vectors - v0,
+                         backward_rows<NV, false>(s, tile, keys, values, lanes, grads, logs, deltas, scale, r, v0, scratch));
+          }
         }
         // On the diagonal 16 keys meet the queries from theirs on.
         const int64_t step = tile.is_diagonal ? LANES : tile.rows;

@@ -64,23 +64,20 @@ struct Tile {
 };
 
 #if defined(__x86_64__)
-// Scores of 4 keys and 16 NV queries, times `scale`, plus the mask, -inf where no attention is.
+// Scores of 4 keys and 16 NV queries, -inf where no attention is: bare products, or times `scale` plus
+// a mask that is added.
 template <int NV>
 INLINE void scores_of(const bf16* keys, const bf16* queries, int64_t width, float scale, const Tile& tile, int64_t r0, int64_t v0,
                       __m512 (&s)[ROWS][NV]) {
   clear<NV>(s);
   multiply<NV>(keys + r0 * width, width, queries + 2 * LANES * v0, 2 * BLOCK, width / 2, s);
-  const __m512 factor = _mm512_set1_ps(scale);
-#pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) s[r][v] = _mm512_mul_ps(s[r][v], factor);
   if (tile.added != nullptr) {
+    const __m512 factor = _mm512_set1_ps(scale);
     const float* from = tile.added + r0 * BLOCK + v0 * LANES;
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) s[r][v] = _mm512_add_ps(s[r][v], _mm512_loadu_ps(from + r * BLOCK + LANES * v));
+      for (int v = 0; v < NV; v++) s[r][v] = _mm512_fmadd_ps(s[r][v], factor, _mm512_loadu_ps(from + r * BLOCK + LANES * v));
   }
   if (tile.shown != nullptr) {
     const __m512 hidden = _mm512_set1_ps(-INFINITE);
@@ -117,9 +114,37 @@ struct Running {
   float *y, *total, *largest;
 };
 
-// One block of keys. exponent: factor from scores to powers of two.
+// P of a tile from its scores -> panel p [32][64][2], and the new sums and maxima.
+//
+// kept  [64]: factor of the earlier y
+template <bool ADDED>
+inline void softmax_tile(const Tile& tile, const float* scores, const float* largest, float exponent, const Running& run, float* kept,
+                         bf16* p) {
+  const __m512 factor = _mm512_set1_ps(exponent);
+  for (int64_t v = 0; v < tile.vectors; v++) {
+    const __m512 top = _mm512_loadu_ps(largest + LANES * v);
+    // Without a key so far: exp(-inf) and not NaN.
+    const __mmask16 none = _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITE), _CMP_EQ_OQ);
+    const __m512 most = _mm512_maskz_mov_ps(__mmask16(~none), top), shift = ADDED ? most : _mm512_mul_ps(most, factor);
+    const __m512 k = weight_of<ADDED>(_mm512_loadu_ps(run.largest + LANES * v), shift, factor);
+    __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(run.total + LANES * v), k);
+    _mm512_storeu_ps(kept + LANES * v, k);
+    const int64_t rows = tile.is_diagonal ? std::min(tile.rows, LANES * (v + 1)) : tile.rows;
+    for (int64_t r = 0; r < rows; r += 2) {
+      const float* from = scores + r * BLOCK + LANES * v;
+      const __m512 a = weight_of<ADDED>(_mm512_loadu_ps(from), shift, factor);
+      const __m512 b = weight_of<ADDED>(_mm512_loadu_ps(from + BLOCK), shift, factor);
+      sum = _mm512_add_ps(sum, _mm512_add_ps(a, b));
+      _mm512_storeu_si512(p + r * BLOCK + 2 * LANES * v, rounded_pairs(a, b));
+    }
+    _mm512_storeu_ps(run.total + LANES * v, sum);
+    _mm512_storeu_ps(run.largest + LANES * v, top);
+  }
+}
+
+// One block of keys.
 inline void forward_tile(const Shape& s, const Tile& tile, const bf16* keys, const bf16* values, const bf16* queries, float scale,
-                         float exponent, const Running& run, float* scores, bf16* p) {
+                         const Running& run, float* scores, bf16* p) {
   alignas(64) float largest[BLOCK], kept[BLOCK];
   std::memcpy(largest, run.largest, sizeof(largest));
   for (int64_t r = 0; r < tile.rows; r += ROWS) {
@@ -127,26 +152,10 @@ inline void forward_tile(const Shape& s, const Tile& tile, const bf16* keys, con
     if (v0 < tile.vectors)
       WITH_VECTORS(tile.vectors - v0, write_scores<NV>(keys, queries, s.width, scale, tile, r, v0, scores, largest));
   }
-  const __m512 factor = _mm512_set1_ps(exponent);
-  for (int64_t v = 0; v < tile.vectors; v++) {
-    const __m512 top = _mm512_loadu_ps(largest + LANES * v);
-    // Without a key so far: exp(-inf) and not NaN.
-    const __mmask16 none = _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITE), _CMP_EQ_OQ);
-    const __m512 shift = _mm512_maskz_mov_ps(__mmask16(~none), top);
-    const __m512 k = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(run.largest + LANES * v), shift), factor));
-    __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(run.total + LANES * v), k);
-    _mm512_storeu_ps(kept + LANES * v, k);
-    const int64_t rows = tile.is_diagonal ? std::min(tile.rows, LANES * (v + 1)) : tile.rows;
-    for (int64_t r = 0; r < rows; r += 2) {
-      const float* from = scores + r * BLOCK + LANES * v;
-      const __m512 a = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(from), shift), factor));
-      const __m512 b = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(from + BLOCK), shift), factor));
-      sum = _mm512_add_ps(sum, _mm512_add_ps(a, b));
-      _mm512_storeu_si512(p + r * BLOCK + 2 * LANES * v, rounded_pairs(a, b));
-    }
-    _mm512_storeu_ps(run.total + LANES * v, sum);
-    _mm512_storeu_ps(run.largest + LANES * v, top);
-  }
+  if (tile.added != nullptr)
+    softmax_tile<true>(tile, scores, largest, LOG2E, run, kept, p);
+  else
+    softmax_tile<false>(tile, scores, largest, scale * LOG2E, run, kept, p);
   accumulate_lanes(values, p, tile.rows / 2, s.value_width, tile.vectors, tile.is_diagonal, run.y, kept);
 }
 
@@ -156,9 +165,7 @@ inline void forward(int64_t first, int64_t last, const Shape& s, const bf16* q, 
   const int64_t blocks = s.query_blocks(), key_blocks = s.key_blocks(), group = s.heads / s.key_heads;
   Scratch<bf16> keys(key_blocks * BLOCK * s.width), values(key_blocks * BLOCK * s.value_width), queries(BLOCK * s.width), p(BLOCK * BLOCK);
   Scratch<float> sums(s.value_width * BLOCK), scores(BLOCK * BLOCK);
-  // With a mask that is added, scores are in units of e, since its largest numbers times log2(e) overflow.
-  const bool is_added = s.mask_kind == 2;
-  const float exponent = is_added ? LOG2E : 1.0f;
+  const float unit = s.mask_kind == 2 ? 1.0f : scale;  // of the largest scores
   int64_t packed = -1;
   for (int64_t row = first; row < last; row++) {
     const int64_t i = row % blocks, head = row / blocks % s.heads, batch = row / blocks / s.heads, key_head = head / group;
@@ -182,12 +189,11 @@ inline void forward(int64_t first, int64_t last, const Shape& s, const bf16* q, 
     for (int64_t j = 0; j < (s.is_causal ? std::min(key_blocks, i + 1) : key_blocks); j++) {
       const Tile tile(s, mask, batch, head, i, j, own);
       if (!tile.is_skipped)
-        forward_tile(s, tile, keys + j * BLOCK * s.width, values + j * BLOCK * s.value_width, queries, is_added ? scale : scale * LOG2E, exponent,
-                     run, scores, p);
+        forward_tile(s, tile, keys + j * BLOCK * s.width, values + j * BLOCK * s.value_width, queries, scale, run, scores, p);
     }
     for (int64_t c = 0; c < BLOCK; c++) inverse[c] = total[c] == 0.0f ? 0.0f : 1.0f / total[c];
     float* logs = lse + (batch * s.heads + head) * s.queries + i * BLOCK;
-    for (int64_t c = 0; c < count; c++) logs[c] = (is_added ? largest[c] : largest[c] * LN2) + std::log(total[c]);
+    for (int64_t c = 0; c < count; c++) logs[c] = largest[c] * unit + std::log(total[c]);
     unpack_lanes(sums, inverse, count, s.value_width, y + batch * s.y.batch + head * s.y.head + i * BLOCK * s.y.token, s.y.token);
   }
 }

@@ -21,7 +21,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 64, LANES = 16, ROWS = 4;
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr float LOG2E = 1.4426950408889634f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 using bf16 = uint16_t;
 
@@ -78,6 +78,16 @@ INLINE __m512 exp2_of(__m512 x) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6931512951850891f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(p, x);  // p * 2 ** floor(x)
+}
+
+// exp of a score, for softmax: 2 ** (score * factor - shift * factor).
+//
+// added   of scores with a mask that is added, in units of e: subtracts first, since its largest
+//         numbers times log2(e) overflow. shift is one of the scores
+// else    of bare products, which `factor` scales: one multiply-add. shift has the factor already
+template <bool ADDED>
+INLINE __m512 weight_of(__m512 score, __m512 shift, __m512 factor) {
+  return exp2_of(ADDED ? _mm512_mul_ps(_mm512_sub_ps(score, shift), factor) : _mm512_fmsub_ps(score, factor, shift));
 }
 
 template <int NV>
