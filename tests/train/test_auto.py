@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from narrowgauge.cli import main
 from narrowgauge.conversion import auto
 from narrowgauge.conversion.auto import Decision
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.ops.registry import Device
+from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.train import loop
 from narrowgauge.train import run_metadata as machine
 from narrowgauge.train.config.settings import replace
 from tests.raising import raises
+from tests.selection import needs_compiler
 from tests.train import tiny
 
 
@@ -69,15 +71,39 @@ def test_another_choice_than_the_checkpoints_is_refused(text, tmp_path, as_if_me
         loop.run(replace(config, steps=4, resume=True))
 
 
-def test_on_a_cpu_the_run_says_that_nothing_is_faster(text, tmp_path, capsys, cpu):
+@pytest.mark.parametrize("bf16_gemm", [False, True])
+def test_on_a_cpu_the_run_says_that_nothing_is_faster(
+    text, tmp_path, capsys, device_is, monkeypatch, bf16_gemm
+):
+    refusal = Refusal("capability", "no units")
+    monkeypatch.setattr("narrowgauge.ops.mm.int8_cpp.refuse", lambda spec: refusal)
+    device_is(Device("cpu", bf16_gemm=bf16_gemm, int8_gemm=False))
     config = tiny.settings(text, tmp_path / "run", steps=1)
     assert main(["train", *tiny.flags(replace(config, recipe="auto"), text)]) == 0
     assert (
         "bf16 (auto, no choice at 64 tokens; not fp8-block, fp8-row, fp8-current: cpu has no FP8 units"
         in capsys.readouterr().err
     )
-    head = {"none"} if cpu.bf16_gemm else set()  # as it is, where the units are fast
+    head = {"none"} if bf16_gemm else set()  # as it is, where the units are fast
     assert {row["recipe"] for row in run_facts(tmp_path / "run")["describe"]} == {"bf16"} | head
+
+
+@needs_compiler
+@pytest.mark.parametrize(("int8", "recipe"), [(0.5, "int8"), (2.0, "bf16")])
+def test_on_a_cpu_with_units_for_int8_a_run_measures_it(
+    text, tmp_path, device_is, monkeypatch, int8, recipe
+):
+    """A resumed run takes its choices, whatever would be measured then."""
+    device_is(Device("cpu"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    seconds = {"bf16": 1.0, "int8": int8}
+    measured = lambda workload, names, device: ({name: seconds[name] for name in names}, {})  # noqa: E731
+    monkeypatch.setattr(auto, "decide", partial(auto.decide, measured=measured))
+    config = replace(tiny.settings(text, tmp_path / "run", steps=1), recipe="auto")
+    loop.run(config)
+    assert set(run_facts(tmp_path / "run")["auto"].values()) == {recipe}
+    monkeypatch.setattr(auto, "decide", lambda *_: pytest.fail("measured"))
+    loop.run(replace(config, steps=2, resume=True))
 
 
 def test_save_is_a_recipes_own(text, tmp_path):
