@@ -149,7 +149,7 @@ def main() -> None:
                         "width": case.width,
                         "part": part,
                     }
-                    row |= {"threads": threads, "gflops": work / row["median_s"] / 1e9}
+                    row |= {"threads_of_case": threads, "gflops": work / row["median_s"] / 1e9}
                     row |= {
                         "clock": clock.__name__,
                         "load": os.getloadavg()[0],
