@@ -6,12 +6,14 @@ Integer sums equal int64 arithmetic, results the definition's, to the bit. A for
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import INT4, INT4X2, INT8
@@ -288,3 +290,31 @@ def test_the_variable_that_holds_torch_back_holds_the_form_back(monkeypatch, hel
     monkeypatch.setattr(int8_cpp, "forms", lambda: ("avx2", "vnni-256", "avx512-vnni"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: held)
     assert int8_cpp.fastest.__wrapped__() == found
+
+
+def test_describe_shows_the_instructions(device_is):
+    device_is(Device("cpu"))
+    [row] = ng.describe(ng.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "int8"))
+    assert row.backend == f"{NAME} ({int8_cpp.INSTRUCTIONS[int8_cpp.fastest()]})"
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------------------
+
+
+def test_compiled_code_has_one_operator_and_the_same_bits():
+    left, right = operand(random_codes(33, 65), True), operand(random_codes(20, 65), False)
+    bias = torch.randn(20)
+    for dtype in DTYPES:
+        run = partial(mm, left, right, bias=bias, out_dtype=dtype)
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        assert_same(compiled(), run(backend="reference"))
+
+
+def test_the_operator_has_the_right_fake():
+    codes, scale = random_codes(5, 16), torch.rand(5, 1)
+    given = (codes, codes.T.contiguous().T, scale, scale[:1], torch.randn(5), torch.bfloat16)
+    torch.library.opcheck(
+        torch.ops.narrowgauge.int8_mm.default,
+        given,
+        test_utils=("test_schema", "test_faketensor"),
+    )
