@@ -9,6 +9,7 @@ Fused functions, found by the module names and structure of transformers' blocks
     silu(gate) * up     before down; its backward returns quantized gradients of gate and up
     GELU, tanh GELU     before an MLP's second Linear; backward: quantized gradient of the first
     rotary embedding    queries and keys in one kernel, forward and backward; nothing is quantized
+    cross-entropy       on a CPU, the loss of transformers' causal language models (loss.py)
     attention           in bfloat16 on a CPU with AVX512-BF16 (attention.py); nothing is quantized
 
 A name is only a hint. A module is fused only if it computes the kernel's function on random inputs
@@ -36,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.fuse.forward import FusedForward, Fusion, Save
+from narrowgauge.fuse.loss import fuse_loss, loss_fusions, unfuse_loss
 from narrowgauge.fuse.patterns import FusionCandidate, candidates
 from narrowgauge.fuse.precast import FusedMlp, FusedModule
 from narrowgauge.fuse.probe import gated_kind_of, kind_of, refuse_rotary
@@ -79,12 +81,15 @@ def fuse(model: nn.Module, save: Save | None = None) -> list[Fusion]:
         else:
             # On the instance: class, state dict and parameter names stay unchanged.
             modules[candidate.name].__dict__["forward"] = found
+    with torch.device("cpu"), _disable_current_modes():
+        fuse_loss(model)
     model.__dict__["_not_fused"] = refused
     return fusions(model)
 
 
 def unfuse(model: nn.Module) -> None:
-    """Restore every module's own forward."""
+    """Restore every module's own forward, and the model's loss."""
+    unfuse_loss(model)
     for module in model.modules():
         fused = module.__dict__.get("forward")
         if isinstance(fused, FusedForward):
@@ -119,7 +124,7 @@ def fusions(model: nn.Module) -> list[Fusion]:
             candidate.key, "it came after the model was fused"
         )
         found.append(Fusion(name=candidate.name, readers=candidate.readers, reason=reason))
-    return found
+    return found + loss_fusions(model)
 
 
 def _fused_forward(

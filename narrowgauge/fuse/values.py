@@ -61,6 +61,7 @@ class ValueKernels:
         out = torch.get_autocast_dtype("cpu")
         if tensors[0].dtype != torch.float32 or out != torch.bfloat16:
             return self.kind
+        # Made once: a new Kind at every call would cost more than the lookup of its kernel.
         if out not in self._kinds:
             self._kinds[out] = replace(self.kind, out=out)
         return self._kinds[out]
@@ -74,6 +75,7 @@ class _ValueFunction(torch.autograd.Function):
         rows = [_rows(each) for each in tensors]
         outputs, statistics = kernel.run(kind, rows, None)
         ctx.kind, ctx.fused = kind, fused
+        # As they came: autograd stores a tensor once that a Linear saves too.
         ctx.save_for_backward(*tensors, *statistics)
         y: Tensor = outputs.value.view(tensors[0].shape)
         return y

@@ -17,6 +17,7 @@ from narrowgauge.nn import dropout
 from narrowgauge.ops import fingerprint
 from narrowgauge.ops.attention16 import cpp as attention
 from narrowgauge.ops.cpp import build, int4, prebuilt, threads
+from narrowgauge.ops.cross_entropy import cpp as cross_entropy
 from narrowgauge.ops.mm import int8_cpp
 from narrowgauge.ops.norm_act import cpp as norms
 from narrowgauge.ops.quantize import cpp as casts
@@ -32,7 +33,7 @@ V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 LIBRARIES = [
     each.LIBRARY for each in (dropout, fingerprint, int4, int8_cpp, casts, eden_cpp, norms, norm)
 ]
-LIBRARIES += [attention.LIBRARY, rotary.LIBRARY]
+LIBRARIES += [attention.LIBRARY, rotary.LIBRARY, cross_entropy.LIBRARY]
 USED = [
     ("narrowgauge.optim.cpp", binding.SOURCES),
     ("narrowgauge.ops.cpp", threads.SOURCES),
