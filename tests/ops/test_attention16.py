@@ -343,4 +343,8 @@ def test_a_processor_without_the_instructions_is_refused(monkeypatch):
     given = call()
     with pytest.raises(BackendError, match="no AVX512-BF16"):
         run(given, "native-cpp")
+    held_back = Attention16Spec(Device("cpu", bf16_gemm=False), BF16, 64, 64)
+    monkeypatch.undo()
+    refusal = attention16.refuse(held_back)
+    assert refusal is not None and refusal.code == "capability"
     assert_close(given, "reference")

@@ -115,7 +115,8 @@ def refuse(spec: Attention16Spec) -> Refusal | None:
         return Refusal("shape", f"heads of {widths} are no multiples of {LANES} up to {WIDEST}")
     if (refusal := cpp.LIBRARY.refuse(spec.device.type)) is not None:
         return refusal
-    if not cpp.has_instructions():
+    # bf16_gemm: ONEDNN_MAX_CPU_ISA holds the processor back as a whole, to compare instruction sets.
+    if not (spec.device.bf16_gemm and cpp.has_instructions()):
         return Refusal("capability", "the processor has no AVX512-BF16")
     return None
 
