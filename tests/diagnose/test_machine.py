@@ -44,7 +44,7 @@ def rates(monkeypatch):
     monkeypatch.setattr(
         machine,
         "measured",
-        lambda workload, names, device: ({name: seconds[name] for name in names}, {}),  # fmt: skip
+        lambda workload, names, device: ({name: seconds[name] for name in names}, {}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Integer codes of x and x.T from one pass on a CPU (ops/quantize/pair_cpp.py): those of two casts by the definition, to the bit."""
+"""Integer codes of x and x.T from one pass on a CPU (ops/quantize/cpp.py): those of two casts by the definition, to the bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import E4M3, INT4, INT8
-from narrowgauge.ops.quantize import pair, pair_cpp
+from narrowgauge.ops.quantize import cpp, pair
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Cast
@@ -47,8 +47,8 @@ def test_codes_and_scales_are_those_of_two_casts(seed):
     if draw.random() < 0.3:
         x = x.T.contiguous().T
     cast = replace(ROW, scale=list(RULES.values())[draw.integers(len(RULES))])
-    assert pair_cpp.refuse(Spec.of(x, cast, cols=True)) is None
-    found = pair_cpp.run(x, cast, None, False, True, (None, None))
+    assert cpp.refuse_pair(Spec.of(x, cast, cols=True)) is None
+    found = cpp.run_pair(x, cast, None, False, True, (None, None))
     expected = pair.reference_pair(x, cast, None, False, True, (None, None), backend="reference")
     for each, other in zip(found[:2], expected[:2], strict=True):
         assert_same(each.data, other.data)
@@ -59,9 +59,9 @@ def test_codes_and_scales_are_those_of_two_casts(seed):
 @needs_compiler
 def test_threads_change_nothing():
     x = torch.randn(301, 517) * torch.logspace(-3, 3, 517)
-    one = pair_cpp.run(x, ROW, None, False, True, (None, None))
+    one = cpp.run_pair(x, ROW, None, False, True, (None, None))
     torch.set_num_threads(3)
-    three = pair_cpp.run(x, ROW, None, False, True, (None, None))
+    three = cpp.run_pair(x, ROW, None, False, True, (None, None))
     torch.set_num_threads(1)
     for each, other in zip(one[:2], three[:2], strict=True):
         assert_same(each.data, other.data)
@@ -81,8 +81,8 @@ def test_threads_change_nothing():
 def test_other_casts_are_refused(change, code):
     cast = replace(ROW, **change)
     spec = Spec(Device("cpu"), torch.float32, (4, 4), cast, cols=True)
-    assert pair_cpp.refuse(spec).code == code
-    refused = pair_cpp.refuse(replace(spec, cast=ROW, cols=False))
+    assert cpp.refuse_pair(spec).code == code
+    refused = cpp.refuse_pair(replace(spec, cast=ROW, cols=False))
     assert refused is not None and refused.code == "operands"
 
 
@@ -90,9 +90,9 @@ def test_other_casts_are_refused(change, code):
 def test_a_layer_by_int8_reads_each_operand_once(monkeypatch, device_is):
     device_is(Device("cpu", int8_gemm=True))
     calls = []
-    run = type(pair_cpp.LIBRARY).call
+    run = type(cpp.LIBRARY).call
     monkeypatch.setattr(
-        type(pair_cpp.LIBRARY),
+        type(cpp.LIBRARY),
         "call",
         lambda self, name, *given: (calls.append(name), run(self, name, *given))[1],
     )

@@ -127,7 +127,7 @@ void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int6
     }
 }
 
-constexpr int64_t PAIR_ROWS = 32;  // must match ROWS of ops/quantize/pair_cpp.py
+constexpr int64_t PAIR_ROWS = 32;  // must match ops/quantize/cpp.py
 
 // Largest magnitudes of x [rows, columns] by row and by column. bfloat16 is compared as 16 bits.
 template <typename In>

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from narrowgauge.ops.flat_cast import flatten_cast, unflatten_cast
 from narrowgauge.ops.quantize import KERNELS as OF_ONE
-from narrowgauge.ops.quantize import check_of, compiled, definition, pair_cpp, quantize, triton
+from narrowgauge.ops.quantize import check_of, compiled, cpp, definition, quantize, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
-from narrowgauge.ops.quantize.spec import Spec
+from narrowgauge.ops.quantize.spec import Pair, Spec, Two
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import (
     Kernel,
@@ -30,15 +30,11 @@ from narrowgauge.ops.registry import (
     constant_while_compiling,
     device_facts,
 )
-from narrowgauge.qtensor import QTensor
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast
-
-Noise = Tensor | Key | None
-Two = tuple[Noise, Noise]  # noise of x and of x.T
-Pair = tuple[QTensor, QTensor | None, Tensor | None]
 
 
 def reference_pair(
@@ -76,7 +72,7 @@ def refuse(spec: Spec) -> Refusal | None:
 KERNELS: Registry[Spec] = Registry("quantize_pair")
 KERNELS.register(
     Kernel("triton", refuse, triton.pair, check=check_of(KERNELS.op), replays=True),
-    Kernel("native-cpp", pair_cpp.refuse, pair_cpp.run, on="cpu"),
+    Kernel("native-cpp", cpp.refuse_pair, cpp.run_pair, on="cpu"),
     Kernel("reference", lambda spec: None, reference_pair, by_torch=True),
 )
 

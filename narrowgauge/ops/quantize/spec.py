@@ -13,6 +13,7 @@ from narrowgauge.scaling import SCALE_COLUMNS, SCALE_ROWS, scale_shape, swizzled
 
 if TYPE_CHECKING:
     from narrowgauge.ops.random import Key
+    from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast
 
 
@@ -39,6 +40,11 @@ def empty_units(shape: tuple[int, int], cast: Cast, device: torch.device) -> Ten
     is_whole = not (shape[0] % SCALE_ROWS or columns % SCALE_COLUMNS)
     made = torch.empty if is_whole else torch.zeros
     return made(swizzled_length(shape[0], columns), dtype=torch.uint8, device=device)
+
+
+# Noise of x and of x.T, of `quantize_pair`, and what it returns.
+Two = tuple["Tensor | Key | None", "Tensor | Key | None"]
+Pair = tuple["QTensor", "QTensor | None", "Tensor | None"]
 
 
 @dataclass(frozen=True)
