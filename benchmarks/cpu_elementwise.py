@@ -1,4 +1,4 @@
-"""Norms, activations and rotary embeddings on a CPU: beside torch's own code, beside a copy of the same bytes, and in a step.
+"""Norms, activations, rotary embeddings and cross-entropy on a CPU: beside torch's own code, beside a copy of the same bytes, and in a step.
 
     python -m benchmarks.cpu_elementwise                         functions alone
     python -m benchmarks.cpu_elementwise --step                  a step of a Llama, 1,024 wide, 2 layers, 2 x 512 tokens, AdamW
@@ -29,6 +29,7 @@ import narrowgauge as ng
 from benchmarks import harness
 from benchmarks.harness import Spread, processor_clock
 from narrowgauge.fuse.forward import FusedForward
+from narrowgauge.fuse.loss import FusedLoss
 from narrowgauge.fuse.rotary import FusedAttention
 from narrowgauge.fuse.values import ValueKernels
 from narrowgauge.ops import rotary
@@ -103,6 +104,25 @@ def of_heads(dtype: torch.dtype, batch: int, tokens: int, heads: int, head: int)
     }
 
 
+def of_logits(tokens: int, words: int) -> dict[str, Any]:
+    """Cases of the loss of a causal language model, from bfloat16 logits."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    layer = nn.Sequential(nn.Linear(1, 1))
+    ng.convert(layer, "bf16")
+    logits = torch.randn(1, tokens, words).to(NARROW).requires_grad_()
+    labels = torch.randint(words, (1, tokens))
+
+    def loss(function: Callable[..., Tensor]) -> None:
+        torch.autograd.grad(function(logits=logits, labels=labels, vocab_size=words), logits)
+
+    return {
+        "torch": partial(loss, ForCausalLMLoss),
+        "own": partial(loss, FusedLoss(ForCausalLMLoss, layer[0])),  # type: ignore[arg-type]
+        "bytes": 3 * logits.nbytes,
+    }
+
+
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for rows, columns in SHAPES:
         for name, dtype in (*NORMS, *((each, NARROW) for each in ACTIVATIONS)):
@@ -111,6 +131,8 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield words, of_rows(name, dtype, rows, columns)
     for batch in (2, 12):
         yield f"rotary bfloat16 {batch} x 512 x 16 x 64", of_heads(FLOAT, batch, 512, 16, 64)
+    for words in (2048, 32000):
+        yield f"cross-entropy bfloat16 1024 x {words}", of_logits(1024, words)
 
 
 def functions() -> list[dict[str, Any]]:
