@@ -11,7 +11,8 @@ Cases, in one run and interleaved, all from the same weights:
     torch-fp32           float32
     int8                 convert(model, "int8"): Linears in INT8 alone, attention and norms of torch
     int8-fused           convert(model, "int8", fuse=True): with the project's attention, norms and activations
-    bf16-fused           convert(model, "bf16", fuse=True): those alone, no INT8
+    bf16                 convert(model, "bf16")
+    bf16-fused           convert(model, "bf16", fuse=True): attention and norms alone, no INT8
     int4-hq-bs, int4-hq-lss
     torchao              torchao's INT8 mixed-precision training, where torchao is installed
 
@@ -36,6 +37,7 @@ BASELINE = "torch-bf16"
 RECIPES = {
     "int8": ("int8", False),
     "int8-fused": ("int8", True),
+    "bf16": ("bf16", False),
     "bf16-fused": ("bf16", True),
     "int4-hq-bs": ("int4-hq-bs", False),
     "int4-hq-bs-fused": ("int4-hq-bs", True),
@@ -64,10 +66,10 @@ def llama(width: int, inner: int, layers: int) -> Any:
 
 
 def bert() -> Any:
-    from transformers import BertConfig, BertForMaskedLM
+    from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0}
-    return BertForMaskedLM(BertConfig(**sizes, attention_probs_dropout_prob=0.0))
+    return BertForSequenceClassification(BertConfig(**sizes, attention_probs_dropout_prob=0.0))
 
 
 def vit() -> Any:
@@ -86,7 +88,7 @@ def padded() -> dict[str, torch.Tensor]:
     lengths = torch.linspace(33, 128, 8).long()
     mask = (torch.arange(128)[None] < lengths[:, None]).long()
     ids = torch.randint(0, 30522, (8, 128))
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(0, 2, (8,))}
 
 
 def pictures() -> dict[str, torch.Tensor]:
