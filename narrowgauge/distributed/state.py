@@ -240,6 +240,8 @@ class DistributedState:
             and self.layers
             and not self.micro_batch
             and not has_compiled()
+            # torch's get_state_dict makes an optimizer's states by a step on gradients of zeros.
+            and not any(each.weight.grad is not None for each in self.layers)
         ):
             raise ConfigError(
                 f"advance: rank {dist.get_rank()} has run no forward pass with gradients since distribute, and "
