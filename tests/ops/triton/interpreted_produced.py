@@ -133,7 +133,7 @@ def compare_values_of_codes(kind: Kind, shape: tuple[int, int], dtype: torch.dty
     kept = kept_in_codes(
         kind, tensors_of(kind, *shape, dtype), NARROW["int8" if dtype == torch.float16 else "fp8"]
     )
-    kernel, reference = FORWARD.kernels
+    kernel, *_, reference = FORWARD.kernels
     near(kernel.run(kind, kept, None)[0].value, reference.run(kind, kept, None)[0].value, "y", 2.0)
 
 
@@ -150,7 +150,7 @@ def compare_gradients(
     statistics = definition.statistics(kind, tensors)
     if of_codes:
         tensors = kept_in_codes(kind, tensors)
-    kernel, reference = BACKWARD.kernels
+    kernel, *_, reference = BACKWARD.kernels
     made, of_parameters = kernel.run(kind, tensors, statistics, gy, orders)
     expected, expected_parameters = reference.run(
         kind, tensors, statistics, gy, [None] * len(orders)
