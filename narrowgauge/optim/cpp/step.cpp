@@ -208,6 +208,11 @@ struct Tapered : Format {
       size[p] = bits(x[p]);
     }
     // At least 1 for x > 0: a zero under the square root would make a huge step.
+    if constexpr (PARTS == 1) {
+      // Two saturations would take four operations.
+      store(codes, to_bytes(larger(code[0], smaller(size[0], integers(1)))));
+      return;
+    }
     store_bytes(codes, larger(saturated(code), smaller(saturated(size), shorts(1))));
   }
 };
@@ -542,36 +547,35 @@ template <class FORMAT> FORMAT format_for(const Moment& q, const Place& at, floa
 // Second pass of a tile: writes codes with the scales of the first pass, and corrects the weights
 // for the rounding error of m. Padding of a partial last vector is zero. Both moments share a loop:
 // the square roots of one overlap with the integer work of the other.
-template <class RULE, class FIRST, class SECOND> void encode(const Job& job, const Constants& c, Updated<FIRST, SECOND>& tile) {
+template <class RULE, class FIRST, class SECOND> void encode(const Job& job, const Constants& constants, Updated<FIRST, SECOND>& tile) {
   constexpr bool HALVES = RULE::HALVES && FIRST::IS_NARROW;
-  bool steps = HALVES;
+  const Constants c = constants;  // as in step_tiles
+  bool poisoned = false;
+  float stepped[HALVES ? TILE : 1];
   if constexpr (HALVES) {
     const float scale = scale_from(tile.of_first.most(), FIRST::DROPS);
-    // A non-finite tile steps now with its old first moment, which is zeros from here on.
-    if (scale != scale) {
-      for (int i = 0; i < tile.n; i++) tile.w[i] = tile.w[i] * c.decay + tile.m[i] * RULE::rate(c, tile.root[i]);
-      steps = false;
-    }
+    // A non-finite tile steps now with its old first moment, which is zeros from here on. The loop
+    // steps it too, because a branch there would load constants anew for each block.
+    poisoned = scale != scale;
+    if (poisoned)
+      for (int i = 0; i < tile.n; i++) stepped[i] = tile.w[i] * c.decay + tile.m[i] * RULE::rate(c, tile.root[i]);
   }
   constexpr bool LAGS = RULE::LAGS && FIRST::IS_NARROW;
   const FIRST first = format_for<FIRST>(job.first, tile.at, tile.m, tile.of_first);
   const SECOND second = format_for<SECOND>(job.second, tile.at, tile.v, tile.of_second);
   uint8_t *const firsts = codes_of<FIRST>(job.first, tile.at), *const seconds = codes_of<SECOND>(job.second, tile.at);
   const uint32_t key = job.noise, start = uint32_t(tile.at.index / BLOCK);
-  const auto block = [&](uint8_t* to_first, uint8_t* to_second, float* w, int i) __attribute__((always_inline)) {
+  const auto block = [&](uint8_t* to_first, uint8_t* to_second, float* w, int i, const U* random) __attribute__((always_inline)) {
     F m[PARTS], v[PARTS], kept[PARTS];
-    U random[PARTS];
-    block_noise(key, start + uint32_t(i / BLOCK), random);
     if constexpr (FIRST::IS_NARROW) {
       for (int p = 0; p < PARTS; p++) m[p] = load<F>(tile.m + i + p * LANES);
       first.template encode<RULE::DRAWS>(to_first, m, random, FIRST::DECAYS ? load<H>(tile.decays + i) : H{}, kept);
       if constexpr (HALVES) {
-        if (steps)
-          for (int p = 0; p < PARTS; p++) {
-            const int at = i + p * LANES;
-            const F rate = RULE::rate(c, load<F>(tile.root + at)), lag = rate * load<F>(tile.lag + at);
-            store(w + p * LANES, (load<F>(w + p * LANES) * c.decay + m[p] * rate) + (m[p] - kept[p]) * lag);
-          }
+        for (int p = 0; p < PARTS; p++) {
+          const int at = i + p * LANES;
+          const F rate = RULE::rate(c, load<F>(tile.root + at)), lag = rate * load<F>(tile.lag + at);
+          store(w + p * LANES, (load<F>(w + p * LANES) * c.decay + m[p] * rate) + (m[p] - kept[p]) * lag);
+        }
       } else if constexpr (LAGS)
         for (int p = 0; p < PARTS; p++)
           store(w + p * LANES, load<F>(w + p * LANES) + (m[p] - kept[p]) * load<F>(tile.lag + i + p * LANES));
@@ -582,16 +586,31 @@ template <class RULE, class FIRST, class SECOND> void encode(const Job& job, con
     }
   };
   const int n = tile.n, whole = n / BLOCK * BLOCK, rest = n - whole;
-  for (int i = 0; i < whole; i += BLOCK) block(firsts + i * FIRST::BITS / 8, seconds + i * SECOND::BITS / 8, tile.w + i, i);
+  float* const weights = tile.w;
+  const auto from = [&](int i, const U* random) __attribute__((always_inline)) {
+    block(firsts + i * FIRST::BITS / 8, seconds + i * SECOND::BITS / 8, weights + i, i, random);
+  };
+  U random[SHARING][PARTS];
+  const int shared = n / (BLOCK * SHARING) * (BLOCK * SHARING);
+  for (int i = 0; i < shared; i += BLOCK * SHARING) {
+    blocks_noise(key, start + uint32_t(i / BLOCK), random);
+    for (int b = 0; b < SHARING; b++) from(i + b * BLOCK, random[b]);
+  }
+  if (shared < whole) {
+    block_noise(key, start + uint32_t(shared / BLOCK), *random);
+    from(shared, *random);
+  }
   if (rest) {
     uint8_t a[4 * BLOCK], b[4 * BLOCK];
     float w[BLOCK] = {};
+    block_noise(key, start + uint32_t(whole / BLOCK), *random);
     std::memcpy(w, tile.w + whole, rest * sizeof(float));
-    block(a, b, w, whole);
+    block(a, b, w, whole, *random);
     std::memcpy(tile.w + whole, w, rest * sizeof(float));
     if (FIRST::IS_NARROW) copy_codes<FIRST::BITS>(firsts + whole * FIRST::BITS / 8, a, rest);
     if (SECOND::IS_NARROW) copy_codes<SECOND::BITS>(seconds + whole * SECOND::BITS / 8, b, rest);
   }
+  if (poisoned) std::memcpy(weights, stepped, n * sizeof(float));
 }
 
 // First pass of a tile: decodes, updates, and measures the extents.

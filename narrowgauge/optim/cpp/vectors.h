@@ -186,6 +186,25 @@ inline void block_noise(uint32_t key, uint32_t block, U* random) {
     random[p] = (mixed((lane & 7) + (key + block * 8)) >> ((lane & 8) * 2)) & 0xFFFF;
   }
 }
+#if defined(__AVX512BW__)
+// One mixing serves two blocks.
+constexpr int SHARING = 2;
+typedef uint16_t Shuffle __attribute__((vector_size(64)));
+// Lower halves of eight lanes, then their upper halves, as words beside zeros.
+inline Shuffle halves_from(int first) {
+  Shuffle x{};
+  for (int l = 0; l < LANES; l++) x[2 * l] = uint16_t(2 * (first + l % 8) + l / 8);
+  return x;
+}
+const Shuffle HALVES_OF[SHARING] = {halves_from(0), halves_from(8)};
+inline void blocks_noise(uint32_t key, uint32_t block, U (*random)[PARTS]) {
+  const __m512i both = __m512i(mixed(U(LANE) + (key + block * 8)));
+  for (int b = 0; b < SHARING; b++) random[b][0] = U(_mm512_maskz_permutexvar_epi16(0x55555555, __m512i(HALVES_OF[b]), both));
+}
+#else
+constexpr int SHARING = 1;
+inline void blocks_noise(uint32_t key, uint32_t block, U (*random)[PARTS]) { block_noise(key, block, *random); }
+#endif
 inline F uniform(U bits16) { return (to_float(I(bits16)) + 0.5f) * 0x1p-16f; }
 
 // Two 4-bit codes per byte, the first in the low half. A shift by 28 bits moves the second into the
