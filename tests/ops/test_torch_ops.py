@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 from narrowgauge import recipes
 from narrowgauge.distributed import codes_in_graphs
 from narrowgauge.ops.flat_cast import flatten_cast, is_flattenable
+from narrowgauge.ops.mm import int8_cpp
 from narrowgauge.recipe import Cast
 from tests.ops.registries import registries
 
@@ -151,6 +152,20 @@ def int4_products(draw: random.Random, number: int, device: str = "cpu") -> Argu
         yield lhs, scale, rhs, scale, bias, draw.choice(FLOATS)
 
 
+def int8_products(draw: random.Random, number: int, device: str = "cpu") -> Arguments:
+    for _ in range(number):
+        m, k, n = (draw.choice((1, 16, 33, 128, 200)) for _ in range(3))
+        lhs, rhs = (
+            torch.randint(-127, 128, (rows, k), dtype=torch.int8, device=device) for rows in (m, n)
+        )
+        rhs = rhs.T.contiguous().T if draw.random() < 0.5 else rhs
+        scales = (
+            torch.rand(rows if draw.random() < 0.5 else 1, 1, device=device) for rows in (m, n)
+        )
+        bias = torch.randn(n, device=device) if draw.random() < 0.5 else None
+        yield lhs, rhs, *scales, bias, draw.choice(FLOATS)
+
+
 # Operator -> (draws arguments, further shapes in the quick tests and in the slow ones).
 GIVEN: dict[str, tuple[Callable[..., Arguments], int, int]] = {
     "cast": (casts, 0, 12),
@@ -159,6 +174,7 @@ GIVEN: dict[str, tuple[Callable[..., Arguments], int, int]] = {
     "scaled_mm": (scaled_products, 6, 40),
     "block_mm": (block_products, 6, 40),
     "int4_mm": (int4_products, 6, 40),
+    "int8_mm": (int8_products, 6, 40),
 }
 # The check of schemas multiplies FP8 by numbers, which torch does not.
 CHECKS = {"scaled_mm": ("test_faketensor",)}
@@ -208,6 +224,8 @@ def test_operators_without_a_kernel_for_the_cpu_are_those_that_are_named() -> No
 @pytest.mark.parametrize("name", sorted(GIVEN.keys() - WITHOUT_CPU))
 def test_torch_checks_the_operators(name: str) -> None:
     """Empty tensors and one element. Delayed casts of empty tensors raised torch's error of shapes."""
+    if name == "int8_mm" and int8_cpp.LIBRARY.missing:
+        pytest.skip(int8_cpp.LIBRARY.missing)
     calls = len(list(GIVEN[name][0](random.Random(name), GIVEN[name][1])))
     assert check(name, GIVEN[name][1], CHECKS.get(name, CHEAP), 40 / calls) >= 6
 
