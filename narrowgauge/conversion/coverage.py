@@ -397,7 +397,8 @@ class _Attention(TorchFunctionMode):
         wants = [each.requires_grad for each in (q, k, v)]
         # Backward has a product for each of v, the softmax's result, q and k; forward has two.
         backward = (wants[2] + (wants[0] or wants[1]) + wants[0] + wants[1]) / 2
-        kind = OPERANDS.get(q.dtype, ""), "attention"
+        # Of the result: autocast rounds the operands inside the function.
+        kind = OPERANDS.get(found.dtype, ""), "attention"
         if is_narrow:
             self.products.narrow[E4M3.bits] += flops
         self.products.wide[kind] += round((backward + (not is_narrow)) * flops)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.addresses import type_of
 from narrowgauge.nn import transforms
 from narrowgauge.nn.attention16 import attention16
 from narrowgauge.ops.attention16 import KERNELS, Attention16Spec, AttentionFunctions
@@ -41,7 +42,7 @@ def looks_up(module: nn.Module) -> bool:
     if not isinstance(own, types.FunctionType) or NAME not in own.__code__.co_names:
         return False
     like = next(module.parameters(), None)
-    return like is not None and like.device.type == "cpu" and hasattr(module, "config")
+    return like is not None and type_of(like.device) == "cpu" and hasattr(module, "config")
 
 
 def kernel_of(spec: Attention16Spec) -> AttentionFunctions | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.addresses import in_memory
+from narrowgauge.addresses import in_memory, type_of
 from narrowgauge.fuse.forward import Fusion
 from narrowgauge.nn import transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
@@ -76,7 +76,7 @@ class FusedLoss:
         """Return (losses [T], number of rows with a loss), or None if no kernel computes them."""
         if (
             torch.compiler.is_compiling()
-            or logits.device.type != "cpu"
+            or type_of(logits.device) != "cpu"
             or targets.device != logits.device
             or targets.dtype != torch.int64
             or self.layer.recipe is None
@@ -147,7 +147,7 @@ def loss_fusions(model: nn.Module) -> list[Fusion]:
     if not isinstance(fused, FusedLoss) or fused.layer.recipe is None:
         return []
     weight = fused.layer.weight
-    if weight.device.type != "cpu":
+    if type_of(weight.device) != "cpu":
         return []
     kernel = FORWARD.choose(CrossEntropySpec(device_facts("cpu", None), weight.dtype)).kernel
     if kernel.by_torch:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.addresses import in_memory
+from narrowgauge.addresses import in_memory, type_of
 from narrowgauge.fuse.forward import OWN_CODE, FusedForward, Fusion
 from narrowgauge.fuse.saving import RecomputedOutput, SavedLayout, quantize_input
 from narrowgauge.fuse.values import ValueKernels
@@ -104,7 +104,7 @@ class FusedModule(FusedForward):
         fallback  computes y without a kernel
         """
         x = tensors[0]
-        if x.device.type == "cpu" and self.save is None and self.is_active:
+        if type_of(x.device) == "cpu" and self.save is None and self.is_active:
             y = self.values(tensors)
             if y is not None:
                 return y
@@ -228,7 +228,8 @@ class FusedModule(FusedForward):
     def _value_backend(self) -> str | None:
         """Describe the kernel that computes values alone; None if a cast decides."""
         like = next((each.weight for each in self.readers if isinstance(each, QLinear)), None)
-        if like is None or like.device.type != "cpu" or self.save is not None or not self.is_active:
+        on_cpu = like is not None and type_of(like.device) == "cpu"
+        if like is None or not on_cpu or self.save is not None or not self.is_active:
             return None
         dtypes = (like.dtype, *(each.dtype for each in self._parameters()))
         device, columns = device_facts(like.device.type, like.device.index), like.shape[-1]

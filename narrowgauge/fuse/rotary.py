@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.addresses import in_memory
+from narrowgauge.addresses import in_memory, type_of
 from narrowgauge.fuse import attention
 from narrowgauge.fuse.attention import Lookup
 from narrowgauge.fuse.forward import FusedForward, Fusion
@@ -72,7 +72,7 @@ def _result_dtypes(q: Tensor, k: Tensor, cos: Tensor) -> tuple[torch.dtype, torc
     There the angles have the dtype of a float32 residual stream, and attention rounds the result to
     the dtype that q and k have already: the same bits.
     """
-    if q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+    if type_of(q.device) == "cpu" and torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         if q.dtype == k.dtype == narrow:
             return narrow, narrow

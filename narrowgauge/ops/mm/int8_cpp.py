@@ -273,7 +273,8 @@ def _packed(
     size = count * width * row_bytes
     if panels is None or panels.numel() < size:
         panels = torch.empty(size, dtype=torch.uint8, device="cpu")
-        setattr(_MEMORY, side, panels)
+        if type(panels) is Tensor:  # and not fake, in a count of memory
+            setattr(_MEMORY, side, panels)
     inner, strides = x.shape[1], x.stride()
     # A byte takes 0.07 ns, so threads pay from a megabyte on.
     LIBRARY.call(
