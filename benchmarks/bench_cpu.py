@@ -119,7 +119,8 @@ class Step:
 
     def __call__(self) -> None:
         with torch.autocast("cpu", torch.bfloat16) if self.autocasts else nullcontext():
-            loss = (self.calls or self.model)(**self.batch).loss
+            call = self.model if self.calls is None else self.calls
+            loss = call(**self.batch).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
