@@ -8,7 +8,7 @@
     dotprod       sdot, 128 bits (Arm)    16; run under emulation alone, no speed is known
 
 The form is chosen at run time. Results are bit-identical to the definition's, whatever the form and the number of threads.
-Operands may be INT8, INT4 or INT4X2, and may lie in memory in any order. Speed: docs/emulation.md.
+Operands may be INT8, INT4 or INT4X2, and may lie in memory in any order. Speed: docs/cpu.md.
 
 The right operand is packed into panels, and the left one too if its contracted axis is not contiguous or the form widens it.
 Panels of at most CHUNK bytes are packed at a time, into memory that each calling thread reuses: fresh memory costs as much as
