@@ -66,9 +66,10 @@ def test_a_step_reads_once_from_the_device(text, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_fused_run_learns_what_another_does(text, tmp_path):
+    """Nearly: kernels of a CPU round once where torch rounds between operations."""
     for fuse in (False, True):
         loop.run(settings(text, tmp_path / str(fuse), recipe="fp8-delayed", fuse=fuse))
-    assert losses(tmp_path / "True") == losses(tmp_path / "False")
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-3)
 
 
 @pytest.mark.slow
