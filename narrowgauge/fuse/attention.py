@@ -9,7 +9,7 @@ to a `Lookup`. Where the lookup ends at torch's attention ("sdpa"), the kernel c
 accepts the call, and torch's attention otherwise. The configuration is unchanged, so a saved model
 names the attention that it had, and a model with attention="fp8" keeps that.
 
-torch's own attention runs under torch.compile, under gradient checkpointing, with dropout, in float32
+torch's own attention runs under torch.compile, with dropout, in float32
 without autocast, with a bias that is learned (T5 in training), and on processors without AVX512-BF16.
 """
 
@@ -108,8 +108,6 @@ class Lookup:
         mask = _whole(attention_mask, query, key)
         if (
             not torch.compiler.is_compiling()
-            # Under checkpointing of a model with a cache, recomputed keys were longer than saved ones.
-            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
             and not transforms.is_active(query, key, value)
             and query.ndim == key.ndim == value.ndim == 4
             and (mask is not None or attention_mask is None)
@@ -127,6 +125,10 @@ class Lookup:
                 wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
                 # A single query of a cache attends to all keys, as in torch's interface.
                 causal = bool(wanted) and mask is None and q.shape[2] > 1
+                if causal:
+                    # Keys that no query sees: of a static cache, or appended a second time when
+                    # checkpointing computes a layer again. transformers leaves them out too.
+                    k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
                 y = attention16(functions, q, k, v, mask, is_causal=causal, scale=scale)
                 return y.transpose(1, 2), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
