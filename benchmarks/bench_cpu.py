@@ -10,6 +10,7 @@ Cases, in one run and interleaved, all from the same weights:
     torch-bf16-compiled  the same under torch.compile; compiling takes minutes and is not counted
     torch-fp32           float32
     int8                 convert(model, "int8"): Linears in INT8 alone, attention and norms of torch
+    int8-compiled        the same under torch.compile; compiling is not counted
     int8-fused           convert(model, "int8", fuse=True): with the project's attention, norms and activations
     bf16                 convert(model, "bf16")
     bf16-fused           convert(model, "bf16", fuse=True): attention and norms alone, no INT8
@@ -43,7 +44,7 @@ RECIPES = {
     "int4-hq-bs-fused": ("int4-hq-bs", True),
     "int4-hq-lss": ("int4-hq-lss", False),
 }
-CASES = (BASELINE, "torch-bf16-compiled", "torch-fp32", *RECIPES, "torchao")
+CASES = (BASELINE, "torch-bf16-compiled", "torch-fp32", *RECIPES, "int8-compiled", "torchao")
 USUAL = (BASELINE, "torch-fp32", "int8", "int8-fused", "bf16-fused")
 
 
@@ -134,6 +135,9 @@ def step_of(case: str, plain: Any, batch: dict[str, torch.Tensor]) -> Step:
     if case in RECIPES:
         recipe, fuse = RECIPES[case]
         return Step(ng.convert(model, recipe, fuse=fuse), batch)
+    if case == "int8-compiled":
+        ng.convert(model, "int8")
+        return Step(model, batch, calls=torch.compile(model))
     if case == "torch-bf16-compiled":
         return Step(model, batch, calls=torch.compile(model))
     if case == "torchao":

@@ -504,7 +504,7 @@ class QLinear(nn.Linear):
         )
         keep = keep_policy(
             save=state.recipe.save,
-            casts_once=plan.x.transposes,
+            casts_once=plan.x.casts_once,
             device_type=device_facts(x.device.type, x.device.index).type,
             weight_codes=state.weight_codes,
             weight="step" if caches else "recast",

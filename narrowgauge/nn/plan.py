@@ -48,8 +48,8 @@ class OperandPlan:
     transposes    t.T needs no cast of its own: it is the transposed cast of t
     pairs         both GEMMs read codes of the same cast, so one read of t may give both
                   (`ops.quantize.pair`)
-    casts_once    (eager code) t.T needs no read of its own: as `transposes`, or a kernel of the CPU
-                  casts both from one read
+    casts_once    t.T needs no read of its own: as `transposes`, or a kernel of the CPU casts both
+                  from one read
     shares_rows   layers that cast the same t get the same rows: no random numbers, and no scale
                   from the layer's state other than an amax history, if the histories are equal
     shares_cols   likewise for cols
@@ -303,7 +303,7 @@ def _operand_plan(
 
 
 def _is_paired_on_cpu(cast: Cast | None, device: torch.device) -> bool:
-    if cast is None or is_compiling() or device_facts(device.type, device.index).type != "cpu":
+    if cast is None or device_facts(device.type, device.index).type != "cpu":
         return False
     from narrowgauge.ops.quantize import pair  # only for kernels that read codes
 

@@ -1,6 +1,6 @@
 """Casts in compiled code are operators around the kernels of eager mode: who takes them, how many there are, and their bits (exact).
 
-No GPU is asked: a graph is traced for a device that is named, and on a CPU the operators compute by the definition.
+No GPU is asked: a graph is traced for a device that is named. On a CPU the operators compute by the definition, and in C++ INT8 by row.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch._dynamo.backends.common import aot_autograd
 import narrowgauge as ng
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.flat_cast import flatten_cast
-from narrowgauge.ops.quantize import compiled, pair, quantize
+from narrowgauge.ops.quantize import compiled, cpp, pair, quantize
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import Cast, DelayedScaling
 from tests.compare import assert_same
-from tests.selection import quick
+from tests.selection import needs_compiler, quick
 
 HOPPER = Device("cuda", (9, 0), cuda=(13, 0))
 CASTS = {str(cast): cast for name in ("fp8-current", "fp8-row", "fp8-block", "mxfp8", "int8", "nvfp4")
@@ -149,3 +149,88 @@ def test_torch_checks_the_operators(cast: Cast, cols: bool) -> None:
     if cast.is_per_tensor:
         given = (torch.randn(48, 34), torch.tensor([3.0, 0.5, 0.0]), *words, True, cols)
         torch.library.opcheck(torch.ops.narrowgauge.cast_delayed.default, given)
+
+
+# --- INT8 by row on a CPU ---
+
+
+def trained(layer: nn.Module, call, shapes: list[int], autocasts: bool) -> list[torch.Tensor]:
+    """Outputs and gradients of batches of so many rows."""
+    found = []
+    for seed, rows in enumerate(shapes):
+        torch.manual_seed(seed)
+        x = torch.randn(rows, 32, requires_grad=True)
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            y = call(x)
+        y.float().square().sum().backward()
+        gradients = [each.grad for each in layer.parameters() if each.requires_grad]
+        found += [y.detach(), x.grad, *gradients]
+    return found
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@pytest.mark.parametrize(
+    ("bias", "autocasts", "trains"),
+    [(True, True, True), (False, False, True), (True, False, False)],
+)
+def test_compiled_int8_is_eager_int8(bias: bool, autocasts: bool, trains: bool, device_is) -> None:
+    """Outputs and gradients, of several numbers of rows and of a weight that is not trained (exact)."""
+    device_is(Device("cpu", int8_gemm=True))
+    torch._dynamo.reset()
+    layer = ng.convert(nn.Sequential(nn.Linear(32, 24, bias=bias), nn.Linear(24, 40)), "int8")
+    layer[0].weight.requires_grad_(trains)
+    compiled_layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    shapes = [48, 7, 130]
+    found = [trained(layer, call, shapes, autocasts) for call in (layer, compiled_layer)]
+    for eager, other in zip(*found, strict=True):
+        assert_same(other, eager)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cols", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", ["rows", "columns", "row repeated", "column repeated", "part"])
+def test_the_operator_of_int8_by_row_tells_the_strides_of_its_results(
+    order: str, dtype: torch.dtype, cols: bool
+) -> None:
+    """Values by the definition, and strides as the fake has them (exact)."""
+    x = torch.randn(33, 20).to(dtype)
+    if order == "columns":
+        x = x.T.contiguous().T
+    elif order == "part":
+        x = torch.cat([x, x], 1)[:, :20]
+    elif order != "rows":
+        x = x[:1].expand(33, 20) if order == "row repeated" else x[:, :1].expand(33, 20)
+    cast = CASTS[next(name for name in CASTS if name.startswith("int8"))]
+    format, tile, rule, headroom = flatten_cast(cast)
+    given = (x, None, format, list(tile), rule, headroom, cols)
+    parts = torch.ops.narrowgauge.cast(*given)
+    for made, of in zip(parts[::2], (x, x.T), strict=False):
+        assert_same(made, quantize(of, cast, backend="reference").data)
+    assert len({each.untyped_storage().data_ptr() for each in parts}) == len(parts)
+    torch.library.opcheck(
+        torch.ops.narrowgauge.cast.default, given, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_compiled_code_casts_int8_by_operators(device_is) -> None:
+    """Four weights and two inputs in forward, four gradients in backward, each read once."""
+    if cpp.LIBRARY.missing:
+        pytest.skip(cpp.LIBRARY.missing)
+    assert casts_of("int8", lambda *_, **__: None) == [{"cast": 6}, {"cast": 4}]
+
+
+@needs_compiler
+def test_without_a_library_the_operator_computes_by_the_definition(monkeypatch) -> None:
+    cast = CASTS[next(name for name in CASTS if name.startswith("int8"))]
+    x = torch.randn(33, 20).T
+    by_kernel = compiled.quantize(x, cast, None, cols=True)
+    monkeypatch.setitem(vars(cpp.LIBRARY), "missing", "no compiler")
+    for made, expected in zip(compiled.quantize(x, cast, None, cols=True), by_kernel, strict=True):
+        assert_same(made.data, expected.data)
+        assert_same(made.scale, expected.scale)
+        assert made.data.stride() == expected.data.stride()

@@ -80,9 +80,12 @@ class Library:
             return str(error)
         return ""
 
-    def refuse(self, device: str) -> Refusal | None:
-        """Return the reason why the library is unusable on this type of device, or None."""
-        if torch.compiler.is_compiling():
+    def refuse(self, device: str, in_operator: bool = False) -> Refusal | None:
+        """Return the reason why the library is unusable on this type of device, or None.
+
+        in_operator  True if compiled code calls the library through an operator
+        """
+        if torch.compiler.is_compiling() and not in_operator:
             # Dynamo cannot trace ctypes calls, and Inductor fuses the definition itself.
             return Refusal("compiling", "torch.compile cannot look into it")
         if device != "cpu":

@@ -196,10 +196,10 @@ void narrowgauge_four_over_six(int64_t first, int64_t last, const Cast* given, c
 // Largest magnitudes of each row of x, and of each column within blocks of PAIR_ROWS rows, for
 // `narrowgauge_pair`. `first` and `last` count blocks.
 //
-// maxima  of rows [rows]; room for the scales of columns [columns]; of the columns of blocks [blocks, columns]
+// of_rows    [rows]
+// of_blocks  [blocks, columns]
 void narrowgauge_pair_amax(int64_t first, int64_t last, const Cast* cast, const void* x, int64_t stride, int64_t rows, int64_t columns,
-                           float* maxima) {
-    float *const of_rows = maxima, *const of_blocks = maxima + rows + columns;
+                           float* of_rows, float* of_blocks) {
     with_dtype(x, *cast, [&](const auto* from) {
         for (int64_t block = first; block < last; ++block) {
             const int64_t begin = block * PAIR_ROWS;
@@ -213,12 +213,11 @@ void narrowgauge_pair_amax(int64_t first, int64_t last, const Cast* cast, const 
 // `last` count blocks of PAIR_ROWS rows. The threads share the scales of the columns: each computes
 // them all, from a maximum per block.
 //
-// maxima  as `narrowgauge_pair_amax` left them; receives the scales of rows and of columns in their place
-// codes   [2, rows, columns]: by the scales of rows, by those of columns
+// of_rows, of_blocks  as `narrowgauge_pair_amax` left them; of_rows receives the scales of the rows
+// scales              receives the scales of the columns
+// out, turned         [rows, columns]: codes by the scales of rows, and by those of columns
 void narrowgauge_pair(int64_t first, int64_t last, const Cast* given, const void* x, int64_t stride, int64_t rows, int64_t columns,
-                      float* maxima, int8_t* codes) {
-    float *const of_rows = maxima, *const scales = maxima + rows, *const of_blocks = maxima + rows + columns;
-    int8_t *const out = codes, *const turned = codes + rows * columns;
+                      float* of_rows, const float* of_blocks, float* scales, int8_t* out, int8_t* turned) {
     const Cast cast = *given;
     const Format format = cast.format;
     std::vector<uint32_t> largest(columns, 0);

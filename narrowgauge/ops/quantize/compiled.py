@@ -9,6 +9,8 @@ quotients as its own options say. Under current scaling with one scale per tenso
 magnitude stays in plain torch: Inductor fuses it into the loops that compute the tensor, so the
 cast is its only extra read. If several layers cast one tensor, torch's CSE merges the calls.
 
+On a CPU the C++ kernels cast integers by row so, and leave the codes of both in the memory order of x.
+
 An operator takes a cast as strings and numbers (`ops.flat_cast`). Inductor fuses the definition
 instead for devices without these kernels, stochastic rounding, decoded values, and formats that
 cannot be encoded.
@@ -26,11 +28,12 @@ from narrowgauge.ops.flat_cast import flatten_cast, is_flattenable, unflatten_ca
 from narrowgauge.ops.quantize import definition, triton
 from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec, empty_scales
-from narrowgauge.ops.registry import constant_while_compiling, device_facts
+from narrowgauge.ops.registry import constant_while_compiling, device_facts, imported
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, CurrentScaling, DelayedScaling
 from narrowgauge.scaling import WHOLE
 
+_PAIR = "narrowgauge.ops.quantize.pair"
 Four = tuple[Tensor, Tensor, Tensor, Tensor]  # amax in use, codes of x, scale, codes of x.T
 Both = tuple[QTensor, QTensor | None, Tensor | None]  # x, x.T, amax of delayed scaling
 
@@ -47,20 +50,28 @@ def fits(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = 
     return isinstance(cast.calibrate, CurrentScaling | DelayedScaling) and x.numel() > 0
 
 
+def is_odd(x: Tensor) -> bool:
+    """Return True if the number of columns is odd, as a constant of the trace.
+
+    Dynamo guards it where that number is dynamic. No kernel of a CPU needs it.
+    """
+    if x.device.type == "cpu":
+        return False
+    return True if x.shape[1] % 2 else False  # noqa: SIM210  bool() would pass on a symbol
+
+
 def takes(x: Tensor, cast: Cast, noise: Any = None, expand: torch.dtype | None = None) -> bool:
     """Return True if `quantize` casts such a tensor by an operator.
 
-    It does if eager mode casts it by a Triton kernel.
+    It does if eager mode casts it by a kernel that an operator may call.
     """
     if not fits(x, cast, noise, expand):
         return False
-    return _is_by_triton(
-        x.device.type, x.device.index, x.dtype, x.shape[1] % 2 == 1, *flatten_cast(cast)
-    )
+    return _is_by_kernel(x.device.type, x.device.index, x.dtype, is_odd(x), *flatten_cast(cast))
 
 
 @constant_while_compiling
-def _is_by_triton(
+def _is_by_kernel(
     device: str, index: int | None, dtype: torch.dtype, is_odd: bool, *words: Any
 ) -> bool:
     """Choose the kernel outside of the trace, which may run its self-check on the device."""
@@ -77,7 +88,7 @@ def _is_by_triton(
         amax=cast.is_per_tensor,
         in_operator=True,
     )
-    return KERNELS.choose(spec).kernel.name == "triton"
+    return KERNELS.choose(spec).kernel.name != "reference"
 
 
 def quantize(
@@ -145,7 +156,7 @@ def _taken_apart(
     )
 
 
-# --- the operators: kernels on CUDA, the definition elsewhere
+# --- the operators: kernels on CUDA, C++ or the definition on a CPU
 
 
 # torch.library.triton_op was not taken: AOTAutograd decomposes it before CSE, so q, k and v would
@@ -167,6 +178,33 @@ def _by_kernels(
     )
 
 
+def _on_cpu(
+    x: Tensor,
+    amax: Tensor | None,
+    format: str,
+    tile: list[int],
+    rule: str,
+    headroom: float,
+    cols: bool,
+) -> list[Tensor]:
+    if amax is None and x.numel() > 0:
+        cast = unflatten_cast(format, (tile[0], tile[1]), rule, headroom)
+        made = imported(_PAIR, "run_in_operator")(x, cast, cols)
+        if made is not None:
+            return _parts(*made)
+    return _by_definition(x, amax, format, tile, rule, headroom, cols)
+
+
+def _empty_codes(x: Tensor, cast: Cast) -> Tensor:
+    """Allocate codes of x on a CPU: in the memory order of x, but row-major if two share a byte."""
+    per_byte = cast.format.codes_per_byte
+    if per_byte > 1:
+        return x.new_empty((x.shape[0], -(-x.shape[1] // per_byte)), dtype=torch.uint8)
+    if x.stride(0) < x.stride(1):
+        return x.new_empty((x.shape[1], x.shape[0]), dtype=cast.format.storage).T
+    return x.new_empty((x.shape[0], x.shape[1]), dtype=cast.format.storage)
+
+
 def _by_definition(
     x: Tensor,
     amax: Tensor | None,
@@ -177,14 +215,15 @@ def _by_definition(
     cols: bool,
 ) -> list[Tensor]:
     cast = unflatten_cast(format, (tile[0], tile[1]), rule, headroom)
-    made = [
-        definition.quantize(each, cast, amax, None, None) for each in ((x, x.T) if cols else (x,))
-    ]
-    laid = [
-        replace(q, scale=empty_scales(q.shape, cast, x.device).copy_(q.scale), checked=True)
-        for q in made
-    ]
-    return _dense(_parts(laid[0], laid[1] if cols else None))
+    laid = []
+    for each in (x, x.T) if cols else (x,):
+        q = definition.quantize(each, cast, amax, None, None)
+        data = _empty_codes(each, cast).copy_(q.data)
+        scale = empty_scales(q.shape, cast, x.device).copy_(q.scale)
+        laid.append(replace(q, data=data, scale=scale, checked=True))
+    # No two results may share memory.
+    parts = _parts(laid[0], laid[1] if cols else None)
+    return [part if part.ndim else part.clone() for part in parts]
 
 
 def _delayed_by_kernels(
@@ -228,18 +267,6 @@ def _four(amax: Tensor, parts: list[Tensor]) -> Four:
     return amax, data, scale, turned[0] if turned else data.new_empty(0)
 
 
-def _dense(parts: list[Tensor]) -> list[Tensor]:
-    """Copy each tensor into its own memory.
-
-    Codes are row-major, as kernels write them; scales keep their layout.
-    """
-    orders = [
-        torch.preserve_format if part.dtype == torch.float32 else torch.contiguous_format
-        for part in parts
-    ]
-    return [part.clone(memory_format=order) for part, order in zip(parts, orders, strict=True)]
-
-
 def _fake(
     x: Tensor,
     amax: Tensor | None,
@@ -254,9 +281,7 @@ def _fake(
         return _parts(triton.empty(x, cast), triton.empty(x.T, cast) if cols else None)
 
     def made(x: Tensor) -> QTensor:
-        per_byte = cast.format.codes_per_byte
-        dtype = torch.uint8 if per_byte > 1 else cast.format.storage
-        data = x.new_empty((x.shape[0], -(-x.shape[1] // per_byte)), dtype=dtype)
+        data = _empty_codes(x, cast)
         scale = empty_scales((x.shape[0], x.shape[1]), cast, x.device)
         shared = x.new_empty((), dtype=torch.float32) if cast.has_global_scale else None
         return QTensor(
@@ -294,5 +319,5 @@ for _name, _kernels, _defined, _shapes in (
     ("narrowgauge::cast_delayed", _delayed_by_kernels, _delayed_by_definition, _fake_delayed),
 ):
     torch.library.impl(_name, "CUDA", _kernels)
-    torch.library.impl(_name, "CPU", _defined)
+    torch.library.impl(_name, "CPU", _on_cpu if _kernels is _by_kernels else _defined)
     torch.library.register_fake(_name, _shapes)

@@ -63,8 +63,8 @@ LIBRARY = cpp.Library(
         "amax": (_P, *_MATRIX, _P),
         "two_level": (_P, _P, _P, _P),
         "four_over_six": (_P, *_MATRIX, _P, c_int32, _P, _P),
-        "pair_amax": (_P, _P, _L, _L, _L, _P),
-        "pair": (_P, _P, _L, _L, _L, _P, _P),
+        "pair_amax": (_P, _P, _L, _L, _L, _P, _P),
+        "pair": (_P, _P, _L, _L, _L, _P, _P, _P, _P, _P),
         "cast": (_P, *_MATRIX, _P, _P, _U, _U, c_int32, _P),
     },
 )
@@ -74,7 +74,24 @@ def refuse(spec: Spec) -> Refusal | None:
     """Return the reason why this kernel does not quantize such a tensor, or None."""
     if spec.cast.rounding == "eden":
         return Refusal("rounding", "corrects no scales, which 'eden' does after it has rounded")
-    return refuse_cast(spec) or LIBRARY.refuse(spec.device.type)
+    return refuse_cast(spec) or _refuse_here(spec)
+
+
+def _refuse_here(spec: Spec) -> Refusal | None:
+    """Return the reason why the library cannot be called from such code, or None."""
+    if spec.in_operator and not serves_compiled(spec.cast):
+        return Refusal("compiling", "torch.compile fuses the definition itself")
+    return LIBRARY.refuse(spec.device.type, spec.in_operator)
+
+
+def serves_compiled(cast: Cast) -> bool:
+    """Return True if compiled code calls this kernel through an operator: for bytes by row.
+
+    Inductor's loops take longer there.
+    """
+    is_byte = isinstance(cast.format, IntFormat) and cast.format.codes_per_byte == 1
+    by_row = cast.tile == (1, WHOLE) and scales_by_amax(cast) and not cast.has_global_scale
+    return is_byte and by_row
 
 
 def refuse_cast(spec: Spec) -> Refusal | None:
@@ -210,7 +227,7 @@ def refuse_pair(spec: Spec) -> Refusal | None:
         return Refusal("format", f"writes integers, a byte each, not {cast.format}")
     if cast.rounding != "nearest" or cast.headroom != 1 or not scales_by_amax(cast):
         return Refusal("rounding", "rounds to nearest, by the largest magnitude")
-    return refuse_cast(spec) or LIBRARY.refuse(spec.device.type)
+    return refuse_cast(spec) or _refuse_here(spec)
 
 
 def run_pair(
@@ -223,15 +240,16 @@ def run_pair(
     matrix = matrix.T if transposed else matrix
     rows, columns = matrix.shape
     matrix = matrix if matrix.stride(1) == 1 or columns == 1 else matrix.contiguous()
-    blocks = -(-rows // PAIR_ROWS)
-    of = constants(cast, True, matrix.dtype, torch.int8)
+    of, blocks = constants(cast, True, matrix.dtype, torch.int8), -(-rows // PAIR_ROWS)
     layout, elements = (matrix, matrix.stride(0), rows, columns), rows * columns
-    # Scales of rows, scales of columns, and maxima of columns by block.
-    floats = torch.empty(rows + columns * (1 + blocks), dtype=torch.float32, device="cpu")
-    codes = torch.empty((2, rows, columns), dtype=torch.int8, device="cpu")
-    LIBRARY.call("pair_amax", blocks, elements, of, *layout, floats)
-    LIBRARY.call("pair", blocks, elements, of, *layout, floats, codes)
-    by_row, by_column = floats.as_strided((rows, 1), (1, 1)), floats.as_strided((columns, 1), (1, 1), rows)  # fmt: skip
-    given = QTensor.of_parts(codes[0], by_row, cast, columns, None)
-    turned = QTensor.of_parts(codes[1].T, by_column, cast, rows, None)
+    # Compiled code receives these, and no two results of an operator may share memory.
+    by_row, by_column, of_blocks = (
+        torch.empty(n, m, dtype=torch.float32, device="cpu")
+        for n, m in ((rows, 1), (columns, 1), (blocks, columns))
+    )
+    out, beside = (torch.empty(rows, columns, dtype=torch.int8, device="cpu") for _ in "rc")
+    LIBRARY.call("pair_amax", blocks, elements, of, *layout, by_row, of_blocks)
+    LIBRARY.call("pair", blocks, elements, of, *layout, by_row, of_blocks, by_column, out, beside)
+    given = QTensor.of_parts(out, by_row, cast, columns, None)
+    turned = QTensor.of_parts(beside.T, by_column, cast, rows, None)
     return (turned, given, None) if transposed else (given, turned, None)

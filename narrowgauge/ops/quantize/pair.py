@@ -84,11 +84,11 @@ def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
     """
     if torch.compiler.is_compiling():
         fits = compiled.fits(x, cast) and not (delayed and cast.has_global_scale)
-        return fits and _is_by_triton(
+        return fits and _is_by_kernel(
             x.device.type,
             x.device.index,
             x.dtype,
-            x.shape[1] % 2 == 1,
+            compiled.is_odd(x),
             delayed,
             cols,
             *flatten_cast(cast),
@@ -101,7 +101,7 @@ def reads_once(x: Tensor, cast: Cast, delayed: bool, cols: bool = True) -> bool:
 
 
 @constant_while_compiling
-def _is_by_triton(
+def _is_by_kernel(
     device: str,
     index: int | None,
     dtype: torch.dtype,
@@ -110,11 +110,11 @@ def _is_by_triton(
     cols: bool,
     *words: Any,
 ) -> bool:
-    """Like `_is_by_triton` of `compiled`."""
+    """Like `_is_by_kernel` of `compiled`."""
     spec = Spec(
         device_facts(device, index), dtype, (2, 4 - is_odd), unflatten_cast(*words), cols=cols, delayed=delayed, in_operator=True
     )  # fmt: skip
-    return KERNELS.choose(spec).kernel.name == "triton"
+    return KERNELS.choose(spec).kernel.name != "reference"
 
 
 def plan(
@@ -180,3 +180,18 @@ def quantize_pair(
     spec = Spec.of(x, cast, noise=noise[0], cols=cols, delayed=amax_state is not None)
     pair: Pair = KERNELS.choose(spec, backend).kernel.run(x, cast, amax_state, records, cols, noise)
     return pair
+
+
+def run_in_operator(x: Tensor, cast: Cast, cols: bool) -> tuple[QTensor, QTensor | None] | None:
+    """Cast x, and x.T if `cols`, for compiled code; None where the definition has to.
+
+    Codes of both are in the memory order of x, which compiled code knows before.
+    """
+    if not cpp.serves_compiled(cast) or cpp.LIBRARY.missing:
+        return None
+    if x.dtype not in cpp.DTYPES:  # torch's copy may change the order
+        is_turned = x.stride(0) < x.stride(1)
+        x = x.T.to(torch.float32).contiguous().T if is_turned else x.to(torch.float32).contiguous()
+    if cols:
+        return cpp.run_pair(x, cast, None, False, True, (None, None))[:2]
+    return cpp.run(x, cast, None, None, None), None
