@@ -201,6 +201,67 @@ def test_a_bfloat16_gemm_is_the_only_rounding(name, cpu, monkeypatch):
     assert took == ([torch.bfloat16, torch.float32] if cpu.bf16_gemm else [])
 
 
+def strided(kind, rows, columns, seed):
+    """A bfloat16 matrix in the memory layout `kind`."""
+    if kind == "columns":
+        return matrix(columns, rows, seed=seed).to(torch.bfloat16).T
+    if kind == "gaps":
+        return matrix(rows, 2 * columns, seed=seed).to(torch.bfloat16)[:, ::2]
+    if kind == "expanded":
+        return matrix(1, columns, seed=seed).to(torch.bfloat16).expand(rows, columns)
+    return matrix(rows, columns, seed=seed).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [("rows", "rows"), ("columns", "gaps"), ("gaps", "columns"), ("expanded", "rows")],
+    ids=str,
+)
+def test_a_bfloat16_gemm_with_a_bias_rounds_once(kinds, dtype, cpu, monkeypatch):
+    """Where bias and sum cancel, a rounding in between would be many units in the last place off (bounded)."""
+    took, once = [], definition._biased_once
+    monkeypatch.setattr(definition, "_biased_once", lambda *given: took.append(1) or once(*given))
+    for m, n, k in ((1, 1, 1), (1, 70, 33), (33, 1, 64), (37, 50, 70), (130, 64, 257)):
+        lhs, rhs = strided(kinds[0], m, k, 0), strided(kinds[1], n, k, 1)
+        sums = lhs.double() @ rhs.double().T
+        for bias in (-sums[0], -2 * sums[-1], torch.zeros(n)):
+            given = bias.to(dtype).repeat_interleave(2)[::2]
+            assert_product(
+                mm(lhs, rhs, bias=given, out_dtype=torch.bfloat16), lhs, rhs, given.float()
+            )
+    assert bool(took) == (cpu.bf16_gemm and dtype != torch.float64)
+
+
+def test_a_bfloat16_gemm_with_a_bias_keeps_what_is_not_finite():
+    """NaN and infinity of an operand and of the bias stay where the definition in float32 has them (exact)."""
+    lhs, rhs, bias = (
+        strided("rows", 40, 70, 0),
+        strided("rows", 50, 70, 1),
+        matrix(1, 50, seed=2)[0],
+    )
+    lhs[3, 5], rhs[7, 2], bias[11], bias[12] = (
+        float("nan"),
+        float("inf"),
+        float("inf"),
+        float("nan"),
+    )
+    out = mm(lhs, rhs, bias=bias, out_dtype=torch.bfloat16).float()
+    expected = lhs.float() @ rhs.float().T + bias
+    assert_same(out.isnan(), expected.isnan())
+    assert_same(out.isinf(), expected.isinf())
+
+
+def test_a_bfloat16_gemm_with_a_bias_over_an_empty_axis():
+    """Without products the bias remains, and without rows or columns nothing (exact)."""
+    bias = matrix(1, 5)[0]
+    out = mm(torch.ones(3, 0), torch.ones(5, 0), bias=bias, out_dtype=torch.bfloat16)
+    assert_same(out, bias.to(torch.bfloat16).expand(3, 5).contiguous())
+    for m, n in ((0, 5), (3, 0)):
+        out = mm(torch.ones(m, 4), torch.ones(n, 4), bias=bias[:n], out_dtype=torch.bfloat16)
+        assert out.shape == (m, n) and out.dtype == torch.bfloat16
+
+
 def test_scales_that_are_no_powers_of_two_leave_bfloat16_to_float32(cpu, monkeypatch):
     """Row scales, and a second scale beside row scales: multiplied after a rounding they would be a second one (exact)."""
     took = onednn_products(monkeypatch)
