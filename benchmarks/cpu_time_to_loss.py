@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.bench_cpu import BASELINE, CASES, llama, step_of
 from benchmarks.harness import RESULTS, record
+from narrowgauge.diagnose.time_to_loss import reached_s
 
 OUTPUT = RESULTS / "cpu_time_to_loss.jsonl"
 BATCH, TOKENS, PIECES, EVERY = 2, 256, 48, 50
@@ -92,17 +93,6 @@ def run(case: str, seed: int, steps: int, path: Path | None) -> dict[str, Any]:
     return {"case": case, "seed": seed, "steps": steps, "curve": curve, "corpus": path.name if path else "python"}  # fmt: skip
 
 
-def reached_s(curve: Sequence[Sequence[float]], loss: float) -> float | None:
-    """Seconds at which the loss is reached for good; None if it is not."""
-    for index in range(len(curve) - 1, -1, -1):
-        if curve[index][2] > loss:
-            if index == len(curve) - 1:
-                return None
-            (_, begin_s, above), (_, end_s, below) = curve[index], curve[index + 1]
-            return begin_s + (end_s - begin_s) * (above - loss) / (above - below)
-    return float(curve[0][1])
-
-
 def summary() -> None:
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for line in OUTPUT.read_text(encoding="utf-8").splitlines():
@@ -114,7 +104,9 @@ def summary() -> None:
         for case, row in cases.items():
             final, reference = row["curve"][-1][2], base[-1][2]
             loss = max(final, reference)
-            mine, theirs = (reached_s(each, loss) for each in (row["curve"], base))
+            mine, theirs = (
+                reached_s([each[1:] for each in curve], loss) for curve in (row["curve"], base)
+            )
             if case != BASELINE and mine is not None and theirs is not None:
                 gains.setdefault(case, []).append(theirs / mine)
                 print(

@@ -22,6 +22,7 @@ from narrowgauge.diagnose.band import Estimate, estimate, moving, spread, window
 from narrowgauge.diagnose.format_text import PERCENT, count, decimals, loss_value, plural, signed
 from narrowgauge.diagnose.left_out import other_steps, words
 from narrowgauge.diagnose.sensitivity import NOT_LEARNT, Assay
+from narrowgauge.diagnose.time_to_loss import TimeToLoss, time_to_loss
 from narrowgauge.diagnose.verdict import (
     DIVERGED,
     EQUIVALENT,
@@ -73,6 +74,7 @@ class Comparison:
     validation: Pair | None  # at the last step where both were evaluated
     tokens_per_s: Pair | None
     peak_bytes: Pair | None
+    time_to_loss: TimeToLoss | None
     run_nonfinite: int | None  # first step whose loss is not finite
     reference_nonfinite: int | None
     left_out: tuple[int, ...] = ()  # batches that the run skipped at loss spikes
@@ -276,6 +278,7 @@ def compare(
         ),
         tokens_per_s=pair(tokens_per_s(run), tokens_per_s(reference)),
         peak_bytes=pair(peak_bytes(run), peak_bytes(reference)),
+        time_to_loss=time_to_loss(run, reference),
         run_nonfinite=first_nonfinite(run),
         reference_nonfinite=first_nonfinite(reference),
         left_out=left_out[0],

@@ -30,6 +30,7 @@ OLD_F1_OVER = {
 
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
     return [
+        *gain_cards(comparison),
         *loss_cards(recorded, comparison),
         *metric_cards(recorded),
         *coverage_cards(recorded),
@@ -39,6 +40,14 @@ def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, s
 
 def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
     return {"label": label, "value": value, "unit": unit, "note": note}
+
+
+def gain_cards(comparison: Comparison | None) -> Iterator[dict[str, str]]:
+    """Yield a card for the time to the same loss, if the reference was trained too."""
+    found = comparison.time_to_loss if comparison else None
+    if comparison and found:
+        note = f"{found.words(comparison.reference_name)}; training steps alone"
+        yield card("Speed to the same loss", f"{found.gain:.2f}", "times as fast", note)
 
 
 def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:

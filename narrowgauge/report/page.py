@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.diagnose import compare, lineage
+from narrowgauge.diagnose.time_to_loss import time_to_loss
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.diagnose.guard_settings import MARGIN
 from narrowgauge.errors import ConfigError
@@ -35,6 +36,19 @@ def write(run_folder: Path) -> Path:
     """
     recorded = read(Path(run_folder))
     return template.write(recorded.folder / "report.html", "report/page.html.jinja", page(recorded))
+
+
+def gain(run_folder: Path) -> str:
+    """Say how fast a run came to the loss of its reference, in a sentence; '' without a reference."""
+    recorded = read(Path(run_folder))
+    if recorded.reference is None:
+        return ""
+    found = time_to_loss(recorded.events, recorded.reference.events)
+    if found is None:
+        return ""
+    return (
+        f"{found.gain:.2f} times as fast to the same loss: {found.words(recorded.reference.name)}."
+    )
 
 
 def page(recorded: Recorded) -> dict[str, Any]:

@@ -42,9 +42,10 @@ class Recorded:
     @property
     def name(self) -> str:
         """Name of this run on the page."""
+        recipe = str(self.run.get("recipe") or "this run")
         return (
             self.label
-            + str(self.run.get("recipe") or "this run")
+            + ("no recipe" if recipe == "none" else recipe)
             + format_text.elsewhere(
                 self.run.get("recipes") or {},
                 str(self.run.get("embedding_codes") or ""),

@@ -23,7 +23,7 @@ from narrowgauge.train import stepping
 from narrowgauge.train.adapter_state import refuse_run
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
-from narrowgauge.train.config.settings import TrainConfig, resolved
+from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, resolved
 from narrowgauge.train.console import tell, tell_note
 from narrowgauge.train.device import (
     give_cublaslt_workspace,
@@ -155,7 +155,10 @@ def _write_report(folder: RunFolder) -> None:
     """
     if folder.run.exists():
         with storage.refusals("write the report to", folder.path):
-            tell(f"Report: {page.write(folder.path)}")
+            path = page.write(folder.path)
+            if gain := page.gain(folder.path):
+                tell(gain)
+            tell(f"Report: {path}")
 
 
 def _train_reference(
@@ -170,6 +173,8 @@ def _train_reference(
     reference = replace(
         config,
         output=str(path),
+        # Without a recipe the reference is the model as torch computes it.
+        fuse=config.fuse and config.compare != NO_RECIPE,
         recipe=config.compare,
         layers_recipe={},
         embedding_codes="",

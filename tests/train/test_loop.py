@@ -146,6 +146,19 @@ def test_run_json_follows_the_contract(full):
     assert all(isinstance(value, str) for row in run["describe"] for value in row.values())
 
 
+def test_a_reference_without_a_recipe_is_torchs_model(make, capsys, with_report):
+    """It has no kernels of ours either, and the time of both to one loss is told."""
+    config = make("int8", compare="none", fuse=True, steps=2, layers=1, eval_every=1)
+    assert loop.run(config) == 0
+    told = capsys.readouterr().err
+    fused, plain = (
+        json.loads((Path(config.output) / part / "run.json").read_text())["fused"]
+        for part in ("", "compare-none")
+    )
+    assert fused and not plain
+    assert "times as fast to the same loss" in told and "of no recipe" in told
+
+
 @pytest.mark.slow
 def test_the_peak_of_the_reference_is_its_own(make, installed, monkeypatch, with_report):
     """The first run fills 128 MiB while it is built. A system that tells one peak of a process leaves the second out."""
