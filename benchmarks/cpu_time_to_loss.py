@@ -20,7 +20,6 @@ import math
 import statistics
 import sysconfig
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 

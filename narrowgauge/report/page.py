@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.diagnose import compare, lineage
-from narrowgauge.diagnose.time_to_loss import time_to_loss
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.diagnose.guard_settings import MARGIN
+from narrowgauge.diagnose.time_to_loss import time_to_loss
 from narrowgauge.errors import ConfigError
 from narrowgauge.report.run_data import Recorded, last_done, read
 

@@ -34,7 +34,7 @@ class RunSettings:
         "Start a branch: go on from another run's checkpoint, with its settings but for those given here. RUN, RUN@STEP "
         "or RUN@best.",
         key="from", free=True)
-    compare: str = ROOT("", "Recipe of a second run on the same data to compare with, as bf16; none: plain torch; empty: no second run.", free=True)
+    compare: str = ROOT("", "Recipe of a second run on the same data, as bf16; none: plain torch; empty: no second run.", free=True)
     # fmt: on
 
 
