@@ -41,8 +41,8 @@ from narrowgauge.nn.keep_policy import forward_codes
 from narrowgauge.nn.noise import tied
 from narrowgauge.nn.operands import Operand
 from narrowgauge.nn.rotation import Rotation
-from narrowgauge.ops.chunking import row_chunks
-from narrowgauge.ops.hadamard import rotated_length, unpack_bits
+from narrowgauge.ops.hadamard import rotated_length
+from narrowgauge.ops.hadamard.definition import rounding_errors
 from narrowgauge.ops.hadamard.encoding import rotate_and_encode
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import calibrated_amax, row_squares, spread
@@ -94,12 +94,9 @@ class Coded:
         """
         assert self.codes is not None
         codes = self.codes if rows is None else self.codes[rows]
-        # Multiply by the reciprocal as `ops.hadamard.encode` does: a division rounds differently,
-        # and elements at the clipping limit would disagree with the mask.
-        ratio = rotated.to(torch.float32) * (1 / self.scale)
-        return torch.where(ratio.abs() <= self.cast.format.max, codes - ratio, 0.0)
+        return rounding_errors(codes, rotated, self.scale, self.cast.format)
 
-    def step_gradient(self, d: Tensor) -> Tensor | None:
+    def step_gradient(self, d: Tensor, kernel: Functions) -> Tensor | None:
         """LSQ's gradient of the step, [1]: sum d * delta / sqrt(numel max).
 
         d  [outer, K], gradient of the dequantized operand
@@ -108,16 +105,14 @@ class Coded:
         """
         if self.residual is None or self.bits is None or self.codes is None:
             return None
-        parts = []
-        for each in row_chunks(d):
-            inside = unpack_bits(self.bits[each], d.shape[1])
-            parts.append(torch.where(inside, 0.0, d[each] * self.codes[each]).sum())
         # A clipped element contributes d * q exactly, for every row. Only
         # the rounding errors are sampled.
-        clipped = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-        some = d if self.rows is None else d[self.rows]
-        share = 1.0 if self.rows is None else max(len(self.rows), 1) / max(len(d), 1)
-        rounded = (some * self.residual.to(torch.float32)).sum() / share
+        whole = self.residual if self.rows is None else None
+        clipped, rounded = kernel.step_sums(d, self.codes, self.bits, whole)
+        if self.rows is not None:
+            # The residual is float16: 11 bits of rounding errors that are at most 1/2.
+            share = max(len(self.rows), 1) / max(len(d), 1)
+            rounded = (d[self.rows] * self.residual.to(torch.float32)).sum() / share
         return ((clipped + rounded) * (max(d.numel(), 1) * self.cast.format.max) ** -0.5).reshape(1)
 
 
@@ -197,7 +192,9 @@ class CodedOperand(Operand):
         other = plan.w.cols if self.plan.role == "x" else plan.x.cols  # the GEMM's other operand
         if other is None:  # it read the 16-bit original: d is the gradient of t, in t's basis
             return d, None
-        bits, step = (None, None) if coded is None else (coded.bits, coded.step_gradient(d))
+        bits, step = (
+            (None, None) if coded is None else (coded.bits, coded.step_gradient(d, self._kernel))
+        )
         if hadamard is None and bits is None:
             return d, step
         # A block of 1 is the identity: only the mask applies.
@@ -211,14 +208,16 @@ class CodedOperand(Operand):
         return kernel
 
     def _code(
-        self, cast: Cast, step: Tensor | None, scale: Tensor | None = None, *, packed: bool = False, bits: bool = False
+        self, cast: Cast, step: Tensor | None, scale: Tensor | None = None, *, packed: bool = False, bits: bool = False,
+        residual: bool = False,
     ) -> tuple[Coded, Tensor | None]:  # fmt: skip
         """Quantize x H for the tensor x [outer, inner]; return the codes, and x H if it was made.
 
-        step    a learned step, used as the scale
-        scale   a known scale; without step and scale, the cast's calibration sets it
-        packed  also return codes two to a byte
-        bits    also return the mask of elements that were not clipped
+        step      a learned step, used as the scale
+        scale     a known scale; without step and scale, the cast's calibration sets it
+        packed    also return codes two to a byte
+        bits      also return the mask of elements that were not clipped
+        residual  also return the rounding errors of all rows
 
         A kernel may rotate, encode and pack in one pass over x, so that x H
         never exists. A scale from the root mean square is then computed of x: a
@@ -241,6 +240,15 @@ class CodedOperand(Operand):
             codes, packed_codes, inside = rotate_and_encode(
                 x, hadamard, rotation.signs, scale, cast.format, packed=packed, bits=bits
             )
+        elif hadamard is not None and is_known and x.numel() > 0:
+            # A scale from the root mean square is not known here: it is computed of x H below, and
+            # of x it would differ in its last bits. The guard may read x: a NaN or an infinity of x
+            # makes a NaN of its block of x H.
+            rotated, scale = None, _guarded(step, x) if scale is None else scale
+            codes, packed_codes, inside, errors = self._kernel.rotate_encode(
+                x, hadamard.block, rotation.signs, scale, cast.format, packed, bits, residual
+            )
+            return Coded(cast, codes, scale, inside, errors, packed=packed_codes), None
         else:
             rotated = rotation(x).to(torch.float32)
             if scale is None:
@@ -349,8 +357,11 @@ class StraightThroughWeight(CodedOperand):
         if source is not None and source.is_gathered and (found := source.lookup(self)) is not None:
             given: Coded = found.codes
             return given
-        coded, rotated = self._code(cast, None, scale, bits=True)
-        if not isinstance(cast.calibrate, LearnedStep):
+        learns = isinstance(cast.calibrate, LearnedStep)
+        coded, rotated = self._code(cast, None, scale, bits=True, residual=learns)
+        # A kernel that rotates and encodes by itself (Triton) returns no rounding errors, and x H is
+        # recomputed for them.
+        if not learns or coded.residual is not None:
             return coded
         return replace(
             coded,

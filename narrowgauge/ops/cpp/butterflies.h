@@ -40,10 +40,51 @@ void three_stages(float* y, int64_t n) {
 }
 #endif
 
+#ifdef __AVX512F__
+// The stages of `registers` times 16 elements, without a store between two stages. A product with
+// +-1 is exact, so each fused multiply-add rounds once, as an addition does.
+template <int registers> void stages_in_registers(float* y, int64_t n) {
+  constexpr __mmask16 ONE = 0xAAAA, TWO = 0xCCCC, FOUR = 0xF0F0, EIGHT = 0xFF00;
+  const __m512 plus = _mm512_set1_ps(1.f), minus = _mm512_set1_ps(-1.f);
+  const __m512 one = _mm512_mask_mov_ps(plus, ONE, minus), two = _mm512_mask_mov_ps(plus, TWO, minus);
+  const __m512 four = _mm512_mask_mov_ps(plus, FOUR, minus), eight = _mm512_mask_mov_ps(plus, EIGHT, minus);
+  for (int64_t i = 0; i < n; i += 16 * registers) {
+    __m512 v[registers];
+#pragma GCC unroll 8
+    for (int k = 0; k < registers; k++) {
+      __m512 x = _mm512_loadu_ps(y + i + 16 * k);
+      x = _mm512_fmadd_ps(x, one, _mm512_permute_ps(x, 0xB1));
+      x = _mm512_fmadd_ps(x, two, _mm512_permute_ps(x, 0x4E));
+      x = _mm512_fmadd_ps(x, four, _mm512_shuffle_f32x4(x, x, 0xB1));
+      v[k] = _mm512_fmadd_ps(x, eight, _mm512_shuffle_f32x4(x, x, 0x4E));
+    }
+#pragma GCC unroll 3
+    for (int h = 1; h < registers; h *= 2) {
+#pragma GCC unroll 8
+      for (int k = 0; k < registers; k++) {
+        if (k & h) continue;
+        const __m512 low = v[k], high = v[k + h];
+        v[k] = _mm512_add_ps(low, high);
+        v[k + h] = _mm512_sub_ps(low, high);
+      }
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < registers; k++) _mm512_storeu_ps(y + i + 16 * k, v[k]);
+  }
+}
+#endif
+
 void butterflies(float* y, int64_t n, int block) {
   int h = 1;
+#ifdef __AVX512F__
+  if (block >= 128) stages_in_registers<8>(y, n);
+  else if (block == 64) stages_in_registers<4>(y, n);
+  else if (block == 32) stages_in_registers<2>(y, n);
+  else if (block == 16) stages_in_registers<1>(y, n);
+  if (block >= 16) h = block < 128 ? block : 128;
+#endif
 #ifdef __AVX2__
-  if (block >= 8) {
+  if (block >= 8 && h == 1) {
     three_stages(y, n);
     h = 8;
   }

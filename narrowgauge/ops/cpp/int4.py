@@ -18,6 +18,8 @@ _P, _L, _I, _U, _F = c_void_p, c_int64, c_int32, c_uint32, c_float
 _SIGNATURES = {
     "turn": (_P, _I, _L, _L, _L, _P, _P, _I, _I, _P),
     "encode": (_P, _L, _P, _F, _P, _P, _P),
+    "turn_encode": (_P, _I, _L, _L, _L, _P, _I, _P, _F, _P, _P, _P, _P),
+    "step_sums": (_P, _P, _P, _P, _L, _P),
     "decode": (_P, _L, _P),
     "uniform": (_U, _U, _P),
     "pack": (_P, _L, _L, _L, _L, _I, _I, _P),

@@ -69,6 +69,12 @@ __all__ = [
 class Functions(NamedTuple):
     """The functions of a kernel. They check no arguments; the module docstring has their meaning.
 
+    rotate_encode  (x, block, signs, scale, format, packed, bits, residual) -> (codes, packed, bits,
+                   residual) of rotate and encode in one pass. residual: codes - rotate(x) / scale,
+                   float32, zero where clipped
+    step_sums      (d, codes, bits, residual), d [outer, n] float32, residual None or as above -> two
+                   sums, 0-d float32: of d codes over clipped elements, of d residual over all
+
     A tuple and not the module that defines them: plans are copied and pickled.
     """
 
@@ -78,13 +84,16 @@ class Functions(NamedTuple):
         [Tensor, Tensor, Format, bool, bool], tuple[Tensor, Tensor | None, Tensor | None]
     ]
     decode: Callable[[Tensor, Format, int], Tensor]
+    rotate_encode: Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]
+    step_sums: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
-_CPP = Functions(cpp.rotate, cpp.unrotate, cpp.encode, cpp.decode)
+_CPP = Functions(cpp.rotate, cpp.unrotate, cpp.encode, cpp.decode, cpp.rotate_encode, cpp.step_sums)
 _DEFINITION = Functions(
-    definition.rotate, definition.unrotate, definition.encode, definition.decode
-)
-# `run` of a kernel returns its functions: one choice serves all four.
+    definition.rotate, definition.unrotate, definition.encode, definition.decode,
+    definition.rotate_encode, definition.step_sums,
+)  # fmt: skip
+# `run` of a kernel returns its functions: one choice serves all.
 KERNELS: Registry[Device] = Registry("hadamard")
 KERNELS.register(Kernel("native-cpp", lambda device: int4.refuse(device.type), lambda: _CPP))
 KERNELS.register(Kernel("reference", lambda device: None, lambda: _DEFINITION, by_torch=True))

@@ -73,6 +73,50 @@ def encode(
     return codes, format.pack(codes) if packed and not packs else pairs, inside
 
 
+def rotate_encode(
+    x: Tensor,
+    block: int,
+    signs: Tensor | None,
+    scale: Tensor,
+    format: Format,
+    packed: bool,
+    bits: bool,
+    residual: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """See `ops.hadamard.Functions`."""
+    if x.numel() == 0:
+        return definition.rotate_encode(x, block, signs, scale, format, packed, bits, residual)
+    x = x if x.dtype in DTYPES else x.to(torch.float32)
+    x = x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
+    signs = None if signs is None else signs.contiguous()
+    (rows, inner), pairs, inside, errors = x.shape, None, None, None
+    whole = -(-inner // block) * block
+    codes = torch.empty(rows, whole, dtype=torch.int8, device="cpu")
+    if packs := packed and format.codes_per_byte == 2:
+        pairs = torch.empty(rows, -(-whole // 2), dtype=torch.uint8, device="cpu")
+    if bits:
+        inside = torch.empty(rows, -(-whole // 8), dtype=torch.uint8, device="cpu")
+    if residual:
+        errors = torch.empty(rows, whole, dtype=torch.float32, device="cpu")
+    LIBRARY.call(
+        "turn_encode", rows, rows * whole, x, DTYPES[x.dtype], x.stride(0), inner, whole, signs, block,
+        scale.float(), format.max, codes, pairs, inside, errors,
+    )  # fmt: skip
+    return codes, format.pack(codes) if packed and not packs else pairs, inside, errors
+
+
+def step_sums(
+    d: Tensor, codes: Tensor, bits: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `ops.hadamard.Functions`."""
+    d, codes, bits = d.to(torch.float32).contiguous(), codes.contiguous(), bits.contiguous()
+    errors = None if residual is None else residual.to(torch.float32).contiguous()
+    sums = torch.empty(len(d), 2, dtype=torch.float64, device="cpu")
+    LIBRARY.call("step_sums", len(d), d.numel(), d, codes, bits, errors, d.shape[1], sums)
+    clipped, rounded = sums.sum(dim=0).to(torch.float32)
+    return clipped, rounded
+
+
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
     """See `ops.hadamard.decode`."""
     if format.codes_per_byte == 1:

@@ -155,6 +155,45 @@ def _encoded(
     return codes, format.pack(codes) if packed else None, inside
 
 
+def rotate_encode(
+    x: Tensor,
+    block: int,
+    signs: Tensor | None,
+    scale: Tensor,
+    format: Format,
+    packed: bool,
+    bits: bool,
+    residual: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """See `ops.hadamard.Functions`."""
+    rotated = rotate(x, block, signs)
+    codes, pairs, inside = encode(rotated, scale, format, packed, bits)
+    errors = rounding_errors(codes, rotated, scale, format) if residual else None
+    return codes, pairs, inside, errors
+
+
+def rounding_errors(codes: Tensor, rotated: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """Return codes - rotated / scale, zero where clipped."""
+    # Multiply by the reciprocal as `encode` does: a division rounds differently, and elements at
+    # the clipping limit would disagree with the mask.
+    ratio = rotated.to(torch.float32) * (1 / scale)
+    return torch.where(ratio.abs() <= format.max, codes - ratio, 0.0)
+
+
+def step_sums(
+    d: Tensor, codes: Tensor, bits: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `ops.hadamard.Functions`."""
+    parts = []
+    for each in row_chunks(d):
+        inside = unpack_bits(bits[each], d.shape[1])
+        parts.append(torch.where(inside, 0.0, d[each] * codes[each]).sum())
+    clipped = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    if residual is None:
+        return clipped, torch.zeros_like(clipped)
+    return clipped, (d * residual.to(torch.float32)).sum()
+
+
 def decode(packed: Tensor, format: Format, length: int) -> Tensor:
     """See `ops.hadamard`."""
     return format.unpack(packed, length)
