@@ -15,26 +15,30 @@ Examples in rows, for fine-tuning, of the tasks in `narrowgauge.train.tasks`:
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
 
 Batches are a pure function of the step, so a resumed run continues exactly.
+
+A name is imported when it is first used: what reads files needs no torch, and the command line
+checks data before it imports torch.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.data.batches import IGNORED, CausalBatches, valid_targets, without_targets
-from narrowgauge.data.cache import TokenStream
-from narrowgauge.data.collate import Collator, PackingCheck, check_packing, pad_id_of
-from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
-from narrowgauge.data.encoder import Encoder
-from narrowgauge.data.examples import Examples, Limits, coloured_sample, prepare_examples
-from narrowgauge.data.image_sizes import Preprocessing
-from narrowgauge.data.plan import Batching, EpochPlan, plan
-from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
-from narrowgauge.data.sampler import LengthBatchSampler, restore_order, sorted_batches
-from narrowgauge.data.sources import documents, records
-from narrowgauge.data.tables import Record
-from narrowgauge.data.task import Task
-from narrowgauge.data.text import Document
-from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
+if TYPE_CHECKING:
+    from narrowgauge.data.batches import IGNORED, CausalBatches, valid_targets, without_targets
+    from narrowgauge.data.cache import TokenStream
+    from narrowgauge.data.collate import Collator, PackingCheck, check_packing, pad_id_of
+    from narrowgauge.data.corpus import Corpus, check_vocabulary, prepare
+    from narrowgauge.data.encoder import Encoder
+    from narrowgauge.data.epochs import Batching, EpochPlan, plan
+    from narrowgauge.data.examples import Examples, Limits, coloured_sample, prepare_examples
+    from narrowgauge.data.image_sizes import Preprocessing
+    from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
+    from narrowgauge.data.sampler import LengthBatchSampler, restore_order, sorted_batches
+    from narrowgauge.data.sources import documents, records
+    from narrowgauge.data.tables import Record
+    from narrowgauge.data.task import Task
+    from narrowgauge.data.text import Document
+    from narrowgauge.data.tokenizer import TrainedTokenizer, fingerprint, load, train_bpe
 
 __all__ = [
     "IGNORED",
@@ -93,6 +97,25 @@ __all__ = [
     "without_targets",
 ]  # fmt: skip
 
+# Module of this package -> its names. None of these names is that of a module: importing the module
+# would hide the name.
+_HOMES = {
+    "batches": ("IGNORED", "CausalBatches", "valid_targets", "without_targets"),
+    "cache": ("TokenStream",),
+    "collate": ("Collator", "PackingCheck", "check_packing", "pad_id_of"),
+    "corpus": ("Corpus", "check_vocabulary", "prepare"),
+    "encoder": ("Encoder",),
+    "examples": ("Examples", "Limits", "coloured_sample", "prepare_examples"),
+    "image_sizes": ("Preprocessing",),
+    "epochs": ("Batching", "EpochPlan", "plan"),
+    "rows": ("PaddingReport", "Waste", "block_mask", "cumulative_lengths", "pack"),
+    "sampler": ("LengthBatchSampler", "restore_order", "sorted_batches"),
+    "sources": ("documents", "records"),
+    "tables": ("Record",),
+    "task": ("Task",),
+    "text": ("Document",),
+    "tokenizer": ("TrainedTokenizer", "fingerprint", "load", "train_bpe"),
+}
 # Module of `narrowgauge.train.tasks` -> its names that this package had before. A file of a task has
 # its columns, loss and metrics together, and such a file imports this package.
 _MOVED = {
@@ -109,7 +132,11 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    module = next((module for module, names in _MOVED.items() if name in names), "")
-    if not module:
+    own = next((module for module, names in _HOMES.items() if name in names), "")
+    moved = next((module for module, names in _MOVED.items() if name in names), "")
+    if not own and not moved:
         raise AttributeError(f"module 'narrowgauge.data' has no attribute {name!r}")
-    return getattr(import_module(f"narrowgauge.train.tasks.{module}"), name)
+    home = f"narrowgauge.data.{own}" if own else f"narrowgauge.train.tasks.{moved}"
+    # Stored as a global, so that this function runs once for each name.
+    globals()[name] = value = getattr(import_module(home), name)
+    return value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from narrowgauge.data.plan import Batching, EpochPlan, Item, examples_of, plan
+from narrowgauge.data.epochs import Batching, EpochPlan, Item, examples_of, plan
 from narrowgauge.data.rows import round_up
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
 

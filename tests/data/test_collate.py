@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.collate import Collator
-from narrowgauge.data.plan import Batching
+from narrowgauge.data.epochs import Batching
 from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.errors import ConfigError, DataError
 from tests.raising import raises

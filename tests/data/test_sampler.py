@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from narrowgauge.data.plan import Batching, examples_of
+from narrowgauge.data.epochs import Batching, examples_of
 from narrowgauge.data.sampler import LengthBatchSampler
 from narrowgauge.errors import CheckpointError, ConfigError
 from tests.processes import PYTHON, run_ok

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge import data
-from narrowgauge.data.plan import runs
+from narrowgauge.data.epochs import runs
 from narrowgauge.diagnose.left_out import batch_of
 from narrowgauge.errors import DataError
 from narrowgauge.train.tasks.task import Feed, StepBatch

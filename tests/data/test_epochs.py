@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data.plan import Batching, examples_of, plan, runs
+from narrowgauge.data.epochs import Batching, examples_of, plan, runs
 from narrowgauge.data.rows import Waste, choose_widths, dynamic_waste, width_of
 from narrowgauge.data.sampler import restore_order, sorted_batches
 from narrowgauge.data.strata import strata_of
