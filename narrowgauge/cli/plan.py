@@ -15,6 +15,7 @@ from cyclopts import Group, Parameter
 
 from narrowgauge.cli.flags import FILE, configuration, refuse_unknown_recipes, signature_of
 from narrowgauge.errors import OutOfMemoryError
+from narrowgauge.train import first_look
 from narrowgauge.train.console import counting
 from narrowgauge.train.planning import cache
 
@@ -54,6 +55,7 @@ def plan(
     may_be_kept = not measure and bool(card or memory or not DRIVER.exists())
     answer = cache.load(question) if may_be_kept else None
     if answer is None:
+        first_look.refuse_model(settings)
         refuse_unknown_recipes(settings)
         from narrowgauge.train.planning import command
 

@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter
 
 from narrowgauge.cli.flags import flag_of, shared_settings, signature_of
 from narrowgauge.errors import ConfigError
+from narrowgauge.train import first_look
 
 STUDY = Group("study", sort_key=0)
 SOURCES = Parameter(
@@ -69,8 +70,6 @@ def study(
         folders = [Path(each) for each in sources]
         place = Path(output) if output else folders[0].resolve().parent
         return conclusion.conclude_runs(folders, place, recipes, metric, margin).exit_code
-    from narrowgauge.lab.study import plan, runner
-
     # The defaults are filled in here: run folders need to know what was typed.
     recipes, seeds = recipes or USUAL["recipes"], seeds or USUAL["seeds"]
     output = output or USUAL["output"]
@@ -78,6 +77,9 @@ def study(
     # rest that the study sets itself is ignored.
     left_out = {*OF_STUDY} - {"layers_recipe", "parallel", "compare"}
     settings = shared_settings(sources[0] if sources else "", given, left_out)
+    first_look.refuse(settings)
+    from narrowgauge.lab.study import plan, runner
+
     asked = plan.Study(
         config=settings, recipes=_names(recipes), seeds=_seeds(seeds), output=Path(output), metric=metric, margin=margin,
         parallel=_parallel(parallel), control=control,

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from narrowgauge.cli.flags import FILE, configuration, refuse_unknown_recipes, signature_of
-from narrowgauge.train import liveness
+from narrowgauge.train import first_look, liveness
 
 
 def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
@@ -13,6 +13,7 @@ def train(config: Annotated[str, FILE] = "", **given: Any) -> int:
     """
     with liveness.watched():  # before torch is imported: a rank may die at any time
         settings = configuration(config, given)
+        first_look.refuse(settings)
         refuse_unknown_recipes(settings)  # before data are read
         from narrowgauge.lab import training
 

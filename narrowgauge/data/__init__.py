@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from narrowgauge.data.image_sizes import Preprocessing
     from narrowgauge.data.rows import PaddingReport, Waste, block_mask, cumulative_lengths, pack
     from narrowgauge.data.sampler import LengthBatchSampler, restore_order, sorted_batches
-    from narrowgauge.data.sources import documents, records
+    from narrowgauge.data.sources import documents, records, understood
     from narrowgauge.data.tables import Record
     from narrowgauge.data.task import Task
     from narrowgauge.data.text import Document
@@ -93,6 +93,7 @@ __all__ = [
     "summed_loss",
     "train_bpe",
     "trainer_loss",
+    "understood",
     "valid_targets",
     "without_targets",
 ]  # fmt: skip
@@ -110,7 +111,7 @@ _HOMES = {
     "epochs": ("Batching", "EpochPlan", "plan"),
     "rows": ("PaddingReport", "Waste", "block_mask", "cumulative_lengths", "pack"),
     "sampler": ("LengthBatchSampler", "restore_order", "sorted_batches"),
-    "sources": ("documents", "records"),
+    "sources": ("documents", "records", "understood"),
     "tables": ("Record",),
     "task": ("Task",),
     "text": ("Document",),

@@ -230,7 +230,12 @@ class _ExamplesJob:
 
     def fill(self, append: Append) -> dict[str, Any]:
         """Encodes all rows into a new entry and returns its facts."""
-        rows = records(self.source, self.task.columns, header=self.header)
+        rows = records(
+            self.source,
+            self.task.columns,
+            header=self.header,
+            optional=self.task.optional_columns,
+        )
         while batch := list(islice(rows, BATCH_ROWS)):
             if encoded := list(self._encoded(batch)):
                 # Batch by batch: memory holds one batch of rows, whatever the table's size.

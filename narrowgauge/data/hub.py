@@ -21,8 +21,10 @@ WAIT_S = 5.0  # for an answer of each of the host's addresses
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json")
 
 
-def options(name: str) -> dict[str, Any]:
+def options(name: str, setting: str = "") -> dict[str, Any]:
     """Arguments of a `from_pretrained` for a local folder or a name on the Hub.
+
+    setting  name of the setting that holds it, for the error
 
     Returns {"local_files_only": True} where the host does not answer and the cache has the name.
     Raises DataError where the cache lacks it. Costs a connection, once per process.
@@ -31,9 +33,33 @@ def options(name: str) -> dict[str, Any]:
         return {}
     if any(_is_cached(name, file) for file in FILES):
         return {"local_files_only": True}
-    raise DataError(
-        f"{name}: no folder here, and nothing of it in the cache. {_host()} cannot be reached ({reason}). "
-        "Name a local folder, or connect this machine.",
+    raise _unreachable(f"{setting} = {name!r}" if setting else name, reason)
+
+
+def refuse_data_set(source: str, name: str) -> None:
+    """Raise DataError for a data set of the Hub that is not cached where the host does not answer.
+
+    `datasets` would try for half a minute. source  the name as it was given, hf:NAME
+    """
+    if os.path.isdir(name) or _is_told_offline() or (reason := unreachable()) == "":
+        return
+    from huggingface_hub import constants
+
+    own = os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets")
+    folder = name.replace("/", "___")
+    places = (
+        os.path.join(own, folder),
+        os.path.join(own, folder.lower()),
+        os.path.join(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
+    )
+    if not any(map(os.path.isdir, places)):
+        raise _unreachable(source, reason)
+
+
+def _unreachable(subject: str, reason: str) -> DataError:
+    return DataError(
+        f"{subject}: no folder here, and nothing of it in the cache. {_host()} cannot be reached ({reason}). "
+        "Name a local folder or file, or connect this machine.",
         code="hub.unreachable",
     )
 

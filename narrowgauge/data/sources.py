@@ -4,7 +4,8 @@
                                             download
     documents("book.txt")                   one document, or several separated by form feeds (or
                                             `separator`)
-    documents("posts.jsonl", column="body") also .ndjson, .csv, .tsv, .parquet
+    documents("posts.jsonl", column="body") also .ndjson, .csv, .tsv, .parquet, and
+                                            .json that is a list of objects or one a line
     documents("notes/")                     text files below the folder, without hidden files and
                                             other suffixes
     documents("shards/**/*.parquet")        every matching file
@@ -31,8 +32,19 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NoReturn
 
-from narrowgauge.data.squad import json_rows
-from narrowgauge.data.tables import TABLES, Record, chosen_columns, table_rows
+from narrowgauge.data import hub
+from narrowgauge.data.squad import first_object, is_lines, json_rows
+from narrowgauge.data.tables import (
+    DELIMITERS,
+    TABLES,
+    Record,
+    chosen_columns,
+    delimiter_of,
+    header_of,
+    jsonl_objects,
+    parquet_columns,
+    table_rows,
+)
 from narrowgauge.data.text import (
     LIMIT_BYTES,
     Document,
@@ -122,11 +134,13 @@ def records(
     columns: Sequence[str],
     *,
     header: Sequence[str] | None = None,
+    optional: Sequence[str] = (),
     limit_bytes: int = LIMIT_BYTES,
 ) -> Iterator[Record]:
     """Yields the rows of `source`, a table, a glob of tables or SQuAD's JSON, with these columns.
 
-    header  column names of CSV and TSV files without a header row
+    header    column names of CSV and TSV files without a header row
+    optional  columns that a row may lack; its value is None then
 
     CSV has strings only, other tables have typed values. Raises DataError when it reaches a missing
     column, a ragged row or a malformed line. Raises ConfigError for an option that does not fit the
@@ -139,14 +153,50 @@ def records(
         )
     for path in files_of(os.fspath(source)):
         if path.suffix.lower() == ".json" and header is None:
-            yield from json_rows(path, columns)
+            yield from json_rows(path, columns, optional, limit_bytes)
             continue
         if path.suffix.lower() not in TABLES:
             raise DataError(
-                f"{shown(path)}: no table, so it has no columns. Pass files that end in {', '.join(sorted(TABLES))}.",
+                f"{shown(path)}: no table, so it has no columns. Pass files that end in {', '.join(sorted(TABLES))} or .json.",
                 code="source.no-table",
             )
-        yield from table_rows(path, columns, limit_bytes=limit_bytes, header=header)
+        yield from table_rows(
+            path, columns, limit_bytes=limit_bytes, header=header, optional=optional
+        )
+
+
+def columns_in(source: str | os.PathLike[str]) -> list[str]:
+    """Columns of the first row of a table, or [] if it has none or is no table.
+
+    Reads a .json file whole. CSV and TSV files need a header row.
+    """
+    path = files_of(os.fspath(source))[0]
+    suffix = path.suffix.lower()
+    if suffix in DELIMITERS:
+        return header_of(path, LIMIT_BYTES)
+    if suffix == ".parquet":
+        return parquet_columns(path)
+    if suffix == ".json":
+        return list(first_object(path) or ())
+    if suffix not in TABLES:
+        return []
+    row, _ = next(jsonl_objects(path, LIMIT_BYTES), ({}, ""))
+    return list(row)
+
+
+def understood(source: str | os.PathLike[str], header: Sequence[str] | None = None) -> list[str]:
+    """Sentences on what was taken for granted of a file's form; [] if it is as its name says."""
+    name = os.fspath(source)
+    if name == STDLIB or name.startswith(HUB):
+        return []
+    path, said = files_of(name)[0], ""
+    if path.suffix.lower() == ".csv":
+        mark = delimiter_of(path, LIMIT_BYTES, header)
+        said = "" if mark == "," else f"its fields are separated by {mark!r}, as in its first line"
+    elif path.suffix.lower() == ".json":
+        form = "one object a line" if is_lines(path) else "a list of objects"
+        said = f"{form} is read as rows" if first_object(path) else ""
+    return [f"{shown(path)}: {said}."] if said else []
 
 
 def _refuse_column(column: str | None, name: str) -> None:
@@ -269,12 +319,7 @@ def _file_documents(
     path: Path, *, column: str | None, separator: str | None, limit_bytes: int
 ) -> Iterator[Document]:
     suffix = path.suffix.lower()
-    if suffix == ".json":
-        raise DataError(
-            f"{shown(path)}: one JSON value per file is not read. Make it JSONL: jq -c '.[]' x.json > x.jsonl.",
-            code="source.json-value",
-        )
-    if suffix not in TABLES:
+    if suffix not in TABLES and suffix != ".json":
         _refuse_column(column, shown(path))
         yield from text_documents(path, separator=separator, limit_bytes=limit_bytes)
         return
@@ -283,7 +328,13 @@ def _file_documents(
             f"{shown(path)}: separator is for plain text files, this is a table. Leave it out.",
             code="source.separator-of-table",
         )
-    for row in table_rows(path, None if column is None else [column], limit_bytes=limit_bytes):
+    columns = None if column is None else [column]
+    rows = (
+        json_rows(path, columns, limit_bytes=limit_bytes)
+        if suffix == ".json"
+        else table_rows(path, columns, limit_bytes=limit_bytes)
+    )
+    for row in rows:
         for name in row.values:
             yield Document(row.text(name), row.origin)
 
@@ -342,6 +393,7 @@ def _hub_documents(
             f"{source}: this needs the package datasets. Run: pip install datasets.",
             code="source.no-datasets",
         ) from None
+    hub.refuse_data_set(source, name)
     try:
         found: Any = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # exceptions of datasets, the Hub, Arrow and the network

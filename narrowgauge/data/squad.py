@@ -2,7 +2,8 @@
 
     {"data": [{"paragraphs": [{"context": ..., "qas": [{"id": ..., "question": ..., "answers": [...], "is_impossible": ...}]}]}]}
 
-A top-level list of objects is read as a table instead: [{column: value, ...}, ...].
+Two other forms are read as tables: a list of objects, [{column: value, ...}, ...], and JSON Lines
+in a file that ends in .json, as `datasets` writes them.
 
 Each question becomes a row with the columns id, question, context and answers. The file is read
 into memory: 40 MB for the largest.
@@ -10,12 +11,20 @@ into memory: 40 MB for the largest.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.data.tables import JSON_TYPES, Record, chosen_columns
-from narrowgauge.data.text import shown
+from narrowgauge.data.tables import (
+    JSON_TYPES,
+    Columns,
+    Record,
+    chosen_columns,
+    jsonl_objects,
+    selected,
+)
+from narrowgauge.data.text import LIMIT_BYTES, lines, shown
 from narrowgauge.errors import DataError, StorageError
 from narrowgauge.storage import reading
 
@@ -26,23 +35,57 @@ WHOLE = reading.Kind(
     follow_links=True,
     step="Download the file again, or pass a table (JSONL).",
 )
+FIRST_BYTES = 2**20
 COLUMNS = ("id", "question", "context", "answers")
 
 
-def json_rows(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """Yields the rows of a .json file: objects of a list, or questions of SQuAD's object.
+def json_rows(
+    path: Path, columns: Columns, optional: Sequence[str] = (), limit_bytes: int = LIMIT_BYTES
+) -> Iterator[Record]:
+    """Yields the rows of a .json file: objects of a list or of lines, or SQuAD's questions.
 
     Raises DataError with the place for another form.
     """
+    if is_lines(path):
+        return selected(jsonl_objects(path, limit_bytes), columns, optional)
     whole = reading.json_of(path, WHOLE)
-    return (
-        _list_rows(whole, shown(path), columns)
-        if isinstance(whole, list)
-        else _squad_rows(whole, shown(path), columns)
-    )
+    if isinstance(whole, list):
+        return selected(_objects(whole, shown(path)), columns, optional)
+    return _squad_rows(whole, shown(path), columns)
 
 
-def _list_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterator[Record]:
+def is_lines(path: Path) -> bool:
+    """True if a file is JSON Lines: its first line is a whole object, and another follows."""
+    try:
+        found = (line for _, line in lines(path, limit_bytes=LIMIT_BYTES) if not line.isspace())
+        first = json.loads(next(found, ""))
+        return isinstance(first, dict) and next(found, "") != ""
+    except (ValueError, RecursionError, DataError):  # said by the reading of the whole
+        return False
+
+
+def first_object(path: Path) -> dict[str, Any] | None:
+    """First row of a .json file that is a list or lines; None for another form.
+
+    Reads FIRST_BYTES, so that the columns of a large file are known at once, and all of a file
+    whose first row is longer.
+    """
+    with reading.opened(path, WHOLE) as file:
+        text = file.read(FIRST_BYTES).decode("utf-8-sig", "ignore").lstrip()
+    if is_lines(path):
+        return next(jsonl_objects(path, LIMIT_BYTES))[0]
+    if not text.startswith("["):
+        return None
+    try:
+        first, _ = reading.STRICT.raw_decode(text[1:].lstrip())
+    except (ValueError, RecursionError):
+        whole = reading.json_of(path, WHOLE)
+        first = whole[0] if whole else None
+    return first if isinstance(first, dict) else None
+
+
+def _objects(whole: list[Any], name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Objects of a list, each with its place."""
     if not whole:
         raise DataError(
             f"{name}: its list is empty. Pass a file that holds rows.", code="squad.empty"
@@ -55,11 +98,10 @@ def _list_rows(whole: list[Any], name: str, columns: Sequence[str]) -> Iterator[
                 f"{place}: holds {type_name}, not an object with a value for each column. Correct the row or remove it.",
                 code="squad.no-object",
             )
-        chosen = chosen_columns(columns, list(row), list(row), place)
-        yield Record({column: row[column] for column in chosen}, place)
+        yield row, place
 
 
-def _squad_rows(whole: Any, name: str, columns: Sequence[str]) -> Iterator[Record]:
+def _squad_rows(whole: Any, name: str, columns: Columns) -> Iterator[Record]:
     """Yields the questions of a file in their order."""
     articles = _entries(whole, name, "data")
     chosen = chosen_columns(columns, COLUMNS, COLUMNS, name)

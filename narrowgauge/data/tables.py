@@ -11,16 +11,19 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from narrowgauge.data import row_forms
 from narrowgauge.data.text import USERS, lines, reason, shown, too_long
 from narrowgauge.errors import ConfigError, DataError, closest
 from narrowgauge.storage import reading
 
 CONVENTIONAL_COLUMN = "text"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+OTHER_DELIMITERS = ";\t|"  # of files that end in .csv; a semicolon where a comma is in numbers
 TABLES = frozenset({".jsonl", ".ndjson", ".parquet", *DELIMITERS})
 SHOWN_COLUMNS = 20
 SHOWN_CHARACTERS = 80  # of a column's name in messages
@@ -97,6 +100,12 @@ def chosen_columns(
         return list(columns)
     if CONVENTIONAL_COLUMN in found:
         return [CONVENTIONAL_COLUMN]
+    if form := row_forms.form_of(found):
+        raise DataError(
+            f"{where}: rows of the form {form.name} ({', '.join(map(repr, form.required))}) are no running text. Learn their answers "
+            "with task = 'causal-lm', or name the column of a text by data.column.",
+            code="table.chats",
+        )
     if not texts:
         raise DataError(
             f"{where}: no column holds text. Columns: {listing or 'none'}.",
@@ -104,7 +113,7 @@ def chosen_columns(
         )
     if len(texts) > 1:
         raise DataError(
-            f"{where}: which column holds the text? Name it with `column`, one of {listing}.",
+            f"{where}: which column holds the text? Name it by data.column, one of {listing}.",
             code="table.which-column",
         )
     return list(texts)
@@ -115,40 +124,55 @@ def _short(name: str) -> str:
 
 
 def table_rows(
-    path: Path, columns: Columns, *, limit_bytes: int, header: Sequence[str] | None = None
+    path: Path,
+    columns: Columns,
+    *,
+    limit_bytes: int,
+    header: Sequence[str] | None = None,
+    optional: Sequence[str] = (),
 ) -> Iterator[Record]:
     """Yields the rows of a file whose suffix is in TABLES.
+
+    optional  columns that a row may lack; its value is None then
 
     Raises DataError with file and line, ConfigError for an unnecessary `header`.
     """
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
-        return _csv_rows(path, columns, limit_bytes, header)
+        return _csv_rows(path, columns, limit_bytes, header, optional)
     if header is not None:
         raise ConfigError(
             f"{shown(path)}: header is for CSV and TSV files alone. Leave it out.",
             code="table.header",
         )
     return (
-        _parquet_rows(path, columns)
+        _parquet_rows(path, columns, optional)
         if suffix == ".parquet"
-        else _jsonl_rows(path, columns, limit_bytes)
+        else selected(jsonl_objects(path, limit_bytes), columns, optional)
     )
 
 
-def _jsonl_rows(path: Path, columns: Columns, limit_bytes: int) -> Iterator[Record]:
-    chosen: list[str] | None = None
+def jsonl_objects(path: Path, limit_bytes: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields (object, file:line) of each line that is not blank."""
     name = shown(path)
     for number, line in lines(path, limit_bytes=limit_bytes):
-        if line.isspace():
-            continue
-        where = f"{name}:{number}"
-        row = _parse_object(line.rstrip("\r\n"), where)
+        if not line.isspace():
+            where = f"{name}:{number}"
+            yield _parse_object(line.rstrip("\r\n"), where), where
+
+
+def selected(
+    objects: Iterable[tuple[dict[str, Any], str]], columns: Columns, optional: Sequence[str] = ()
+) -> Iterator[Record]:
+    """Rows of JSON objects with their places: values of the chosen columns."""
+    chosen: list[str] | None = None
+    for row, where in objects:
         # Checked again for a row that lacks a column: chosen_columns then raises.
         if chosen is None or not row.keys() >= set(chosen):
             texts = [column for column, value in row.items() if isinstance(value, str | None)]
             chosen = chosen_columns(chosen or columns, list(row), texts, where)
-        yield Record({column: row[column] for column in chosen}, where)
+        values = {column: row[column] for column in chosen}
+        yield Record({column: row.get(column) for column in optional} | values, where)
 
 
 def _parse_object(line: str, where: str) -> dict[str, Any]:
@@ -197,28 +221,61 @@ def _check_names(names: Sequence[str], where: str) -> None:
         )
 
 
+def delimiter_of(path: Path, limit_bytes: int, header: Sequence[str] | None = None) -> str:
+    """Character between the fields of a CSV or TSV file.
+
+    A file that ends in .csv and whose first line has no comma between fields may have another one:
+    the one of OTHER_DELIMITERS that gives the most fields, or as many as `header` has names.
+    """
+    usual = DELIMITERS[path.suffix.lower()]
+    if usual != ",":
+        return usual
+    counts = {}
+    for mark in (usual, *OTHER_DELIMITERS):
+        try:
+            first = next(_csv_lines(path, limit_bytes, mark), None)
+        except DataError:  # said by the reading itself, with the delimiter that is taken
+            first = None
+        counts[mark] = len(first[1]) if first else 0
+    if header is not None:
+        return next((mark for mark in counts if counts[mark] == len(header)), usual)
+    return usual if counts[usual] > 1 else max(counts, key=lambda mark: counts[mark])
+
+
+def header_of(path: Path, limit_bytes: int) -> list[str]:
+    """Names in the first line of a CSV or TSV file; [] for an empty file."""
+    first = next(_csv_lines(path, limit_bytes, delimiter_of(path, limit_bytes)), None)
+    return first[1] if first else []
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """Names of the columns of a Parquet file. Needs pyarrow."""
+    with _parquet_file(path) as file:
+        return list(file.schema_arrow.names)
+
+
 def _csv_rows(
-    path: Path, columns: Columns, limit_bytes: int, header: Sequence[str] | None
+    path: Path,
+    columns: Columns,
+    limit_bytes: int,
+    header: Sequence[str] | None,
+    optional: Sequence[str],
 ) -> Iterator[Record]:
     """Rows of a CSV or TSV file, all with as many fields as the header row, or as `header`."""
     where = file = shown(path)
-    rows, may_be_header = _csv_lines(path, limit_bytes), header is not None
+    mark = delimiter_of(path, limit_bytes, header)
+    rows, may_be_header = _csv_lines(path, limit_bytes, mark), header is not None
     if header is not None:
         names = list(header)
     elif first := next(rows, None):
         where, names = f"{file}:{first[0]}", first[1]
         _check_names(names, where)
-        # A single column with such a character is probably a file with another delimiter.
-        if columns is None and len(names) == 1 and any(mark in names[0] for mark in ";\t|"):
-            raise DataError(
-                f"{where}: the header {names[0]!r} is not separated by commas. Save it with commas, or as TSV.",
-                code="table.separator",
-            )
     else:
         return
-    places = {
-        column: names.index(column) for column in chosen_columns(columns, names, names, where)
-    }
+    chosen = chosen_columns(columns, names, names, where)
+    present = [column for column in optional if column in names]
+    places = {column: names.index(column) for column in (*chosen, *present)}
+    absent = dict.fromkeys(optional)
     for line, row in rows:
         where = f"{file}:{line}"
         if len(row) != len(names):
@@ -233,15 +290,16 @@ def _csv_rows(
                 code="table.first-row",
             )
         may_be_header = False
-        yield Record({column: row[place] for column, place in places.items()}, where)
+        yield Record(absent | {column: row[place] for column, place in places.items()}, where)
 
 
-def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
+def _csv_lines(path: Path, limit_bytes: int, mark: str) -> Iterator[tuple[int, list[str]]]:
     """Yields (first line, fields) of each non-blank row."""
     # TSV has no quoting (IANA text/tab-separated-values). strict: without it, csv ignores a stray
     # quotation mark.
     tab: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    form = tab if DELIMITERS[path.suffix.lower()] == "\t" else {"strict": True}
+    is_tsv = DELIMITERS[path.suffix.lower()] == "\t"
+    form: dict[str, Any] = tab if is_tsv else {"strict": True, "delimiter": mark}
     reader = csv.reader((line for _, line in lines(path, limit_bytes=limit_bytes)), **form)
     while True:
         # csv's field limit is global to the process: set and restored around each row, since the
@@ -260,7 +318,7 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
                 else error
             )
             raise DataError(
-                f'{where}: malformed CSV: {fault}. Put a field with a comma, " or line break in quotation marks; double each " in it.',
+                f'{where}: malformed CSV: {fault}. Put a field with {mark!r}, " or line break in quotation marks; double each " in it.',
                 code="table.csv",
             ) from None
         finally:
@@ -271,8 +329,9 @@ def _csv_lines(path: Path, limit_bytes: int) -> Iterator[tuple[int, list[str]]]:
             yield line, row
 
 
-def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
-    """Yields rows, counted from 1; nested columns become lists and dicts. Needs pyarrow."""
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """An open Parquet file; errors of the body become DataError. Needs pyarrow."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -281,29 +340,37 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Record]:
             f"{shown(path)}: Parquet needs pyarrow. Run: pip install pyarrow.",
             code="table.no-pyarrow",
         ) from None
-    name, first = shown(path), 1
     with reading.opened(path, USERS):  # rejects pipes, on which pyarrow would block
         pass
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            _check_names(schema.names, name)
-            texts = [field.name for field in schema if ARROW_TEXT.match(str(field.type))]
-            chosen = chosen_columns(columns, schema.names, texts, name)
-            # Batches: to_pylist of a whole row group would multiply its memory.
-            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=chosen):
-                for row, values in enumerate(_batch_rows(batch, name, first), first):
-                    yield Record(values, f"{name}:{row}")
-                first += batch.num_rows
+            yield file
     except (
         pyarrow.ArrowException,
         OSError,
         UnicodeDecodeError,
     ) as error:  # UnicodeDecodeError: column names
         raise DataError(
-            f"{name}: cannot be read as Parquet: {reason(error)} Write or download the file again.",
+            f"{shown(path)}: cannot be read as Parquet: {reason(error)} Write or download the file again.",
             code="table.parquet",
         ) from error
+
+
+def _parquet_rows(path: Path, columns: Columns, optional: Sequence[str]) -> Iterator[Record]:
+    """Yields rows, counted from 1; nested columns become lists and dicts. Needs pyarrow."""
+    name, first = shown(path), 1
+    with _parquet_file(path) as file:
+        schema = file.schema_arrow
+        _check_names(schema.names, name)
+        texts = [field.name for field in schema if ARROW_TEXT.match(str(field.type))]
+        chosen = chosen_columns(columns, schema.names, texts, name)
+        chosen += [column for column in optional if column in schema.names]
+        absent = dict.fromkeys(optional)
+        # Batches: to_pylist of a whole row group would multiply its memory.
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=chosen):
+            for row, values in enumerate(_batch_rows(batch, name, first), first):
+                yield Record(absent | values, f"{name}:{row}")
+            first += batch.num_rows
 
 
 def _batch_rows(batch: Any, file: str, first: int) -> list[dict[str, Any]]:

@@ -50,6 +50,11 @@ class Task(ABC):
     def columns(self) -> list[str]:
         """Names of the columns that the task reads."""
 
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """Columns that a row may lack; its value is None then."""
+        return ()
+
     @abstractmethod
     def arrays(self, encoder: Encoder) -> dict[str, np.dtype[Any]]:
         """{name: stored dtype} of an encoded example's arrays, `input_ids` among them."""

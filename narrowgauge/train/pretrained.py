@@ -19,6 +19,7 @@ from narrowgauge.storage import reading
 from narrowgauge.train import coded_base
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.console import tell
+from narrowgauge.train.first_look import refuse_place
 from narrowgauge.train.model_files import OF_MODELS, quiet, refuse_foreign_code
 
 if TYPE_CHECKING:
@@ -73,24 +74,12 @@ def own_configuration(config: TrainConfig, model_class: ModelClass) -> Any:
     Raises ConfigError if there is none.
     """
     where = config.model
-    if where.startswith((".", "/", "~")) and not Path(where).expanduser().is_dir():
-        raise ConfigError(
-            f"model = {where!r}: no such folder. Pass a folder with config.json, or a model's name on the Hub.",
-            code="model.no-folder",
-        )
-    if (Path(where) / "adapter_config.json").exists() and not (
-        Path(where) / "config.json"
-    ).exists():
-        raise ConfigError(
-            f"model = {where!r}: holds an adapter and no model. Train it with merge, which writes the whole model to merged/, and "
-            "name that.",
-            code="model.adapter",
-        )
+    refuse_place("model", where)
     if Path(where).is_dir():
         reading.refuse_special_files(Path(where), OF_MODELS)
     try:
         return transformers.AutoConfig.from_pretrained(
-            where, trust_remote_code=False, **model_class.options, **hub.options(where)
+            where, trust_remote_code=False, **model_class.options, **hub.options(where, "model")
         )
     except DataError:
         raise
@@ -117,7 +106,7 @@ def pretrained(
         with quiet():
             model, found = model_class.auto.from_pretrained(
                 where, config=sizes, trust_remote_code=False, dtype=dtype, use_safetensors=True, output_loading_info=True,
-                ignore_mismatched_sizes=model_class.new, **hub.options(where),
+                ignore_mismatched_sizes=model_class.new, **hub.options(where, "model"),
             )  # fmt: skip
     except Exception as error:
         raise _cannot_load(where, model_class, error) from error

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data import documents
+from narrowgauge.data import documents, records, understood
+from narrowgauge.data.sources import columns_in
 from narrowgauge.errors import ConfigError, DataError
 from tests.raising import coded, raises
 
@@ -143,9 +144,69 @@ def test_no_column_is_guessed(file, row, message):
         read(file("a.jsonl", json.dumps(row)))
 
 
-def test_json_that_is_no_jsonl_is_refused_with_the_command(file):
-    with raises(DataError, "source.json-value"):
-        read(file("a.json", "[]"))
+def test_a_json_file_is_a_list_of_rows_or_a_row_a_line(file):
+    rows = [{"text": "one"}, {"text": "two"}]
+    for content in (json.dumps(rows), json.dumps(rows, indent=1), "\n".join(map(json.dumps, rows))):
+        path = file("a.json", content)
+        assert read(path) == ["one", "two"]
+        assert columns_in(path) == ["text"] and len(understood(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ("[]", "squad.empty"),
+        ("[3]", "squad.no-object"),
+        ('{"text": "one"}', "squad.no-key"),
+        ('{"text": "one"}\n{"text"', "table.json"),
+        ('{"text"', "file.json"),
+        ("", "file.json"),
+    ],
+)
+def test_a_json_file_of_another_form_is_refused(file, content, code):
+    path = file("a.json", content)
+    with raises(DataError, code):
+        read(path)
+
+
+def test_a_first_row_that_is_longer_than_what_is_looked_at(file):
+    path = file("a.json", json.dumps([{"text": "x" * 2**20, "n": 1}]))
+    assert columns_in(path) == ["text", "n"]
+
+
+@pytest.mark.parametrize("mark", ";\t|")
+def test_a_csv_file_has_the_delimiter_of_its_first_line(file, mark):
+    """A comma in numbers or in quotation marks is none."""
+    path = file("a.csv", f'"title, or not"{mark}text{mark}n\n1,5{mark}"a{mark}b, c"{mark}2\n')
+    [row] = records(path, ["title, or not", "text", "n"])
+    assert list(row.values.values()) == ["1,5", f"a{mark}b, c", "2"]
+    assert repr(mark) in understood(path)[0] and columns_in(path)[1:] == ["text", "n"]
+    bare = file("b.csv", f"1,5{mark}x\n")
+    [row] = records(bare, ["a", "b"], header=["a", "b"])
+    # By as many names as fields: a comma gives two as well.
+    assert list(row.values.values()) == ["1", f"5{mark}x"]
+    [row] = records(file("c.csv", f"1,5{mark}x{mark}y\n"), ["b"], header=["a", "b", "c"])
+    assert row.values == {"b": "x"}
+
+
+@pytest.mark.parametrize("content", ["text\na;b\n", "title,text;\n1,a;b\n"])
+def test_a_comma_stays_the_delimiter(file, content):
+    path = file("a.csv", content)
+    assert understood(path) == []
+    assert len(read(path, column=columns_in(path)[-1])) == 1
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "json", "parquet"])
+def test_an_optional_column_is_none_where_it_is_absent(file, parquet, suffix):
+    files = {
+        "csv": lambda: file("a.csv", "a,b\n1,2\n"),
+        "jsonl": lambda: file("a.jsonl", '{"a": "1", "b": "2"}\n{"a": "1", "c": "3"}\n'),
+        "json": lambda: file("a.json", '[{"a": "1", "b": "2"}, {"a": "1", "c": "3"}]'),
+        "parquet": lambda: parquet(a=["1"], b=["2"]),
+    }
+    found = [row.values for row in records(files[suffix](), ["a"], optional=("b", "c"))]
+    assert found[0] == {"a": "1", "b": "2", "c": None}
+    assert found[1:] in ([], [{"a": "1", "b": None, "c": "3"}])
 
 
 # CSV and TSV
@@ -180,7 +241,8 @@ def test_tsv_has_no_quoting(file):
         ('text\n"open\nto the end\n', coded("table.csv", ":2")),
         ('text\n"a"b\n', coded("table.csv", ":2")),
         ("text,text\na,b\n", coded("table.repeated-name", "'text'", ":1")),
-        ("title;text\na;b\n", coded("table.separator", "'title;text'", ":1")),
+        ("title;text\na;b;c\n", coded("table.fields", "3 fields", "has 2", ":2")),
+        ('title;text\na;"b"c\n', coded("table.csv", "';'", ":2")),
         ("title,body\na,b\n", coded("table.which-column", "'title', 'body'", ":1")),
         ("text\n", coded("source.holds-no-text", "no document", "a.csv")),
         ("", coded("source.holds-no-text", "no document", "a.csv")),

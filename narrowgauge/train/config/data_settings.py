@@ -155,3 +155,8 @@ class DataSettings(BatchSettings, TaskTable, DataTable, ModelSettings):
     def renames(self, name: str) -> bool:
         """True if the configuration gives a column another name than its default."""
         return self.column_of(name) != TASKS[self.task].columns[name].default
+
+    @property
+    def names_columns(self) -> bool:
+        """True if the configuration names a column of the table, so that no form is looked for."""
+        return any(map(self.renames, TASKS[self.task].columns))

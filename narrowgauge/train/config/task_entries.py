@@ -51,11 +51,13 @@ class TaskEntry:
     name            value of the setting `task`
     source          training data: running text, a table of examples, or a folder of images
     columns         columns of a row, by the names that the setting `columns` gives them
+    may_be_several  those of them that may be several columns, with commas
     generates       the model generates text: evaluations show samples, and batches are shuffled
     metrics         metrics of an evaluation besides the loss, each a possible value of `best`
     default_metric  metric that selects the best weights if `best` is empty; '' saves none
     loss_unit       unit of the loss in reports
     f1_over         the items over which F1 is computed, for its title in reports
+    reads           names of `columns` that the settings ask for; by default those that are named
     checks          rules between the task's settings: (is broken, its keys, message). The error's
                     code is "config." and the first key
     """
@@ -63,12 +65,28 @@ class TaskEntry:
     name: str
     source: Literal["text", "table", "images"] = "table"
     columns: Mapping[str, Column] = field(default_factory=dict)
+    may_be_several: tuple[str, ...] = ()
     generates: bool = False
     metrics: tuple[str, ...] = ()
     default_metric: str = "loss"
     loss_unit: str = "nats/token"
     f1_over: str = ""
+    reads: Callable[[Settings], tuple[str, ...]] | None = None
     checks: Callable[[Settings], list[Check]] = _no_checks
+
+    def columns_read(self, c: Settings) -> dict[str, str]:
+        """{name: column of the table} of the columns that a run reads.
+
+        Several columns of one name, as several choices, are columns of their own: "choices 2".
+        """
+        names = self.reads(c) if self.reads else tuple(self.columns)
+        found = {}
+        for name in names:
+            parts = [part.strip() for part in c.column_of(name).split(",")]
+            several = parts if name in self.may_be_several else [c.column_of(name)]
+            for number, column in enumerate(filter(None, several)):
+                found[f"{name} {number + 1}" if number else name] = column
+        return found
 
 
 CLASS_METRICS = ("accuracy", "mcc", "f1", "f1_binary")
@@ -84,6 +102,14 @@ def _chat_checks(c: Settings) -> list[Check]:
            "give the one that a file sets its default.")
           for name in ("prompt", "completion")),
     ]  # fmt: skip
+
+
+def _chat_reads(c: Settings) -> tuple[str, ...]:
+    return ("messages",) if c.column_of("messages") else ("prompt", "completion")
+
+
+def _tag_reads(c: Settings) -> tuple[str, ...]:
+    return ("text", "spans") if c.column_of("spans") else ("tokens", "tags")
 
 
 def _question_checks(c: Settings) -> list[Check]:
@@ -136,6 +162,7 @@ TASKS: dict[str, TaskEntry] = {
                     "", "chats, in the place of prompts and completions", optional=True
                 ),
             },
+            reads=_chat_reads,
             checks=_chat_checks,
         ),
         TaskEntry(
@@ -158,6 +185,7 @@ TASKS: dict[str, TaskEntry] = {
         ),
         TaskEntry(
             name="regression",
+            may_be_several=("label",),
             columns={
                 **_TEXTS,
                 "label": Column("label", "the number; several columns with commas"),
@@ -206,10 +234,12 @@ TASKS: dict[str, TaskEntry] = {
             default_metric="f1",
             loss_unit="nats/word",
             f1_over="spans",
+            reads=_tag_reads,
             checks=_tag_checks,
         ),
         TaskEntry(
             name="multiple-choice",
+            may_be_several=("choices",),
             columns={
                 "question": Column("question", "the question", optional=True),
                 "context": Column("context", "what the question is about", optional=True),

@@ -11,7 +11,7 @@ ends in another token.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from narrowgauge import data
+from narrowgauge.data import row_forms
 from narrowgauge.data.batches import IGNORED
 from narrowgauge.data.cache import Values, token_dtype
 from narrowgauge.data.chat import Span, answers, check_messages
 from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.data.tokenizer import end_of_text
 from narrowgauge.errors import ConfigError
+from narrowgauge.train.first_look import form_of_data
 from narrowgauge.train.pretrained import CAUSAL_LM, ModelClass
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.table import TableTask
@@ -99,12 +101,14 @@ class Completion(_Causal):
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(_Causal):
-    """A column with a list of messages, each with a role and a content.
+    """A column with a list of messages, each with a role and a content, or ShareGPT's from, value.
 
+    system    column with a text before the chat, which a row may lack; '': none
     train_on  "answers": loss on all answers; "last": on the last one
     """
 
     messages: str = "messages"
+    system: str = ""
     train_on: Literal["answers", "last"] = "answers"
 
     def __post_init__(self) -> None:
@@ -117,10 +121,21 @@ class Chat(_Causal):
     def columns(self) -> list[str]:
         return [self.messages]
 
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        return (self.system,) if self.system else ()
+
+    def _turns(self, row: Mapping[str, Any], origin: str) -> Any:
+        chat = row_forms.turns(row[self.messages], origin)
+        system = row[self.system] if self.system else None
+        if not system or not isinstance(chat, list):
+            return chat
+        return [{"role": "system", "content": str(system)}, *chat]
+
     def encode(
         self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
     ) -> Iterator[Encoded]:
-        chats = [check_messages(row.values[self.messages], row.origin) for row in rows]
+        chats = [check_messages(self._turns(row.values, row.origin), row.origin) for row in rows]
         rendered = [
             answers(encoder.tokenizer, chat, row.origin, self.train_on)
             for chat, row in zip(chats, rows, strict=True)
@@ -134,6 +149,45 @@ class Chat(_Causal):
             if end is not None and end not in ids[targets]:
                 notes[UNFINISHED.replace("{token}", token)] += 1
             yield {"input_ids": ids, "targets": targets}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions(_Causal):
+    """Columns instruction, output, and perhaps input, system and history: Alpaca's form.
+
+    is_chat  rows are chats for the tokenizer's template; else Stanford's prompt, and the output
+    """
+
+    is_chat: bool
+    train_on: Literal["answers", "last"] = "answers"
+
+    @property
+    def columns(self) -> list[str]:
+        return ["instruction", "output"]
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        return "input", "system", "history"
+
+    def encode(
+        self, rows: Sequence[Record], encoder: Encoder, notes: Notes, max_length: int | None = None
+    ) -> Iterator[Encoded]:
+        if self.is_chat:
+            chats = [
+                row._replace(values={"messages": row_forms.alpaca_turns(row.values, row.origin)})
+                for row in rows
+            ]
+            return Chat(train_on=self.train_on).encode(chats, encoder, notes, max_length)
+        pairs = [
+            row._replace(
+                values={
+                    "prompt": row_forms.alpaca_prompt(row.values, row.origin),
+                    "completion": row.text("output"),
+                }
+            )
+            for row in rows
+        ]
+        return Completion().encode(pairs, encoder, notes, max_length)
 
 
 def _learnt(
@@ -173,6 +227,24 @@ class CausalTask(TableTask):
         return Completion(
             prompt=config.column_of("prompt"), completion=config.column_of("completion")
         ), CAUSAL_LM
+
+    @classmethod
+    def columns_of_data(
+        cls, config: TrainConfig, tokenizer: Any, columns: data.Task
+    ) -> tuple[data.Task, list[str]]:
+        """Another trainer's form of rows is recognized by its columns if none was named."""
+        form = None if config.names_columns else form_of_data(config)
+        if form is None:
+            return columns, []
+        is_chat, train_on = bool(getattr(tokenizer, "chat_template", None)), config.train_on
+        said = f"{config.data}: its rows are read as {form.words}"
+        if form.name == "Alpaca":
+            said += ", by the tokenizer's chat template" if is_chat else ", by Stanford's prompt"
+            columns = Instructions(is_chat=is_chat, train_on=train_on)  # type: ignore[arg-type]
+        else:
+            [messages], system = form.required, "".join(form.optional)
+            columns = Chat(messages=messages, system=system, train_on=train_on)  # type: ignore[arg-type]
+        return columns, [f"{said}."]
 
     @staticmethod
     def align_labels(labels: Tensor) -> Tensor:

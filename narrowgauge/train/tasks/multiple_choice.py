@@ -30,8 +30,8 @@ from transformers import AutoModelForMultipleChoice
 from narrowgauge import data
 from narrowgauge.data.batches import IGNORED, Indices
 from narrowgauge.data.cache import token_dtype
-from narrowgauge.data.example_arrays import GROUP, GROUPS, ExampleArrays, group_of
 from narrowgauge.data.epochs import runs
+from narrowgauge.data.example_arrays import GROUP, GROUPS, ExampleArrays, group_of
 from narrowgauge.data.rows import PaddingReport, Waste, round_up, width_of
 from narrowgauge.data.tables import Record, refuse_half_a_pair
 from narrowgauge.data.task import Encoded, Item, Notes, Task

@@ -22,7 +22,7 @@ from narrowgauge.errors import Reason
 from narrowgauge.nn.converted_model import suspended
 from narrowgauge.train.pretrained import ModelClass, check_sizes, pretrained
 from narrowgauge.train.tasks.feed import TableFeed
-from narrowgauge.train.tasks.reading import longest_example, read
+from narrowgauge.train.tasks.reading import header, longest_example, read
 from narrowgauge.train.tasks.task import Readings, Shape, TrainTask
 
 if TYPE_CHECKING:
@@ -62,12 +62,23 @@ class TableTask(TrainTask):
         """Returns the roles of the table's columns, and the model class."""
 
     @classmethod
+    def columns_of_data(
+        cls, config: TrainConfig, tokenizer: Any, columns: data.Task
+    ) -> tuple[data.Task, list[str]]:
+        """Returns the roles of the columns that the data have, and sentences on what they are.
+
+        columns  roles by the settings alone
+        """
+        return columns, []
+
+    @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
         tokenizer = data.load(config.tokenizer or config.model)
         columns, model_class = cls.columns_and_model(config, tokenizer)
         longest = longest_example(config, model_class, tokenizer)
+        columns, notes = cls.columns_of_data(config, tokenizer, columns)
         train, validation, known = read(config, columns, tokenizer, longest)
-        notes = list(known["notes"])
+        notes += [*data.understood(config.data, header(config)), *known["notes"]]
         if tokenizer.pad_token_id is None:
             notes.append(
                 "The tokenizer has no padding token: rows are filled with another, and masked by their lengths."

@@ -77,7 +77,8 @@ class TextTask(TrainTask):
             seed=SPLIT_SEED,
             column=column,
         )
-        return cls(config, tokenizer, [*notes, *corpus.summary["notes"]], corpus)
+        notes = [*data.understood(config.data), *notes, *corpus.summary["notes"]]
+        return cls(config, tokenizer, notes, corpus)
 
     @classmethod
     def without_data(cls, config: TrainConfig, tokenizer: Any) -> tuple[Self, ModelClass]:

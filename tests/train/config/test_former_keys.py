@@ -76,6 +76,7 @@ def given(monkeypatch) -> list[dict[str, object]]:
     """Collects what `narrowgauge train` has read from its flags, and trains nothing."""
     given: list[dict[str, object]] = []
     monkeypatch.setattr(train, "configuration", lambda path, flags: given.append(flags))
+    monkeypatch.setattr("narrowgauge.train.first_look.refuse", lambda settings: None)
     monkeypatch.setattr(train, "refuse_unknown_recipes", lambda settings: None)
     monkeypatch.setattr(
         "narrowgauge.lab.training", SimpleNamespace(run=lambda settings: 0), raising=False
@@ -146,6 +147,7 @@ def test_settings_that_are_one_now_mean_what_they_meant(text, expected):
 def test_flags_of_settings_that_are_one_now_override_their_part_of_a_file(monkeypatch, capsys):
     given = []
     monkeypatch.setattr(train, "configuration", lambda path, flags: given.append(flags))
+    monkeypatch.setattr("narrowgauge.train.first_look.refuse", lambda settings: None)
     monkeypatch.setattr(train, "refuse_unknown_recipes", lambda settings: None)
     monkeypatch.setattr(
         "narrowgauge.lab.training", SimpleNamespace(run=lambda settings: 0), raising=False
