@@ -61,7 +61,7 @@ def test_columns_that_are_looked_for_are_those_that_the_task_reads(task, tmp_pat
         ({"data": "absent.jsonl"}, DataError, "source.missing", "data = 'absent.jsonl': no such"),
         ({"data": "a.jsonl", "column": "x"}, DataError, "table.no-column", "data.column = 'x': a.jsonl:1"),
         ({"data": "a.jsonl"}, DataError, "table.which-column", "data.column"),
-        ({"data": "chats.json"}, DataError, "table.chats", "task = 'causal-lm'"),
+        ({"data": "chats.json"}, DataError, "table.chats", "causal-lm"),
         ({"data": "hf:some/set"}, DataError, "hub.unreachable", "data = 'hf:some/set'"),
         ({"model": "./absent"}, ConfigError, "model.no-folder", "model = './absent'"),
         ({"model": "some/model"}, DataError, "hub.unreachable", "model = 'some/model'"),

@@ -55,7 +55,7 @@ def test_chats_of_all_forms_are_the_same_examples(tmp_path, system):
     for name, rows in forms.items():
         task = prepared(tmp_path, rows)
         assert examples(task) == wanted, name
-        assert name in task.notes[0] and "list of objects" in task.notes[1]
+        assert name in task.notes[0] and "rows.json" in task.notes[1]
 
 
 def test_without_a_template_an_instruction_is_stanfords_prompt(tmp_path):
