@@ -11,7 +11,6 @@ into memory: 40 MB for the largest.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ def is_lines(path: Path) -> bool:
     """True if a file is JSON Lines: its first line is a whole object, and another follows."""
     try:
         found = (line for _, line in lines(path, limit_bytes=LIMIT_BYTES) if not line.isspace())
-        first = json.loads(next(found, ""))
+        first = reading.strict_json(next(found, ""))
         return isinstance(first, dict) and next(found, "") != ""
     except (ValueError, RecursionError, DataError):  # said by the reading of the whole
         return False
