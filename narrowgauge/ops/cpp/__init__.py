@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from narrowgauge.addresses import PLAIN, address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Refusal
 
+NUMBERS = (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_float, ctypes.c_double)
 ELEMENTS_PER_THREAD = 1 << 16  # with less work per thread, the thread costs more than it saves
 
 
@@ -62,14 +63,17 @@ class Library:
         return {name: getattr(self.loaded, f"narrowgauge_{name}") for name in self.signatures}
 
     @cached_property
-    def on_threads(self) -> dict[str, Callable[..., None] | None]:
-        """{NAME: call(shares, rows, ...)}; None where torch's threads cannot be used."""
+    def on_threads(self) -> dict[str, tuple[tuple[int, ...], Callable[..., None]]]:
+        """{NAME: (places of addresses among the arguments, call(shares, rows, ...))}."""
         from narrowgauge.ops.cpp.threads import on_threads
 
-        return {
-            name: on_threads(self.functions[name], arguments)
-            for name, arguments in self.signatures.items()
-        }
+        found = {}
+        for name, arguments in self.signatures.items():
+            function = self.functions[name]
+            run = on_threads(function, arguments) or partial(_in_shares, function)
+            places = (place for place, kind in enumerate(arguments) if kind not in NUMBERS)
+            found[name] = tuple(places), run
+        return found
 
     @cached_property
     def missing(self) -> str:
@@ -95,28 +99,33 @@ class Library:
     def call(self, name: str, rows: int, elements: int, *given: Any) -> None:
         """Run function NAME over all rows, with as many threads as `elements` justify.
 
-        Tensors are passed by address. A dry run calls nothing.
+        Tensors, structures and arrays of ctypes are passed by address. A dry run calls nothing.
         """
         if dry_run_on() is not None:
             return
         values = list(given)
-        for place, each in enumerate(given):
+        places, run = self.on_threads[name]
+        for place in places:
+            each = given[place]
             if isinstance(each, Tensor):
                 start = each.data_ptr() if type(each).__torch_dispatch__ is PLAIN else 0
                 # `address` raises if the values of the tensor are not at its address.
                 values[place] = address(each) if start == 0 or each.is_neg() else start
-        if elements < 2 * ELEMENTS_PER_THREAD:  # a single thread
-            self.functions[name](0, rows, *values)
-            return
+            elif each is None:
+                values[place] = 0
+            elif isinstance(each, ctypes.Structure | ctypes.Array):
+                values[place] = ctypes.addressof(each)
         # Equal shares of whole rows: results do not depend on the number of threads.
-        count = max(min(parts(elements), rows), 1)  # more threads than rows would get empty ranges
-        function = self.functions[name]
-        if count == 1:
-            function(0, rows, *values)
-            return
-        if (run := self.on_threads[name]) is not None:
-            run(count, rows, *values)
-            return
-        from narrowgauge.ops.cpp.build import in_shares
+        # More threads than rows would get empty ranges.
+        is_short = elements < 2 * ELEMENTS_PER_THREAD
+        run(1 if is_short else max(min(parts(elements), rows), 1), rows, *values)
 
-        in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))
+
+def _in_shares(function: Callable[..., None], count: int, rows: int, *values: Any) -> None:
+    """Call function(first, last, ...) where torch's threads cannot be used."""
+    if count == 1:
+        function(0, rows, *values)
+        return
+    from narrowgauge.ops.cpp.build import in_shares
+
+    in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))

@@ -23,6 +23,7 @@ struct Runtime {
     int (*threads)();
 };
 
+// Written by threads.py.
 struct Call {
     const Runtime* runtime;
     Kernel kernel;
@@ -47,16 +48,14 @@ void on_thread(void* given) {
 
 }  // namespace
 
-// Calls kernel(first, last, ...) for `shares` equal shares of the rows 0 to `rows`.
+// Calls kernel(first, last, ...) for `shares` equal shares of the rows 0 to `rows`; one share by the calling thread.
 //
 // A kernel has fewer parameters than are passed here. That is defined by no C++ standard, but by the
 // calling conventions of x86-64 and AArch64 on Linux: arguments beyond a function's parameters stay
 // unread in registers, or on the stack, which the caller clears. Floating-point arguments have
 // registers of their own, whose bits are handed on.
-extern "C" void narrowgauge_in_shares(const Runtime* runtime, Kernel kernel, int64_t rows, int64_t shares, Word a, Word b, Word c, Word d,
-                                      Word e, Word f, Word g, Word h, Word i, Word j, Word k, Word l, Word m, Word n, Word o, Word p,
-                                      Word q, Word r, Word s, Word t, Word u, Word v, double x0, double x1, double x2, double x3) {
-    Call call{runtime, kernel, rows, shares, {a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u, v}, {x0, x1, x2, x3}};
-    if (runtime->parallel) runtime->parallel(on_thread, &call, unsigned(shares), 0);
-    else for (int64_t share = 0; share < shares; share++) compute(call, share);
+extern "C" void narrowgauge_in_shares(const Call* call) {
+    const Runtime& runtime = *call->runtime;
+    if (call->shares > 1 && runtime.parallel) runtime.parallel(on_thread, const_cast<Call*>(call), unsigned(call->shares), 0);
+    else for (int64_t share = 0; share < call->shares; share++) compute(*call, share);
 }

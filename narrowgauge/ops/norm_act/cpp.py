@@ -10,7 +10,7 @@ errors ops/cpp/vectors.h states. Results are bit-identical for every number of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, pointer
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -178,9 +178,9 @@ def _activation(kind: Kind, x: Tensor, u: Tensor | None, gy: Tensor | None = Non
 # A model calls with a few shapes, again and again.
 @lru_cache(256)
 def _norm_arguments(*values: float) -> Any:
-    return pointer(NormArguments(*values))
+    return NormArguments(*values)
 
 
 @lru_cache(256)
 def _activation_arguments(*values: int) -> Any:
-    return pointer(ActivationArguments(*values))
+    return ActivationArguments(*values)

@@ -207,7 +207,7 @@ def scales_by_definition(
 
 @cache
 def constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
-    """Return a pointer to `CppCast`."""
+    """Return `CppCast`."""
     from narrowgauge.ops.quantize.cpp_constants import constants_of  # once for each cast
 
     return constants_of(cast, makes_scales, RULES.get(cast.scale, 0), DTYPES[x_dtype], KINDS[dtype])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, pointer
+from ctypes import Structure, c_float, c_int32
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.formats import E4M3, FLOAT32_MANTISSA, FloatFormat, Format, IntFormat
@@ -63,9 +63,9 @@ class CppCast(Structure):
 
 
 def constants_of(cast: Cast, makes_scales: bool, rule: int, x_narrow: int, out_kind: int) -> Any:
-    """Return a pointer to `CppCast`; `Cast` in rounding.h explains the numbers."""
+    """Return `CppCast`; `Cast` in rounding.h explains the numbers."""
     smallest = smallest_scale(cast.format)
-    found = CppCast(
+    return CppCast(
         format=FormatConstants.of(cast.format),
         of_scales=FormatConstants.of(E4M3),
         x_narrow=x_narrow,
@@ -81,4 +81,3 @@ def constants_of(cast: Cast, makes_scales: bool, rule: int, x_narrow: int, out_k
         tries=len(cast.scale.tries),
         factors=(c_float * 2)(*cast.scale.tries),
     )
-    return pointer(found)

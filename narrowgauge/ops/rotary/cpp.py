@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_int32, c_int64, c_void_p, pointer
+from ctypes import Structure, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -99,4 +99,4 @@ def _arguments(
     three, two = c_int64 * 3, c_int32 * 2
     both = [SideArguments(heads, three(*x), three(*y)) for heads, x, y in sides]
     flags = (two(*each) for each in (in_narrow, out_narrow, rounds))
-    return pointer(RotaryArguments(*sizes, (SideArguments * 2)(*both), *flags, inverse))
+    return RotaryArguments(*sizes, (SideArguments * 2)(*both), *flags, inverse)

@@ -114,7 +114,7 @@ def step(param_steps: Sequence[ParamStep]) -> None:
     shared: dict[int, _Constants] = {}
     jobs = (_Job * len(param_steps))(*(_job(each, shared) for each in param_steps))
     count = parts(sum(each.elements for each in param_steps))
-    given = (jobs, len(param_steps), count)
+    given = (ctypes.addressof(jobs), len(param_steps), count)
     if count == 1:
         library.narrowgauge_step(0, 1, *given)
     elif (run := _on_threads()) is not None:
