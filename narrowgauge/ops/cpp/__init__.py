@@ -6,10 +6,9 @@ build.py compiles the sources, threads.py runs them on torch's threads.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,9 @@ from narrowgauge.addresses import PLAIN, address, dry_run_on
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Refusal
 
-NUMBERS = (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_float, ctypes.c_double)
+if TYPE_CHECKING:
+    from narrowgauge.ops.cpp.threads import Kernel
+
 ELEMENTS_PER_THREAD = 1 << 16  # with less work per thread, the thread costs more than it saves
 
 
@@ -58,22 +59,12 @@ class Library:
         return found
 
     @cached_property
-    def functions(self) -> dict[str, Callable[..., None]]:
-        """{NAME: call(first, last, ...)}."""
-        return {name: getattr(self.loaded, f"narrowgauge_{name}") for name in self.signatures}
+    def kernels(self) -> dict[str, Kernel]:
+        """{NAME: how it is called}."""
+        from narrowgauge.ops.cpp.threads import Kernel
 
-    @cached_property
-    def on_threads(self) -> dict[str, tuple[tuple[int, ...], Callable[..., None]]]:
-        """{NAME: (places of addresses among the arguments, call(shares, rows, ...))}."""
-        from narrowgauge.ops.cpp.threads import on_threads
-
-        found = {}
-        for name, arguments in self.signatures.items():
-            function = self.functions[name]
-            run = on_threads(function, arguments) or partial(_in_shares, function)
-            places = (place for place, kind in enumerate(arguments) if kind not in NUMBERS)
-            found[name] = tuple(places), run
-        return found
+        found = {name: getattr(self.loaded, f"narrowgauge_{name}") for name in self.signatures}
+        return {name: Kernel.of(found[name], kinds) for name, kinds in self.signatures.items()}
 
     @cached_property
     def missing(self) -> str:
@@ -104,7 +95,7 @@ class Library:
         if dry_run_on() is not None:
             return
         values = list(given)
-        places, run = self.on_threads[name]
+        places, pack, run = self.kernels[name]
         for place in places:
             each = given[place]
             if isinstance(each, Tensor):
@@ -118,14 +109,4 @@ class Library:
         # Equal shares of whole rows: results do not depend on the number of threads.
         # More threads than rows would get empty ranges.
         is_short = elements < 2 * ELEMENTS_PER_THREAD
-        run(1 if is_short else max(min(parts(elements), rows), 1), rows, *values)
-
-
-def _in_shares(function: Callable[..., None], count: int, rows: int, *values: Any) -> None:
-    """Call function(first, last, ...) where torch's threads cannot be used."""
-    if count == 1:
-        function(0, rows, *values)
-        return
-    from narrowgauge.ops.cpp.build import in_shares
-
-    in_shares(count, lambda k: function(rows * k // count, rows * (k + 1) // count, *values))
+        run(pack(1 if is_short else max(min(parts(elements), rows), 1), rows, *values))

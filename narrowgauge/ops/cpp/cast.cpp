@@ -213,11 +213,13 @@ void narrowgauge_pair_amax(int64_t first, int64_t last, const Cast* cast, const 
 // `last` count blocks of PAIR_ROWS rows. The threads share the scales of the columns: each computes
 // them all, from a maximum per block.
 //
-// of_rows, of_blocks  as `narrowgauge_pair_amax` left them; of_rows receives the scales of the rows
+// of_rows, of_blocks  as `narrowgauge_pair_amax` left them, which a thread that has all the blocks
+//                     calls here; of_rows receives the scales of the rows
 // scales              receives the scales of the columns
 // out, turned         [rows, columns]: codes by the scales of rows, and by those of columns
 void narrowgauge_pair(int64_t first, int64_t last, const Cast* given, const void* x, int64_t stride, int64_t rows, int64_t columns,
-                      float* of_rows, const float* of_blocks, float* scales, int8_t* out, int8_t* turned) {
+                      float* of_rows, float* of_blocks, float* scales, int8_t* out, int8_t* turned) {
+    if (first == 0 && last * PAIR_ROWS >= rows) narrowgauge_pair_amax(first, last, given, x, stride, rows, columns, of_rows, of_blocks);
     const Cast cast = *given;
     const Format format = cast.format;
     std::vector<uint32_t> largest(columns, 0);

@@ -27,7 +27,7 @@ struct Runtime {
 struct Call {
     const Runtime* runtime;
     Kernel kernel;
-    int64_t rows, shares;
+    int64_t shares, rows;
     Word words[WORDS];
     double numbers[NUMBERS];
 };

@@ -11,9 +11,9 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import BackendError
 from narrowgauge.ops.cpp import build
@@ -21,6 +21,7 @@ from narrowgauge.ops.cpp import build
 SOURCES = ("threads.cpp",)
 WORDS, NUMBERS = 22, 4  # most integers and addresses, and floating-point numbers, of a kernel
 _FLOATS = (ctypes.c_float, ctypes.c_double)
+_INTEGERS = (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64)
 # Calling conventions under which a function may be passed more arguments than it has parameters.
 _MACHINES = ("x86_64", "aarch64")
 
@@ -63,6 +64,39 @@ def on_threads(function: Any, arguments: Sequence[Any]) -> Callable[..., None] |
     function   of a CDLL, called as function(first, last, *values)
     arguments  ctypes types of `values`, which are numbers: addresses too
     """
+    if (found := _packed(function, arguments)) is None:
+        return None
+    pack, run = found
+    return lambda shares, rows, *values: run(pack(shares, rows, *values))
+
+
+class Kernel(NamedTuple):
+    """A function of a library, called as run(pack(shares, rows, *values)) on any system.
+
+    places  places of addresses among the values
+    """
+
+    places: tuple[int, ...]
+    pack: Callable[..., Any]
+    run: Callable[[Any], None]
+
+    @classmethod
+    def of(cls, function: Any, arguments: Sequence[Any]) -> Kernel:
+        """Arguments as of `on_threads`."""
+        numbers = (*_INTEGERS, *_FLOATS)
+        places = tuple(place for place, kind in enumerate(arguments) if kind not in numbers)
+        if (found := _packed(function, arguments)) is not None:
+            return cls(places, *found)
+        return cls(places, lambda *values: values, partial(_on_python_threads, function))
+
+
+def _packed(
+    function: Any, arguments: Sequence[Any]
+) -> tuple[Callable[..., Any], Callable[[Any], None]] | None:
+    """Return (pack, run) of a `Kernel` by threads.cpp.
+
+    ctypes would convert each argument by itself, in three times the time.
+    """
     library, found = team(), _runtime()
     if library is None or found is None:
         return None
@@ -70,15 +104,20 @@ def on_threads(function: Any, arguments: Sequence[Any]) -> Callable[..., None] |
     numbers = [place for place, each in enumerate(arguments) if each in _FLOATS]
     missing = WORDS - len(words), NUMBERS - len(numbers)
     assert min(missing) >= 0, "more arguments than threads.cpp passes on"
-    # `Call` of threads.cpp. ctypes would convert each argument by itself, in three times the time.
     floats = "".join("d" if arguments[place] is ctypes.c_double else "f4x" for place in numbers)
-    pack = Struct(f"={4 + len(words)}q{8 * missing[0]}x{floats}{8 * missing[1]}x").pack
+    of_call = Struct(f"={4 + len(words)}q{8 * missing[0]}x{floats}{8 * missing[1]}x")
+    kernel = ctypes.cast(function, ctypes.c_void_p).value
+    pack = partial(of_call.pack, ctypes.addressof(found), kernel)
     run = library.narrowgauge_in_shares
     run.argtypes, run.restype = (ctypes.c_char_p,), None
-    runtime, kernel = ctypes.addressof(found), ctypes.cast(function, ctypes.c_void_p).value
     if not numbers:
-        return lambda shares, rows, *values: run(pack(runtime, kernel, rows, shares, *values))
+        return pack, run
     order = (*words, *numbers)
-    return lambda shares, rows, *values: run(
-        pack(runtime, kernel, rows, shares, *(values[place] for place in order))
+    return lambda shares, rows, *values: pack(shares, rows, *(values[k] for k in order)), run
+
+
+def _on_python_threads(function: Any, given: tuple[Any, ...]) -> None:
+    shares, rows, *values = given
+    build.in_shares(
+        shares, lambda k: function(rows * k // shares, rows * (k + 1) // shares, *values)
     )

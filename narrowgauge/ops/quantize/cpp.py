@@ -248,7 +248,8 @@ def run_pair(
         for n, m in ((rows, 1), (columns, 1), (blocks, columns))
     )
     out, beside = (torch.empty(rows, columns, dtype=torch.int8, device="cpu") for _ in "rc")
-    LIBRARY.call("pair_amax", blocks, elements, of, *layout, by_row, of_blocks)
+    if cpp.parts(elements) > 1:  # a single thread finds the maxima by itself
+        LIBRARY.call("pair_amax", blocks, elements, of, *layout, by_row, of_blocks)
     LIBRARY.call("pair", blocks, elements, of, *layout, by_row, of_blocks, by_column, out, beside)
     given = QTensor.of_parts(out, by_row, cast, columns, None)
     turned = QTensor.of_parts(beside.T, by_column, cast, rows, None)
