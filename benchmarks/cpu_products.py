@@ -137,7 +137,7 @@ def tiles(left: Tensor, right: Tensor, form: str) -> Callable[[], None]:
     panels = int8_cpp._packed(right, 0, n, width, number, row_bytes, "right").clone()
     scales = (scale_of(left), True, scale_of(right), True, None, int8_cpp.OUTPUTS[torch.bfloat16])
     out = torch.empty(m, n, dtype=torch.bfloat16)
-    given = (words, stride, panels, 0, 0, m, n, inner, number, False, *scales, out, n)
+    given = (words, stride, None, 0, 0, panels, 0, 0, m, n, inner, number, False, *scales, out, n)
     return lambda: int8_cpp.LIBRARY.call(
         "int8_multiply", -(-m // int8_cpp.TILE), m * n * max(inner // 64, 1), *given
     )

@@ -36,8 +36,8 @@ CALLS = {
     "fp8-row": (155, 68),
     "fp8-block": (148, 63),
     "mxfp8": (182, 76),
-    # The packing of each operand is a call of C++: on CPUs without VNNI, of both operands of each product.
-    "int8": (195, 102),
+    # The packing of left operands is a call of C++: on CPUs without VNNI, of each product.
+    "int8": (145, 75),
     "int4-hq-bs": (236, 142),
     # Eight of them measure x and w, beside whose best step `describe` shows the learned one.
     "int4-hq-lss": (296, 172),

@@ -18,7 +18,7 @@ from narrowgauge.errors import BackendError
 from narrowgauge.ops.registry import Refusal
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.cpp.threads import Kernel
+    from narrowgauge.ops.cpp.threads import PackedCall
 
 ELEMENTS_PER_THREAD = 1 << 16  # with less work per thread, the thread costs more than it saves
 
@@ -59,12 +59,14 @@ class Library:
         return found
 
     @cached_property
-    def kernels(self) -> dict[str, Kernel]:
+    def calls(self) -> dict[str, PackedCall]:
         """{NAME: how it is called}."""
-        from narrowgauge.ops.cpp.threads import Kernel
+        from narrowgauge.ops.cpp.threads import PackedCall
 
-        found = {name: getattr(self.loaded, f"narrowgauge_{name}") for name in self.signatures}
-        return {name: Kernel.of(found[name], kinds) for name, kinds in self.signatures.items()}
+        return {
+            name: PackedCall.of(getattr(self.loaded, f"narrowgauge_{name}"), arguments)
+            for name, arguments in self.signatures.items()
+        }
 
     @cached_property
     def missing(self) -> str:
@@ -94,8 +96,7 @@ class Library:
         """
         if dry_run_on() is not None:
             return
-        values = list(given)
-        places, pack, run = self.kernels[name]
+        values, (places, pack, run) = list(given), self.calls[name]
         for place in places:
             each = given[place]
             if isinstance(each, Tensor):

@@ -346,13 +346,17 @@ void narrowgauge_int8_pack(int64_t first, int64_t last, const int8_t* x, int64_t
 // operand (by_columns). Packed operands hold this part alone, all others the whole.
 //
 // left_stride   bytes from row to row of the left operand; -1: it is packed
+// codes         the right operand, which a thread that has all units packs first, with its strides; null: it is packed
 // bias          [n] float32 or null
 // output        FLOAT32, BFLOAT16, or SUMS, which are int32 and not scaled
 // out_stride    elements from row to row of out
-void narrowgauge_int8_multiply(int64_t first, int64_t last, const uint8_t* left, int64_t left_stride, const uint8_t* right, int64_t row,
+void narrowgauge_int8_multiply(int64_t first, int64_t last, const uint8_t* left, int64_t left_stride, const int8_t* codes,
+                               int64_t row_stride, int64_t stride, uint8_t* right, int64_t row,
                                int64_t column, int64_t m, int64_t n, int64_t inner, int32_t form, int32_t by_columns, const float* left_scale, int32_t left_rows,
                                const float* right_scale, int32_t right_rows, const float* bias, int32_t output, uint8_t* out,
                                int64_t out_stride) {
+  const int64_t panels = (n + width_of(Form(form)) - 1) / width_of(Form(form));
+  if (codes) narrowgauge_int8_pack(0, panels, codes, column, n, inner, row_stride, stride, form, 1, right);
   if (left_stride >= 0) left += row * left_stride;
   if (left_rows) left_scale += row;
   if (right_rows) right_scale += column;
@@ -361,7 +365,6 @@ void narrowgauge_int8_multiply(int64_t first, int64_t last, const uint8_t* left,
   const Product p = {Form(form), left,  right,      left_stride, m,      n,   inner,     left_scale, right_scale,
                      bias,       left_rows, right_rows, output,      out,    out_stride};
   const int64_t from = by_columns ? 0 : first * TILE, to = by_columns ? m : std::min(last * TILE, m);
-  const int64_t panels = (n + width_of(p.form) - 1) / width_of(p.form);
   const int64_t begin = by_columns ? first : 0, end = by_columns ? last : panels;
 #ifdef NARROWGAUGE_BF16
   if (p.form == VNNI512 && __builtin_cpu_supports("avx512bf16")) return multiply_64_bf16(p, from, to, begin, end);

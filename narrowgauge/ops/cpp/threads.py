@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ def on_threads(function: Any, arguments: Sequence[Any]) -> Callable[..., None] |
     return lambda shares, rows, *values: run(pack(shares, rows, *values))
 
 
-class Kernel(NamedTuple):
+class PackedCall(NamedTuple):
     """A function of a library, called as run(pack(shares, rows, *values)) on any system.
 
     places  places of addresses among the values
@@ -81,7 +82,7 @@ class Kernel(NamedTuple):
     run: Callable[[Any], None]
 
     @classmethod
-    def of(cls, function: Any, arguments: Sequence[Any]) -> Kernel:
+    def of(cls, function: Any, arguments: Sequence[Any]) -> PackedCall:
         """Arguments as of `on_threads`."""
         numbers = (*_INTEGERS, *_FLOATS)
         places = tuple(place for place, kind in enumerate(arguments) if kind not in numbers)
@@ -93,7 +94,7 @@ class Kernel(NamedTuple):
 def _packed(
     function: Any, arguments: Sequence[Any]
 ) -> tuple[Callable[..., Any], Callable[[Any], None]] | None:
-    """Return (pack, run) of a `Kernel` by threads.cpp.
+    """Return (pack, run) of a `PackedCall` by threads.cpp.
 
     ctypes would convert each argument by itself, in three times the time.
     """
@@ -112,8 +113,8 @@ def _packed(
     run.argtypes, run.restype = (ctypes.c_char_p,), None
     if not numbers:
         return pack, run
-    order = (*words, *numbers)
-    return lambda shares, rows, *values: pack(shares, rows, *(values[k] for k in order)), run
+    in_order = itemgetter(0, 1, *(2 + place for place in (*words, *numbers)))
+    return lambda *given: pack(*in_order(given)), run
 
 
 def _on_python_threads(function: Any, given: tuple[Any, ...]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from narrowgauge.errors import BackendError
 from narrowgauge.formats import INT4, INT4X2
-from narrowgauge.ops.cpp import Library
+from narrowgauge.ops.cpp import Library, parts
 from narrowgauge.ops.mm import cpp, definition
 from narrowgauge.ops.mm.definition import times_scales, with_epilogue
 from narrowgauge.ops.registry import Refusal, constant_while_compiling
@@ -43,24 +43,8 @@ LIBRARY = Library(
     {
         "int8_pack": (_P, _L, _L, _L, _L, _L, _I, _I, _P),
         "int8_multiply": (
-            _P,
-            _L,
-            _P,
-            _L,
-            _L,
-            _L,
-            _L,
-            _L,
-            _I,
-            _I,
-            _P,
-            _I,
-            _P,
-            _I,
-            _P,
-            _I,
-            _P,
-            _L,
+            *(_P, _L, _P, _L, _L, _P, _L, _L, _L, _L, _L, _I, _I),
+            *(_P, _I, _P, _I, _P, _I, _P, _L),
         ),
     },
 )
@@ -252,13 +236,18 @@ def multiply(
             words, row_stride = _packed(left, i, height, LEFT_WIDTH, number, row_bytes, "left"), -1
         for j in range(0, n, columns):
             across = min(columns, n - j)
-            panels = _packed(right, j, across, width, number, row_bytes, "right")
             units, of_columns = -(-height // TILE), False
             if units < 4 * torch.get_num_threads() and -(-across // width) > units:
                 units, of_columns = -(-across // width), True  # few rows: threads share the panels
+            work = height * across * max(inner // 64, 1)
+            if parts(work) == 1:  # a single thread packs by itself
+                codes, panels = (right, *right.stride()), _panels(across, width, row_bytes, "right")
+            else:
+                codes = None, 0, 0
+                panels = _packed(right, j, across, width, number, row_bytes, "right")
             LIBRARY.call(
-                "int8_multiply", units, height * across * max(inner // 64, 1),
-                words, row_stride, panels, i, j, height, across, inner, number, of_columns, *epilogue,
+                "int8_multiply", units, work, words, row_stride, *codes, panels, i, j, height, across, inner,
+                number, of_columns, *epilogue,
             )  # fmt: skip
 
 
@@ -269,15 +258,20 @@ def _packed(
     x: Tensor, start: int, rows: int, width: int, form: int, row_bytes: int, side: str
 ) -> Tensor:
     """Pack rows of x [outer, K] int8 into panels of `width` (int8_pack.h), in memory of this thread."""
-    count, panels = -(-rows // width), getattr(_MEMORY, side, None)
-    size = count * width * row_bytes
-    if panels is None or panels.numel() < size:
-        panels = torch.empty(size, dtype=torch.uint8, device="cpu")
-        if type(panels) is Tensor:  # and not fake, in a count of memory
-            setattr(_MEMORY, side, panels)
+    panels, count = _panels(rows, width, row_bytes, side), -(-rows // width)
     inner, strides = x.shape[1], x.stride()
     # A byte takes 0.07 ns, so threads pay from a megabyte on.
     LIBRARY.call(
         "int8_pack", count, rows * inner // 8, x, start, rows, inner, *strides, form, side == "right", panels
     )  # fmt: skip
+    return panels
+
+
+def _panels(rows: int, width: int, row_bytes: int, side: str) -> Tensor:
+    """Memory of this thread for so many rows in panels of `width`."""
+    size, panels = -(-rows // width) * width * row_bytes, getattr(_MEMORY, side, None)
+    if panels is None or panels.numel() < size:
+        panels = torch.empty(size, dtype=torch.uint8, device="cpu")
+        if type(panels) is Tensor:  # and not fake, in a count of memory
+            setattr(_MEMORY, side, panels)
     return panels

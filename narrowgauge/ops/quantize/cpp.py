@@ -74,14 +74,7 @@ def refuse(spec: Spec) -> Refusal | None:
     """Return the reason why this kernel does not quantize such a tensor, or None."""
     if spec.cast.rounding == "eden":
         return Refusal("rounding", "corrects no scales, which 'eden' does after it has rounded")
-    return refuse_cast(spec) or _refuse_here(spec)
-
-
-def _refuse_here(spec: Spec) -> Refusal | None:
-    """Return the reason why the library cannot be called from such code, or None."""
-    if spec.in_operator and not serves_compiled(spec.cast):
-        return Refusal("compiling", "torch.compile fuses the definition itself")
-    return LIBRARY.refuse(spec.device.type, spec.in_operator)
+    return refuse_cast(spec) or LIBRARY.refuse(spec.device.type, spec.in_operator)
 
 
 def serves_compiled(cast: Cast) -> bool:
@@ -89,9 +82,13 @@ def serves_compiled(cast: Cast) -> bool:
 
     Inductor's loops take longer there.
     """
-    is_byte = isinstance(cast.format, IntFormat) and cast.format.codes_per_byte == 1
-    by_row = cast.tile == (1, WHOLE) and scales_by_amax(cast) and not cast.has_global_scale
-    return is_byte and by_row
+    return (
+        cast.tile == (1, WHOLE)
+        and isinstance(cast.format, IntFormat)
+        and cast.format.codes_per_byte == 1
+        and scales_by_amax(cast)
+        and not cast.has_global_scale
+    )
 
 
 def refuse_cast(spec: Spec) -> Refusal | None:
@@ -99,6 +96,8 @@ def refuse_cast(spec: Spec) -> Refusal | None:
     format = spec.cast.format
     if 0 in spec.shape:
         return Refusal("shape", "there is nothing to round")
+    if spec.in_operator and not serves_compiled(spec.cast):
+        return Refusal("compiling", "torch.compile fuses the definition itself")
     if spec.noise == "tensor":
         return Refusal("noise", "generates the noise of a key, and reads no tensor of noise")
     # Candidates for a scale are compared by rounding to nearest.
@@ -227,7 +226,7 @@ def refuse_pair(spec: Spec) -> Refusal | None:
         return Refusal("format", f"writes integers, a byte each, not {cast.format}")
     if cast.rounding != "nearest" or cast.headroom != 1 or not scales_by_amax(cast):
         return Refusal("rounding", "rounds to nearest, by the largest magnitude")
-    return refuse_cast(spec) or _refuse_here(spec)
+    return refuse_cast(spec) or LIBRARY.refuse(spec.device.type, spec.in_operator)
 
 
 def run_pair(
@@ -243,14 +242,14 @@ def run_pair(
     of, blocks = constants(cast, True, matrix.dtype, torch.int8), -(-rows // PAIR_ROWS)
     layout, elements = (matrix, matrix.stride(0), rows, columns), rows * columns
     # Compiled code receives these, and no two results of an operator may share memory.
-    by_row, by_column, of_blocks = (
-        torch.empty(n, m, dtype=torch.float32, device="cpu")
-        for n, m in ((rows, 1), (columns, 1), (blocks, columns))
-    )
-    out, beside = (torch.empty(rows, columns, dtype=torch.int8, device="cpu") for _ in "rc")
+    out = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
+    by_row, beside = torch.empty(rows, 1, dtype=torch.float32, device="cpu"), torch.empty_like(out)
+    by_column, of_blocks = by_row.new_empty(columns, 1), by_row.new_empty(blocks, columns)
     if cpp.parts(elements) > 1:  # a single thread finds the maxima by itself
         LIBRARY.call("pair_amax", blocks, elements, of, *layout, by_row, of_blocks)
     LIBRARY.call("pair", blocks, elements, of, *layout, by_row, of_blocks, by_column, out, beside)
-    given = QTensor.of_parts(out, by_row, cast, columns, None)
-    turned = QTensor.of_parts(beside.T, by_column, cast, rows, None)
+    given, turned = (
+        QTensor.of_parts(out, by_row, cast, columns, None),
+        QTensor.of_parts(beside.T, by_column, cast, rows, None),
+    )
     return (turned, given, None) if transposed else (given, turned, None)
