@@ -114,11 +114,11 @@ def step(param_steps: Sequence[ParamStep]) -> None:
     shared: dict[int, _Constants] = {}
     jobs = (_Job * len(param_steps))(*(_job(each, shared) for each in param_steps))
     count = parts(sum(each.elements for each in param_steps))
-    given = (ctypes.addressof(jobs), len(param_steps), count)
+    given = (jobs, len(param_steps), count)
     if count == 1:
         library.narrowgauge_step(0, 1, *given)
     elif (run := _on_threads()) is not None:
-        run(count, count, *given)
+        run(count, count, ctypes.addressof(jobs), *given[1:])
     else:
         build.in_shares(count, lambda k: library.narrowgauge_step(k, k + 1, *given))
 
