@@ -96,7 +96,7 @@ class Library:
         """
         if dry_run_on() is not None:
             return
-        values, (places, pack, run) = list(given), self.calls[name]
+        values, (places, order, pack, run) = list(given), self.calls[name]
         for place in places:
             each = given[place]
             if isinstance(each, Tensor):
@@ -110,4 +110,4 @@ class Library:
         # Equal shares of whole rows: results do not depend on the number of threads.
         # More threads than rows would get empty ranges.
         is_short = elements < 2 * ELEMENTS_PER_THREAD
-        run(pack(1 if is_short else max(min(parts(elements), rows), 1), rows, *values))
+        run(pack(1 if is_short else max(min(parts(elements), rows), 1), rows, *order(values)))

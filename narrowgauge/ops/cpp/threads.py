@@ -67,17 +67,19 @@ def on_threads(function: Any, arguments: Sequence[Any]) -> Callable[..., None] |
     """
     if (found := _packed(function, arguments)) is None:
         return None
-    pack, run = found
-    return lambda shares, rows, *values: run(pack(shares, rows, *values))
+    order, pack, run = found
+    return lambda shares, rows, *values: run(pack(shares, rows, *order(values)))
 
 
 class PackedCall(NamedTuple):
-    """A function of a library, called as run(pack(shares, rows, *values)) on any system.
+    """A function of a library, called as run(pack(shares, rows, *order(values))) on any system.
 
     places  places of addresses among the values
+    order   of the values in the record
     """
 
     places: tuple[int, ...]
+    order: Callable[[Sequence[Any]], tuple[Any, ...]]
     pack: Callable[..., Any]
     run: Callable[[Any], None]
 
@@ -88,13 +90,14 @@ class PackedCall(NamedTuple):
         places = tuple(place for place, kind in enumerate(arguments) if kind not in numbers)
         if (found := _packed(function, arguments)) is not None:
             return cls(places, *found)
-        return cls(places, lambda *values: values, partial(_on_python_threads, function))
+        run = partial(_on_python_threads, function)
+        return cls(places, tuple, lambda *values: values, run)
 
 
 def _packed(
     function: Any, arguments: Sequence[Any]
-) -> tuple[Callable[..., Any], Callable[[Any], None]] | None:
-    """Return (pack, run) of a `PackedCall` by threads.cpp.
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Any], None]] | None:
+    """Return (order, pack, run) of a `PackedCall` by threads.cpp.
 
     ctypes would convert each argument by itself, in three times the time.
     """
@@ -111,10 +114,9 @@ def _packed(
     pack = partial(of_call.pack, ctypes.addressof(found), kernel)
     run = library.narrowgauge_in_shares
     run.argtypes, run.restype = (ctypes.c_char_p,), None
-    if not numbers:
-        return pack, run
-    in_order = itemgetter(0, 1, *(2 + place for place in (*words, *numbers)))
-    return lambda *given: pack(*in_order(given)), run
+    # Words come first. itemgetter returns no tuple of a single value, which needs no order.
+    order = itemgetter(*words, *numbers) if words and numbers else tuple
+    return order, pack, run
 
 
 def _on_python_threads(function: Any, given: tuple[Any, ...]) -> None:
