@@ -316,6 +316,26 @@ QUARTET2_46 = replace(
     grad_weight=_FP4_GRADIENT_46,
 )
 
+# "TetraJet-v2" (arXiv 2510.27527). Forward: x and w in 1x16, to nearest, not rotated. Backward casts
+# the decoded x and w again: both operands of each product are rotated in blocks of 16 with new signs
+# and rounded stochastically, so that each product is an unbiased estimate of the decoded operands'.
+#
+# Changed here: the paper has a float32 scale for each 128 elements above the scales of 16; here it is
+# one for the tensor, as in the other NVFP4 recipes. Scales are rounded up where rounding is
+# stochastic, as in nvfp4, so nothing saturates. Left out: the channels of x in 8 bits (OutControl)
+# and the reset of weights that oscillate (OsciReset).
+_TETRAJET_GRADIENT = Gemm(
+    lhs=_NV_GRADIENT, rhs=_NV_GRADIENT, rotate=Hadamard(block=16, signs="random")
+)
+TETRAJET2 = Recipe(
+    name="tetrajet2",
+    summary="4-bit floats in 1x16 tiles, x kept in 4 bits; backward rotated at random, all of it rounded stochastically",
+    output=Gemm(lhs=_NV_VECTOR, rhs=_NV_VECTOR),
+    grad_input=_TETRAJET_GRADIENT,
+    grad_weight=_TETRAJET_GRADIENT,
+    backward="recast-codes",
+)
+
 # The forward pass of int4-hq-bs with the same backward pass in integers: one 4-bit digit for each
 # operand, a float32 scale for each rotated block. A scale per row would be biased where blocks differ
 # in size, and has 1.5 times the error. It gains speed where INT4 units exist (compute capability 8.0
@@ -398,6 +418,10 @@ SHORTHANDS: dict[str, tuple[str, str]] = {
         "int4-hq-bs",
         "needs no state and no learning of steps; 4-bit codes run on INT8 units, or emulated exactly",
     ),
+    "4bit": (
+        "int4-hq-bs",
+        "least noise of the gradient in 4 bits, and on any hardware; docs/four-bit.md says when another one is better",
+    ),
 }
 
 
@@ -408,7 +432,7 @@ AUTO_SUMMARY = "for each Linear the fastest of bf16, fp8-block, fp8-row and fp8-
 
 
 def get(name: str) -> Recipe:
-    """The recipe called `name`, or the recipe behind a shorthand ("fp8", "int4").
+    """The recipe called `name`, or the recipe behind a shorthand ("fp8", "int4", "4bit").
 
     A name may end in "+shared-scales": `Recipe.with_shared_scales` of the recipe before it. Also
     finds POSITIVE_CONTROL, which `names` omits. Raises ConfigError with the closest name.

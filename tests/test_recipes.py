@@ -100,6 +100,20 @@ def test_four_bit_recipes_are_those_of_the_paper(name):
         assert gemm.sample == (LeverageScore(keep=0.5, max_variance=0.02) if sampled else None)
 
 
+def test_tetrajet2_is_the_papers_without_its_outer_blocks() -> None:
+    """Forward to nearest and not rotated; backward all four operands stochastic, rotated in 16 with new signs."""
+    recipe = recipes.get("tetrajet2")
+    assert recipe.backward == "recast-codes" and recipe.wide_blocks is None
+    for cast in (recipe.output.lhs, recipe.output.rhs):
+        assert (str(cast.format), cast.tile, str(cast.scale), cast.rounding) == (*NV_X, "nearest")
+    assert recipe.output.rotate is None
+    for gemm in (recipe.grad_input, recipe.grad_weight):
+        assert gemm.rotate == Hadamard(block=16, signs="random")
+        for cast in (gemm.lhs, gemm.rhs):
+            assert (str(cast.format), cast.tile, str(cast.scale)) == NV_GY
+            assert cast.rounding == "stochastic"
+
+
 def test_accumulation_is_fast_in_output_at_most_but_where_the_name_says_it():
     """Hopper's FP8 accumulator keeps about 14 bits; errors of gradients would compound over steps."""
     fast = {

@@ -23,7 +23,7 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
     int8                                                  codes    codes
     fp8-row, fp8-block, mxfp8                             x        codes
     bf16, nvfp4, nvfp4-46, mxfp4                          x        x
-    int4-*, quartet2, quartet2-46                         packed   packed
+    int4-*, quartet2, quartet2-46, tetrajet2              packed   packed
 
     values  the elements that `output` read, before scales, and the scale: a transposed view, in
             bfloat16. In float32 if the CPU has no bfloat16 instructions. In float32 too if x, the

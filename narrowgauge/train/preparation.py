@@ -57,6 +57,10 @@ def notes(config: TrainConfig) -> Iterator[str]:
             f"optimizer.warmup_steps = {config.warmup_steps} does not end within the {config.steps} steps of the run: the learning rate "
             "rises to the last step. Lower warmup_steps, or train longer."
         )
+    for name in dict.fromkeys((config.recipe, config.compare)):
+        if name in recipes.SHORTHANDS:
+            stands_for, why = recipes.SHORTHANDS[name]
+            yield f"recipe {name!r} stands for {stands_for!r}: {why}."
     own, other = (
         recipes.SHORTHANDS.get(name, (name,))[0] for name in (config.recipe, config.compare)
     )

@@ -96,7 +96,12 @@ def test_the_front_imports_the_standard_library_alone():
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("fp8-block", []), ("fp8", ["fp8"]), ("int4-hq-bs", ["int4"]), ("", ["fp8", "int4"])],
+    [
+        ("fp8-block", []),
+        ("fp8", ["fp8"]),
+        ("int4-hq-bs", ["int4", "4bit"]),
+        ("", ["fp8", "int4", "4bit"]),
+    ],
 )
 def test_recipes_explain_the_shorthands_of_what_they_list(name, said, capsys):
     assert cli.main(["recipes", *([name] if name else [])]) == 0

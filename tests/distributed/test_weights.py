@@ -24,7 +24,8 @@ from tests.selection import quick
 
 STEPS = 3
 NEED_THE_ORIGINAL = (
-    "bf16", "int4-hq-lss", "int4-lsq-luq", "mxfp4", "nvfp4-46", "quartet2", "quartet2-46", "int4-eden",
+    "bf16", "int4-hq-lss", "int4-lsq-luq", "mxfp4", "nvfp4-46", "quartet2", "quartet2-46", "tetrajet2",
+    "int4-eden",
 )  # fmt: skip
 # One of each kind: a window, one set of codes, two sets, tiles, 4 bits in tiles and straight-through.
 KINDS = ("fp8-delayed", "fp8-block", "mxfp8", "int8", "nvfp4", "int4-hq-bs")

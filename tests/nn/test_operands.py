@@ -48,6 +48,7 @@ CALLS = {
     "nvfp4-46": (243, 103),
     "quartet2": (605, 293),
     "quartet2-46": (733, 357),
+    "tetrajet2": (327, 147),
     "int4-eden": (492, 264),
     "mxfp4": (268, 138),
 }
@@ -89,8 +90,9 @@ def test_importing_the_linear_brings_few_statements():
     # 2,950 before the plan chose the kernels of rotations and of the amax. 3,120 before a cast could
     # correct its scales, and a recipe cast decoded operands. 3,195 before kernels of casts rotated, and
     # wrote scales in cuBLAS' layout. 3,290 before C++ kernels ran on torch's threads and multiplied INT8.
+    # 3,345 before a CPU's GEMM added a bias, rotations were vectors, and `tetrajet2`, two statements.
     # Docstrings and comments may grow.
-    assert int(done.stdout) <= 3345
+    assert int(done.stdout) <= 3358
 
 
 class Gathered:

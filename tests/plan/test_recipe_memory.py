@@ -26,7 +26,7 @@ COMPARED = ("fp8-delayed", "fp8-row", "int4-hq-lss", "nvfp4")
 # Backward casts x along another axis, rotated or in 4 bits, so x itself is kept.
 KEEP_X = ("nvfp4", "nvfp4-46", "mxfp4")
 # The same saves as quartet2, whose own count takes two minutes: EDEN is many operations in plain torch.
-COUNTED_ELSEWHERE = ("quartet2-46",)
+COUNTED_ELSEWHERE = ("quartet2-46", "tetrajet2")
 
 # Where x is kept, a ViT keeps its patches beside the images: a bfloat16 copy of 64 x 3 x 224 x 224 numbers.
 PATCHES = 2 * 64 * 3 * 224 * 224

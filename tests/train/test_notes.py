@@ -32,15 +32,26 @@ FINE = {"model": "my-encoder", "learning_rate": 5e-5, "warmup_steps": 20, "steps
         ({"recipe": "none", "compile": True}, []),
         (
             {"recipe": "fp8-current", "compare": "fp8"},
-            ["compare = 'fp8' is the recipe of the run itself"],
+            [
+                "recipe 'fp8' stands for 'fp8-current'",
+                "compare = 'fp8' is the recipe of the run itself",
+            ],
         ),
         (
             {"recipe": "none", "compare": "none"},
             ["compare = 'none' is the recipe of the run itself"],
         ),
-        ({"recipe": "fp8", "compare": "fp8-current", "layers_recipe": {"up_proj": "bf16"}}, []),
-        ({"recipe": "fp8", "compare": "fp8-current", "switch": "bf16@80%"}, []),
-        ({"recipe": "fp8", "compare": "fp8-row"}, []),
+        (
+            {"recipe": "fp8", "compare": "fp8-current", "layers_recipe": {"up_proj": "bf16"}},
+            ["recipe 'fp8' stands for 'fp8-current'"],
+        ),
+        (
+            {"recipe": "fp8", "compare": "fp8-current", "switch": "bf16@80%"},
+            ["recipe 'fp8' stands for 'fp8-current'"],
+        ),
+        ({"recipe": "fp8", "compare": "fp8-row"}, ["recipe 'fp8' stands for 'fp8-current'"]),
+        ({"recipe": "4bit"}, ["recipe '4bit' stands for 'int4-hq-bs'"]),
+        ({"recipe": "int4", "compare": "int4-row-sr"}, ["recipe 'int4' stands for 'int4-hq-bs'"]),
         (
             {"steps": 9, "learning_rate": 2e-3},
             ["optimizer.learning_rate = 0.002 ", "optimizer.warmup_steps = 20 "],
