@@ -15,13 +15,15 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import Field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter, Token
 
+from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import checkpoint_ref, run_folder
 from narrowgauge.train.config import foreign_names, recipe_syntax, switch_syntax, toml
@@ -300,6 +302,20 @@ def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
 # --- Flags of other trainers ---
 
 
+@dataclass(frozen=True)
+class Typed:
+    """An argument as it was typed, with its value.
+
+    words  what stands on the command line
+    name   another trainer's name, or '' for all else
+    value  its value, or ''
+    """
+
+    words: tuple[str, ...]
+    name: str = ""
+    value: str = ""
+
+
 def of_others(
     verb: str, arguments: list[str], known: Collection[str]
 ) -> tuple[list[str], list[str]]:
@@ -312,40 +328,93 @@ def of_others(
     """
     found: list[str] = []
     told: list[str] = []
-    left = list(arguments)
-    while left:
-        typed, equals, value = left.pop(0).partition("=")
-        name = typed.removeprefix("--").replace("-", "_")
-        if not typed.startswith("--") or name not in foreign_names.FOREIGN:
-            found.append(typed + equals + value)
+    typed = list(_typed(arguments))
+    beside = _beside(typed)
+    for each in typed:
+        if not each.name:
+            found += each.words
             continue
-        if not equals and left and _is_value(name, left[0]):
-            value = left.pop(0)
-        given = f"{typed} {value}".strip()
-        same = foreign_names.understood(name, value)
-        if same is None:
-            words = foreign_names.answer(name, value, _shortest)
+        given = f"{each.words[0].partition('=')[0]} {each.value}".strip()
+        settings = foreign_names.understood(each.name, each.value, beside)
+        if settings is None:
+            words = foreign_names.answer(each.name, each.value, _shortened)
             raise ConfigError(
                 f"{verb}: {given} is a flag of another trainer. Here: {words}", code="cli.foreign"
             )
-        key, here = same
-        ours = f"{_shortest(key)} {here or repr(here)}"
-        if toml.NAMES[key].replace(".", PART) not in known:
+        ours = " ".join(f"{_shortest(key)} {here or repr(here)}" for key, here in settings)
+        if any(toml.NAMES[key].replace(".", PART) not in known for key, _ in settings):
             raise ConfigError(
                 f"{verb}: {given} is {ours} of narrowgauge train, which {verb} does not take. See narrowgauge {verb} --help.",
                 code="cli.foreign",
             )
-        found.append(f"{_shortest(key)}={here}")
-        told.append(f"{typed} as {ours}")
+        # Two names may stand for one pair of numbers, as of both betas.
+        for flag_and_value in (f"{_shortest(key)}={here}" for key, here in settings):
+            found += [flag_and_value] if flag_and_value not in found else []
+        told.append(f"{given} as {ours or 'what happens anyway'}")
     return found, told
+
+
+def _typed(arguments: list[str]) -> Iterator[Typed]:
+    """The arguments, each foreign flag with its value."""
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        flag_typed, equals, value = word.partition("=")
+        name = flag_typed.removeprefix("--").replace("-", "_")
+        if not flag_typed.startswith("--") or name not in foreign_names.FOREIGN:
+            yield Typed((word,))
+        elif not equals and left and _is_value(name, left[0]):
+            yield Typed((word, left[0]), name, left.pop(0))
+        else:
+            yield Typed((word,), name, value)
+
+
+def _beside(typed: Sequence[Typed]) -> foreign_names.Beside:
+    """The command as a whole, which decides what some foreign flags mean."""
+    foreign = {each.name: each.value for each in typed if each.name}
+    words = [word for each in typed if not each.name for word in each.words]
+    own: dict[str, str] = {}
+    for word, behind in zip_longest(words, words[1:], fillvalue=""):
+        key, equals, value = word.removeprefix("--").partition("=")
+        key = FORMER.get(key.replace("-", "_"), key.replace("-", "_"))
+        if word.startswith("--") and (name := toml.NAMES.get(key, "")):
+            each = TrainConfig.__dataclass_fields__.get(name)
+            own[path_of(each) if each else key] = value if equals else behind
+    return foreign_names.Beside(
+        foreign, own, own.get("task.name") or _task_of_file(words), int(os.environ.get("WORLD_SIZE", "1"))
+    )  # fmt: skip
+
+
+def _task_of_file(words: Sequence[str]) -> str:
+    """The task of the file of settings among these words; a wrong file is refused later."""
+    for word in words:
+        if word.endswith(".toml") and not word.startswith("-") and os.path.isfile(word):
+            try:
+                return str(toml.read(Path(word))["task"].value)
+            except (ConfigError, KeyError):
+                break
+    return TrainConfig.task
 
 
 def _is_value(name: str, word: str) -> bool:
     """True if the word behind a foreign flag is its value, and no flag or file. -1 is a value."""
     meaning = foreign_names.FOREIGN[name]
-    if isinstance(meaning, foreign_names.Same) and meaning.is_switch:
-        return word.lower() in {*meaning.values, "true", "false", "yes", "no", "1", "0"}
-    return not word.startswith("-") or _is_number(word)
+    if isinstance(meaning, foreign_names.Answer) or not meaning.is_switch:
+        return not word.startswith("-") or _is_number(word)
+    values = getattr(meaning, "values", {})
+    is_value = getattr(meaning, "is_value", lambda word: False)
+    return word.lower() in {*values, *foreign_names.SWITCH} - {""} or is_value(word)
+
+
+def _shortened(words: str) -> str:
+    """A text with flags, each by its shortest name."""
+    return re.sub(
+        r"--([a-z][a-z0-9.-]*[a-z0-9])",
+        lambda found: (
+            _shortest(key) if (key := found[1].replace("-", "_")) in toml.NAMES else found[0]
+        ),
+        words,
+    )
 
 
 def _shortest(key: str) -> str:

@@ -14,8 +14,17 @@ from narrowgauge.cli.study import study
 from narrowgauge.cli.train import train
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
-from narrowgauge.train.config.foreign_names import FOREIGN, Answer, Same, answer, understood
+from narrowgauge.train.config.foreign_names import (
+    FOREIGN,
+    Answer,
+    Depends,
+    Same,
+    answer,
+    documented,
+    understood,
+)
 from narrowgauge.train.config.rules import former_path
+from tests.processes import ROOT
 from tests.raising import raises
 
 # As typed elsewhere -> as it is read here.
@@ -35,7 +44,33 @@ MEANS = {
     "--eval-steps 20": "--evaluation.every=20",
     "--logging-steps 5": "--log.every=5",
     "--report-to wandb": "--log.to=wandb",
-    "--report_to none": "--log.to=",
+    "--report_to none": "",
+    "--report-to tensorboard": "--log.tensorboard=true",
+    "--report_to wandb,tensorboard": "--log.to=wandb --log.tensorboard=true",
+    "--per-device-train-batch-size 8": "--batch.size=8",
+    "--per_device_train_batch_size 8 --gradient-accumulation-steps 4": "--batch.size=32 --batch.micro-batches=4",
+    "--gradient_accumulation_steps 4 --micro_batch_size 2": "--batch.micro-batches=4 --batch.size=8",
+    "--global-batch-size 32 --grad-accum 4": "--batch.size=32 --batch.micro-batches=4",
+    "--gradient-accumulation-steps 1": "",
+    "--num-train-epochs 3.0": "--training.epochs=3",
+    "--max_steps -1": "",
+    "--warmup-ratio 0.03 --max_steps 100": "--optimizer.warmup-steps=3 --training.steps=100",
+    "--warmup_ratio 0": "--optimizer.warmup-steps=0",
+    "--resume-from-checkpoint": "--resume=true",
+    "--resume_from_checkpoint True": "--resume=true",
+    "--resume_from_checkpoint None": "",
+    "--max-seq-length 512": "--model.sequence-length=512",
+    "--cutoff_len 512": "--model.sequence-length=512",
+    "--optim adamw_bnb_8bit": "--optimizer=adamw --optimizer.states=8bit",
+    "--adam_beta2 0.95": "--optimizer.betas=0.9,0.95",
+    "--adam_beta1 0.8 --adam_beta2 0.95": "--optimizer.betas=0.8,0.95",
+    "--fp16": "--recipe=none --recipe.precision=amp-fp16",
+    "--fp16 False": "",
+    "--mixed_precision no": "--recipe=none --recipe.precision=fp32",
+    "--eval_strategy steps --eval_steps 20": "--evaluation.every=20",
+    "--save_strategy no": "--checkpoint.every=0",
+    "--do_train": "",
+    "--use-peft --lora-r 4": "--lora.r=4",
     "--output-dir runs/mine": "--output=runs/mine",
     "--model-name-or-path some/model": "--model=some/model",
     "--tokenizer_name some/model": "--data.tokenizer=some/model",
@@ -65,23 +100,27 @@ MEANS = {
 }
 # As typed elsewhere -> what the answer names.
 ANSWERED = {
-    "--per-device-train-batch-size 8": "--batch.size 32 --batch.micro-batches 4",
     "--gradient-accumulation-steps 4": "--batch.micro-batches 4",
     "--warmup-ratio 0.03": "--optimizer.warmup-steps",
     "--resume-from-checkpoint runs/a": "--resume",
-    "--max-seq-length 512": "--model.sequence-length 512",
     "--load-in-8bit": "--base int8",
     "--load_in_4bit True": "nvfp4",
-    "--optim adamw_bnb_8bit": "--optimizer.states 8bit",
     "--lr-scheduler-type polynomial": "--optimizer.schedule",
     "--bf16 false": "--recipe none",
-    "--fp16": "--recipe.precision amp-fp16",
     "--deepspeed zero3.json": "--parallel.layout",
-    "--report-to tensorboard": "--log.tensorboard",
     "--early-stopping-patience 3": "--task.best",
-    "--adam_beta2 0.95": "--optimizer.betas 0.9,0.95",
-    "--adam_beta1 0.8": "--optimizer.betas 0.8,0.999",
     "--lr": "value",
+    "--num-train-epochs 0.5": "--training.steps",
+    "--eval-steps 0.1": "--evaluation.every",
+    "--optim paged_adamw_8bit": "--optimizer.states 8bit",
+    "--save_strategy epoch": "--checkpoint.every",
+    "--use-peft": "--lora r=16",
+    "--max-seq-length long": "--data.max-length long",
+    "--report-to all": "--log.tensorboard",
+    "--trust-remote-code": "never runs",
+    "--num-generations 4": "convert_trainer",
+    "--adam_beta2 0.9 --optimizer.betas 0.9,0.95": "--optimizer.betas 0.9,0.9",
+    "--batch-size 8 --micro-batch-size 8": "--batch.micro-batches 4",
     "--output_dir -x": "value",
     "--gradient-accumulation-steps 0": "--batch.micro-batches N",
     "--per-device-train-batch-size=-8": "--batch.size 4 x N",
@@ -99,7 +138,7 @@ def config_of(words: str):
         found.append(flags.configuration(config, given))
         return 0
 
-    keep.__signature__ = flags.signature_of(keep)
+    keep.__signature__ = train.__signature__
     cli._call(keep, "train", words.split())
     return found[0]
 
@@ -109,8 +148,19 @@ def test_what_means_the_same_is_understood(words):
     before, after = ["--steps", "3"], ["--resume"]
     typed = words.split()
     found, said = flags.of_others("train", [*before, *typed, *after], OF_TRAIN)
-    assert found == [*before, MEANS[words], *after]
-    assert [each.split(" as --")[0] for each in said] == [typed[0].partition("=")[0]]
+    assert found == [*before, *MEANS[words].split(), *after]
+    # Each flag is said, with its value.
+    names = [word.partition("=")[0] for word in typed if word.startswith("--")]
+    assert [each.split()[0] for each in said] == names
+    assert all(each.endswith("what happens anyway") or " as --" in each for each in said)
+
+
+@pytest.mark.slow  # 0.3 s of processor time each
+@pytest.mark.parametrize("words", MEANS)
+def test_what_is_understood_starts_a_run(words):
+    """The settings are those that the flags here give. A model, so that an adapter has one."""
+    extra = "" if "--model" in MEANS[words] else "--model m "
+    assert config_of(extra + words) == config_of(extra + MEANS[words])
 
 
 @pytest.mark.parametrize("words", ANSWERED)
@@ -129,12 +179,48 @@ def test_a_command_of_another_trainer_trains(capsys):
     assert (found.steps, found.recipe, found.checkpoint_every) == (9, "bf16", 4)
     assert (found.lora, found.checkpointing, found.compile) == ("r=2,alpha=4", "full", True)
     said = capsys.readouterr().err
-    assert said.count(" as --") == 10 and said.count("\n") == 1
+    assert said.count(" as ") == 10 and said.count("\n") == 1
 
 
 def test_an_answer_ends_the_command():
-    with raises(ConfigError, "cli.foreign", "--batch.size 32"):
-        config_of("--lr 1e-4 --per-device-train-batch-size 8")
+    with raises(ConfigError, "cli.foreign", "--base int8"):
+        config_of("--lr 1e-4 --load-in-8bit")
+
+
+def test_several_ranks_may_share_rows(monkeypatch):
+    """The size of a whole step is then for the user to say."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with raises(ConfigError, "cli.foreign", "--batch.size 32 --batch.micro-batches 4"):
+        config_of("--per-device-train-batch-size 8")
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "settings"),
+    [
+        ("text", "max-seq-length", {"sequence_length": 64, "max_length": 0}),
+        ("causal-lm", "max-seq-length", {"max_length": 64, "too_long": "truncate"}),
+        ("causal-lm", "sequence-len", {"max_length": 64, "too_long": "skip"}),
+        ("question-answering", "max-seq-length", {"max_length": 64, "too_long": "error"}),
+    ],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_length_is_of_a_text_or_of_an_example(tmp_path, task, name, settings, is_file):
+    data = "" if task == "text" else "--model m --data a.jsonl "
+    path = tmp_path / "a.toml"
+    path.write_text(f'task = "{task}"\n')
+    given = f"{path} " if is_file else f"--task {task} "
+    found = config_of(f"{given}{data}--{name} 64")
+    assert {key: getattr(found, key) for key in settings} == settings
+
+
+def test_a_run_folder_is_resumed_and_another_path_is_answered(tmp_path):
+    run = tmp_path / "run"
+    with raises(ConfigError, "cli.foreign", "--resume --output"):
+        config_of(f"--resume-from-checkpoint {run}")
+    run.mkdir()
+    (run / "config.toml").write_text("[training]\nsteps = 7\n")
+    found = config_of(f"--resume-from-checkpoint {run}")
+    assert (found.resume, found.output, found.steps) == (True, str(run), 7)
 
 
 def test_a_switch_leaves_the_file_behind_it():
@@ -152,7 +238,7 @@ def test_a_study_names_what_was_typed(words):
 def test_what_was_read_is_said_before_an_error(capsys):
     with raises(ConfigError, "cli.arguments"):
         config_of("--lr 1e-4 --base-lr 2e-4")
-    assert "--lr as --optimizer.learning-rate 1e-4" in capsys.readouterr().err
+    assert "--lr 1e-4 as --optimizer.learning-rate 1e-4" in capsys.readouterr().err
 
 
 def test_no_name_stands_for_a_former_one():
@@ -177,8 +263,10 @@ def test_every_meaning_names_settings_that_exist():
     for name, meaning in FOREIGN.items():
         assert name not in own, name
         words = meaning.words if isinstance(meaning, Answer) else meaning.otherwise
-        for flag in re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", words):
-            assert flag in flags_here, (name, flag)
+        shown = meaning.shown if isinstance(meaning, Depends) else ""
+        words = words.words if isinstance(words, Answer) else words
+        for flag in re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", f"{words} {shown}"):
+            assert flag in flags_here | {"--tasks", "--nproc-per-node"}, (name, flag)
         if isinstance(meaning, Same):
             assert meaning.key in toml.NAMES, (name, meaning.key)
 
@@ -190,7 +278,36 @@ def test_every_name_is_read_or_answered(name):
     assert answer(name, "", str)
     if isinstance(meaning, Same):
         for value, here in meaning.values.items():
-            assert understood(name, value) == (meaning.key, here)
+            assert understood(name, value) == ((meaning.key, here),)
+
+
+@pytest.mark.parametrize("hyphen", ["-", "_"])
+def test_no_name_gets_a_wrong_suggestion(hyphen):
+    """With any value: flags that exist here, or a sentence that names what was typed."""
+    for name in FOREIGN:
+        flag = f"--{name.replace('_', hyphen)}"
+        for value in ("", "1", "true", "none", "cosine", "0.5", "some/name", "[1"):
+            typed = f"{flag} {value}".split()
+            try:
+                found, _ = flags.of_others("train", typed, OF_TRAIN)
+            except ConfigError as error:
+                assert error.code == "cli.foreign" and typed[0] in str(error)
+            else:
+                keys = (
+                    each[2:].partition("=")[0].replace("-", "_") for each in found if each != value
+                )
+                assert all(key in toml.NAMES for key in keys), (typed, found)
+
+
+def test_the_documents_have_the_table():
+    """docs/training.md, between its two marks, is what the table says."""
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    begin, end = (
+        page.index("| elsewhere | here |"),
+        page.index("\n\n", page.index("| elsewhere | here |")),
+    )
+    lines = [f"| {names} | {here} |" for here, names in documented().items()]
+    assert page[begin:end].splitlines()[2:] == lines
 
 
 def test_a_file_is_answered_too(tmp_path):
@@ -199,5 +316,17 @@ def test_a_file_is_answered_too(tmp_path):
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
         toml.read(path)
     path.write_text("[training]\nper_device_train_batch_size = 4\n")
-    with pytest.raises(ConfigError, match=r"--batch\.size 16"):
+    with pytest.raises(ConfigError, match=r"batch\.size = 16, batch\.micro_batches = 4"):
         toml.read(path)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_is_answered_with_keys(name, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(f"[optimizer]\n{name} = 4\n")
+    with pytest.raises(ConfigError) as caught:
+        toml.read(path)
+    said = str(caught.value)
+    flags_here = {"--" + key.replace("_", "-") for key in toml.NAMES}
+    assert f"{path}:2: " in said and repr(name) in said
+    assert not flags_here & {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", said)}

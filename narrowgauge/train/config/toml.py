@@ -343,11 +343,33 @@ def _unknown(path: str, value: Any) -> str:
         found = closest(asked, known, limit=1).strip("'")
         near = f"'{known[found]}'" if found else ""
     where = f" of [{table}]" if table else ""
-    if words := foreign_names.answer(asked, str(value), lambda known: repr(known)):
+    if words := foreign_names.answer(asked, str(value), _with_keys):
         return f"{key!r} is not a setting{where}, but one of another trainer. Here: {words}"
     return f"{key!r} is not a setting{where}. " + (
         f"Closest: {near}." if near else "See narrowgauge train --help."
     )
+
+
+# A word behind a flag that is its value, and no word of the sentence
+VALUE = r"'[^']*'|true|none|full|(?=[^ ]*[0-9=])[A-Za-z0-9=,.-]*[A-Za-z0-9]|[A-Z]+"
+
+
+def _with_keys(words: str) -> str:
+    """A text with flags as a file has them: --batch.size 32 is batch.size = 32."""
+
+    def key(found: re.Match[str]) -> str:
+        name, value = found[1].replace("-", "_"), found[2] or ""
+        if name not in NAMES:
+            return found[0]
+        plain = (
+            value
+            if re.fullmatch(r"N|[0-9.e-]+|true|false", value)
+            else json.dumps(value.strip("'"))
+        )
+        return f"{name} = {plain}" if value else name
+
+    keys = re.sub(rf"--([a-z][a-z0-9.-]*[a-z0-9])(?: ({VALUE})(?![A-Za-z]))?", key, words)
+    return re.sub(r"( = \S+) (?=[a-z_]+\.[a-z_]+ = )", r"\1, ", keys)
 
 
 def _keys_of(table: str) -> list[str]:
