@@ -107,7 +107,7 @@ ANSWERED = {
     "--load_in_4bit True": "nvfp4",
     "--lr-scheduler-type polynomial": "--optimizer.schedule",
     "--bf16 false": "--recipe none",
-    "--deepspeed zero3.json": "--parallel.layout",
+    "--deepspeed zero3.json": "--parallel fsdp",
     "--early-stopping-patience 3": "--task.best",
     "--lr": "value",
     "--num-train-epochs 0.5": "--training.steps",
@@ -179,7 +179,7 @@ def test_a_command_of_another_trainer_trains(capsys):
     assert (found.steps, found.recipe, found.checkpoint_every) == (9, "bf16", 4)
     assert (found.lora, found.checkpointing, found.compile) == ("r=2,alpha=4", "full", True)
     said = capsys.readouterr().err
-    assert said.count(" as ") == 10 and said.count("\n") == 1
+    assert said.count(" as ") == 11 and said.count("\n") == 1
 
 
 def test_an_answer_ends_the_command():
