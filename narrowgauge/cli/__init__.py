@@ -87,8 +87,11 @@ def as_typed(message: str, arguments: Sequence[str]) -> str:
     """Name settings by their flags in a message "key = value: ...", if they were typed as flags.
 
     Errors name a setting by its key in a TOML file. Only the command line knows which settings were
-    flags.
+    flags. Of a verb with a flag for every setting, all settings are flags if no file was named.
     """
+    flags = sys.modules.get(f"{__name__}.flags")  # imported by the verbs that have such flags
+    if flags is not None and arguments and arguments[0] in OF_SETTINGS:
+        return str(flags.with_flags(message, arguments[1:]))
     typed = {
         _path(found[1].replace("-", "_")): found[0]
         for each in arguments

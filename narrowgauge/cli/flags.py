@@ -299,6 +299,54 @@ def _read_table(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
     )
 
 
+# --- Settings in messages, as they were typed ---
+
+# Settings that a message may name by a word of everyday language, before their value alone.
+SHORT_KEYS = "|".join(key for key in toml.NAMES if "." not in key)
+IN_MESSAGES = re.compile(
+    rf"(?<![\w./'\"=-])([a-z][a-z_]*(?:\.[a-z][a-z_0-9]*)+|(?:{SHORT_KEYS})(?= = ))(?![\w/-])(?: = (true|false)(?![\w.])|( = ))?"
+)
+
+
+def with_flags(message: str, arguments: Sequence[str]) -> str:
+    """A message with flags in the place of keys that were typed, or of all if no file was named.
+
+    arguments  the command line behind the verb
+    """
+    typed: dict[str, str] = {}
+    for word in arguments:
+        written = word.partition("=")[0]
+        key = written.removeprefix("--").replace("-", "_")
+        if written.startswith("--") and (path := _full(key)):
+            typed[path] = written
+    # Settings of a run that is resumed or branched stand in its config.toml.
+    has_file = bool({"resume", "from"} & {*typed}) or any(
+        not word.startswith("-") and (word.endswith(".toml") or os.path.isfile(word))
+        for word in arguments[:1]
+    )
+
+    def spelled(found: re.Match[str]) -> str:
+        path = _full(found[1])
+        if not path or (has_file and path not in typed):
+            return found[0]
+        written = typed.get(path) or _shortest(path)
+        if found[2] == "false" and not written.startswith("--no-"):
+            return f"--no-{written[2:]}"
+        return written if found[2] else f"{written} " if found[3] else written
+
+    words = IN_MESSAGES.sub(spelled, message)
+    # The place of a setting stands before it, and is the same flag.
+    return re.sub(r"(?m)^(--[a-z][\w.-]*): (?=\1[ :])", "", words)
+
+
+def _full(key: str) -> str:
+    """Full name of a setting by any of its keys, or of a part; '' for no setting."""
+    now = FORMER.get(key, key)
+    name = toml.NAMES.get(now, "")
+    each = TrainConfig.__dataclass_fields__.get(name)
+    return path_of(each) if each else now if name else ""
+
+
 # --- Flags of other trainers ---
 
 
