@@ -58,10 +58,23 @@ def refuse_unknown_recipes(settings: TrainConfig) -> None:
     """Raise ConfigError with the closest names for an unknown recipe. Imports torch."""
     from narrowgauge import recipes
 
-    own = recipe_syntax.names(settings.recipe, settings.layers_recipe) - {recipes.AUTO}
-    later = {entry.recipe for entry in switch_syntax.parse(settings.switch)}
-    for name in ({*own, settings.compare or NO_RECIPE} - {NO_RECIPE}) | later:
-        recipes.get(name)
+    of_setting = {
+        "recipe": recipe_syntax.names(settings.recipe, {}) - {recipes.AUTO},
+        "recipe.layers": recipe_syntax.names(NO_RECIPE, settings.layers_recipe) - {recipes.AUTO},
+        "compare": {settings.compare or NO_RECIPE},
+        "recipe.switch": {entry.recipe for entry in switch_syntax.parse(settings.switch)},
+    }
+    for key, names in of_setting.items():
+        for name in sorted({*names} - {NO_RECIPE}):
+            try:
+                recipes.get(name)
+            except ConfigError as error:
+                words = (
+                    str(error)
+                    .removeprefix("recipes.get: ")
+                    .replace(f"no recipe {name!r}", "no such recipe")
+                )
+                raise ConfigError(f"{key} = {name!r}: {words}", code=error.code) from None
 
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:

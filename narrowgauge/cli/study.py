@@ -73,9 +73,9 @@ def study(
     # The defaults are filled in here: run folders need to know what was typed.
     recipes, seeds = recipes or USUAL["recipes"], seeds or USUAL["seeds"]
     output = output or USUAL["output"]
-    # `parallel` and `compare` of the file stay, so that plan.Study refuses them with a message; the
-    # rest that the study sets itself is ignored.
-    left_out = {*OF_STUDY} - {"layers_recipe", "parallel", "compare"}
+    # `parallel` of the file stays, so that plan.Study refuses it with a message; the rest that the
+    # study sets itself is ignored. `compare` asks for the second run that a study has anyway.
+    left_out = {*OF_STUDY} - {"layers_recipe", "parallel"}
     settings = shared_settings(sources[0] if sources else "", given, left_out)
     first_look.refuse(settings)
     from narrowgauge.lab.study import plan, runner

@@ -455,9 +455,9 @@ def test_every_flag_reaches_its_setting(loop, name_of):
         ),
         (["a.toml", "b.toml"], "b.toml"),
         (["absent.toml"], "absent.toml: cannot be read as a configuration: No such file"),
-        (["--recipe", "fp8-rwo"], "no recipe 'fp8-rwo'. Closest: 'fp8-row'"),
-        (["--recipe.layers", "lm_head=fp9"], "no recipe 'fp9'"),
-        (["--compare", "bf61"], "no recipe 'bf61'"),
+        (["--recipe", "fp8-rwo"], "--recipe 'fp8-rwo': stub: no such recipe. Closest: 'fp8-row'"),
+        (["--recipe.layers", "lm_head=fp9"], "--recipe.layers 'fp9'"),
+        (["--compare", "bf61"], "--compare 'bf61'"),
         (["--output", ""], "--output '': must be not empty"),
     ],
 )

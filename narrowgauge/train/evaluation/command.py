@@ -151,7 +151,7 @@ def _evaluated(run: Path, asked: Asked) -> dict[str, Any]:
         "checkpoints": rows,
         "passed_over": passed_over,
     }
-    result["text"] = rendered(result)
+    result["text"] = rendered(result, has_more=any(True for _ in saved.others(paths)))
     _keep(saved.folder.path / FILE, result)
     return result
 
@@ -237,8 +237,11 @@ def _differences(narrow: Scores, wide: Scores) -> dict[str, dict[str, Any]]:
     return dict(sorted(result.items()))
 
 
-def rendered(result: Mapping[str, Any]) -> str:
-    """Formats the result as a table with a line per checkpoint, task and metric, plus sentences."""
+def rendered(result: Mapping[str, Any], has_more: bool = False) -> str:
+    """Formats the result as a table with a line per checkpoint, task and metric, plus sentences.
+
+    has_more  True if the run has checkpoints that were not scored
+    """
     head = (
         "checkpoint",
         "task",
@@ -253,7 +256,9 @@ def rendered(result: Mapping[str, Any]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
-    return "\n".join([f"Scored in {result['dtype']}.", "", *table, "", *_sentences(result)])
+    return "\n".join(
+        [f"Scored in {result['dtype']}.", "", *table, "", *_sentences(result, has_more)]
+    )
 
 
 def _lines(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -285,7 +290,7 @@ def _gap(gap: Mapping[str, Any] | None) -> str:
     return f"{signed(gap['mean'])}{error}; {gap['changed']} of {gap['examples']} examples change"
 
 
-def _sentences(result: Mapping[str, Any]) -> Sequence[str]:
+def _sentences(result: Mapping[str, Any], has_more: bool) -> Sequence[str]:
     """Sentences that interpret the table."""
     rows, said = result["checkpoints"], []
     if any("±" in cell for line in _lines(result) for cell in line):
@@ -315,9 +320,8 @@ def _sentences(result: Mapping[str, Any]) -> Sequence[str]:
                 f"from {signed(min(gaps))} to {signed(max(gaps))}."
             )
     elif several:
-        said.append(
-            "One checkpoint: single scores are noisy, --checkpoints all scores every one that is kept."
-        )
+        other = ", --checkpoints all scores every one that is kept" if has_more else ""
+        said.append(f"One checkpoint: single scores are noisy{other}.")
     return said
 
 

@@ -87,6 +87,13 @@ class SavedRun:
         words = [each.strip() for each in which.split(",")]
         if there and all(each.isdecimal() and int(each) in there for each in words):
             return [there[step] for step in sorted({int(each) for each in words})]
+        if not there and not best and (self.folder.path / "study.json").is_file():
+            runs = sorted(each.parent for each in self.folder.path.glob("*/config.toml"))
+            example = f", as {runs[0]}" if runs else ""
+            raise ConfigError(
+                f"{self.folder.path}: is the folder of a study, whose runs are folders of their own. Name one{example}.",
+                code="evaluate.study",
+            )
         known = [*map(str, sorted(there)), *([BEST] if best else [])]
         have = (
             f"There are {', '.join(known)}"

@@ -6,6 +6,7 @@ import json
 import shutil
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from narrowgauge.errors import CheckpointError, ConfigError, DataError
 from narrowgauge.lab import blame_checkpoint, training
 from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.evaluation import command
-from narrowgauge.train.evaluation.command import Asked, evaluate
+from narrowgauge.train.evaluation.command import Asked, evaluate, rendered
 from narrowgauge.train.evaluation.lm_tasks import LmTasks, Scores
 from narrowgauge.train.evaluation.saved import SavedRun, versions
+from narrowgauge.train.run_folder import RunFolder
 from tests.lab.killed_guard import SICK, hurt
 from tests.raising import coded, raises
 from tests.train import tiny
@@ -282,3 +284,28 @@ def test_task_files_that_cannot_be_loaded_are_refused(run, task_files, make) -> 
     (task_files / "none.yaml").write_text("group_of: nothing\n")
     with raises(ConfigError, "lm-eval.no-task-key", task_files / "none.yaml"):
         evaluate(run, Asked((str(task_files / "none.yaml"),), device="cpu"))
+
+
+def test_the_folder_of_a_study_is_none_of_a_run(tmp_path):
+    """It has a config.toml too, and its runs have the checkpoints."""
+    (tmp_path / "study.json").write_text("{}")
+    run = tmp_path / "bf16-seed0"
+    run.mkdir(parents=True)
+    (run / "config.toml").touch()
+    with raises(ConfigError, "evaluate.study", run):
+        SavedRun.paths(SimpleNamespace(folder=RunFolder(tmp_path)), "newest")
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_more_checkpoints_are_advised_where_there_are_some(has_more):
+    gap = {"task": {"loss": {"mean": 0.1}}}
+    scores = {"task": {"values": {"loss": 1.0}, "stderr": {}}}
+    row = {
+        "checkpoint": "step-1",
+        "not_narrow": "",
+        "narrow": scores,
+        "16_bits": scores,
+        "difference": gap,
+    }
+    result = {"recipe": "fp8-row", "dtype": "bfloat16", "checkpoints": [row], "passed_over": {}}
+    assert ("--checkpoints all" in rendered(result, has_more)) == has_more
