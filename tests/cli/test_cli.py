@@ -172,10 +172,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
 def test_the_module_exits_with_the_code():
     done = run("train", "--model.layers", "0")
     assert done.returncode == 2 and done.stdout == b""
-    assert (
-        done.stderr.decode()
-        == "narrowgauge: --model.layers: model.layers = 0: must be from 1 to 4096.\n"
-    )
+    assert done.stderr.decode() == "narrowgauge: --model.layers 0: must be from 1 to 4096.\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
@@ -351,10 +348,7 @@ def test_every_flag_of_a_column_reaches_its_task(loop, capsys, task, name):
     flags = flags[:4]
     assert cli.main(["train", "--task", other, *flags, f"--data.columns.{name}", "x"]) == 2
     refused = capsys.readouterr().err
-    assert (
-        f"--data.columns.{name}: data.columns.{name} = 'x': has no effect with task = '{other}'"
-        in refused
-    )
+    assert f"--data.columns.{name} 'x': has no effect with --task '{other}'" in refused
     assert ", ".join(TASKS[other].columns) in refused and ", ".join(tasks_with(name)) in refused
 
 
@@ -498,12 +492,12 @@ def test_a_bad_value_is_answered_with_the_flag_or_the_key(path, tmp_path, capsys
         (["--model.heads", "3"], "--model.hidden-size 320: must be a multiple of 2 * --model.heads 6."),
         (["a.toml", "--model.heads", "3"], "model.hidden_size = 320: must be a multiple of 2 * --model.heads 6."),
         (["--batch.size", "5", "--batch.micro-batches", "2"], "--batch.micro-batches 2: must divide --batch.size 5."),
-        (["a.toml"], "a.toml:1: training.steps = 0"),
+        (["a.toml"], "a.toml:2: training.steps = 0"),
     ],
 )  # fmt: skip
 def test_a_sentence_names_settings_as_they_were_given(typed, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.toml").write_text(f"training.steps = {0 if len(typed) == 1 else 9}\n")
+    (tmp_path / "a.toml").write_text(f"[training]\nsteps = {0 if len(typed) == 1 else 9}\n")
     assert cli.main(["train", *typed]) == 2
     assert said in capsys.readouterr().err
 
@@ -590,7 +584,7 @@ def test_resume_of_a_folder_without_a_run_is_refused_if_nothing_else_is_asked(
 def test_resume_as_another_run_is_refused(loop, capsys, tmp_path):
     a_run(tmp_path, layers=2)
     assert cli.main(["train", "--resume", "--output", str(tmp_path), "--model.layers", "3"]) == 2
-    assert "cannot resume with model.layers = 3, but the run has 2" in capsys.readouterr().err
+    assert "cannot resume with --model.layers 3, but the run has 2" in capsys.readouterr().err
     file = tmp_path / "other.toml"
     file.write_text(toml.dump(TrainConfig(layers=2, seed=1)))
     assert cli.main(["train", str(file), "--resume", "--output", str(tmp_path)]) == 2
