@@ -505,7 +505,7 @@ FOREIGN: Mapping[str, Meaning] = (
         "--training.seed decides a run; the same command repeats it"
     ))
     | _all("local_rank ddp_backend master_port num_processes nproc_per_node num_gpus gpus", Answer(
-        "torchrun --nproc-per-node N -m narrowgauge train starts the ranks, and --parallel says how they share a run"
+        "torchrun starts the ranks, and --parallel says how they share a run"
     ))
     | _all("rope_scaling rope_theta resize_token_embeddings resize_vocab", Answer(
         "The model's own config.json says it: --model names the folder"
