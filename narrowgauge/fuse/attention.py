@@ -9,8 +9,7 @@ to a `Lookup`. Where the lookup ends at torch's attention ("sdpa"), the kernel c
 accepts the call, and torch's attention otherwise. The configuration is unchanged, so a saved model
 names the attention that it had, and a model with attention="fp8" keeps that.
 
-torch's own attention runs under torch.compile, with dropout, in float32
-without autocast, with a bias that is learned (T5 in training), and on processors without AVX512-BF16.
+torch's own attention runs under torch.compile, in float32 without autocast, with a bias that is learned (T5 in training), and on processors without AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from narrowgauge.addresses import type_of
 from narrowgauge.nn import transforms
 from narrowgauge.nn.attention16 import attention16
-from narrowgauge.ops.attention16 import KERNELS, Attention16Spec, AttentionFunctions
+from narrowgauge.ops.attention16 import KERNELS, Attention16Spec, AttentionFunctions, Dropout
 from narrowgauge.ops.registry import device_facts
 
 NAME = "ALL_ATTENTION_FUNCTIONS"
@@ -60,7 +59,7 @@ def spec_in_memory(given: Mapping[str, Any]) -> Attention16Spec:
     given  arguments of scaled_dot_product_attention, by name
     """
     q, k, v = _as_autocast_has_them(*(given[name] for name in ("query", "key", "value")))
-    spec = Attention16Spec.of(q, k, v, given.get("attn_mask"), given.get("dropout_p", 0.0))
+    spec = Attention16Spec.of(q, k, v, given.get("attn_mask"))
     return replace(spec, device=replace(spec.device, wrapper=""))
 
 
@@ -114,7 +113,7 @@ class Lookup:
             and not any(options.get(name) is not None and options[name] is not False for name in LEFT_TO_TORCH)
         ):  # fmt: skip
             q, k, v = _as_autocast_has_them(query, key, value)
-            functions = self.choose(Attention16Spec.of(q, k, v, mask, dropout))
+            functions = self.choose(Attention16Spec.of(q, k, v, mask))
             scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
             if (
                 functions is not None
@@ -129,7 +128,10 @@ class Lookup:
                     # Keys that no query sees: of a static cache, or appended a second time when
                     # checkpointing computes a layer again. transformers leaves them out too.
                     k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-                y = attention16(functions, q, k, v, mask, is_causal=causal, scale=scale)
+                drawn = Dropout.drawn(dropout)
+                y = attention16(
+                    functions, q, k, v, mask, is_causal=causal, scale=scale, dropout=drawn
+                )
                 return y.transpose(1, 2), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -163,18 +165,8 @@ def _refusal(module: Any, like: Tensor, dtype: torch.dtype) -> str:
         return "has no gradient of a learned bias"
     width = int(getattr(module, "head_dim", 0) or getattr(module, "attention_head_size", 64))
     device = device_facts(like.device.type, like.device.index)
-    drops_out = module.training and dropout_of(module) > 0
-    spec = Attention16Spec(device, (dtype,) * 3, width, width, has_dropout=drops_out)
+    spec = Attention16Spec(device, (dtype,) * 3, width, width)
     return "; ".join(f"{refusal}" for _, refusal in KERNELS.choose(spec).refusals)
-
-
-def dropout_of(module: Any) -> float:
-    """Rate at which an attention module drops out weights in training."""
-    for name in ("attention_dropout", "attn_dropout", "dropout_p", "dropout", "dropout_prob"):
-        if (rate := getattr(module, name, None)) is not None:
-            rate = getattr(rate, "p", rate)
-            return float(rate) if isinstance(rate, (int, float)) else 0.0
-    return 0.0
 
 
 def _whole(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -187,21 +187,37 @@ def test_generation_with_a_cache(calls):
     assert (with_cache == without).float().mean() > 0.9  # near ties of an untrained model may turn
 
 
-@pytest.mark.parametrize("reason", ["float32", "dropout", "learned bias"])
+@pytest.mark.parametrize("reason", ["float32", "float32 with dropout", "learned bias"])
 def test_what_is_left_to_torch(reason, calls):
     """Bit-identical to the model with torch's attention."""
     torch.manual_seed(0)
-    base = {"dropout": lambda: bert(0.1), "learned bias": t5}.get(
+    base = {"float32 with dropout": lambda: bert(0.1), "learned bias": t5}.get(
         reason, lambda: decoder("Llama")
     )()
     losses = []
-    dtype = torch.float32 if reason in ("float32", "dropout") else torch.bfloat16
+    dtype = torch.float32 if reason != "learned bias" else torch.bfloat16
     for is_fused in (False, True):
         model = converted(copy.deepcopy(base), fuse=False)
         model = with_kernel(model) if is_fused else model
         torch.manual_seed(1)
         losses.append(loss_of(model, dtype=dtype))
     assert torch.equal(*losses) and not calls
+
+
+def test_dropout_of_weights_is_the_kernels(calls):
+    """In training; its draws come from torch's generator, one call after the other."""
+    model = converted(bert(0.1))
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        losses.append(loss_of(model, PADDED))
+    losses.append(loss_of(model, PADDED))
+    rates = {each["dropout"].rate for each in calls}
+    assert rates == {0.1} and len({each["dropout"].words for each in calls}) == 4
+    assert torch.equal(losses[0], losses[1]) and not torch.equal(losses[0], losses[2])
+    model.eval()
+    loss_of(model, PADDED)
+    assert calls[-1]["dropout"] is None
 
 
 def test_restoring_and_saving(calls, tmp_path):
@@ -282,9 +298,6 @@ def test_what_is_reported():
         assert float32 == "native-cpp under autocast to bfloat16, own code in float32"
     with torch.autocast("cpu", torch.bfloat16):
         assert attention.describe(model.model.layers[0].self_attn) == native
-    dropping = bert(0.1).train().bfloat16().bert.encoder.layer[0].attention.self
-    assert attention.describe(dropping) == "own code (native-cpp: drops out no attention weights)"
-    assert attention.describe(dropping.eval()) == native
     learned = t5().bfloat16().encoder.block[0].layer[0].SelfAttention
     assert attention.describe(learned).endswith("has no gradient of a learned bias)")
 

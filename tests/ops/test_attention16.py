@@ -322,7 +322,6 @@ def test_exp2_is_within_its_bound():
         ({"width": 72}, "shape"),
         ({"value_width": 272}, "shape"),
         ({"mask": "learned"}, "operands"),
-        ({"has_dropout": True}, "operands"),
         ({"is_empty": True}, "shape"),
         ({"device": Device("cuda", (9, 0))}, "device"),
         ({"device": Device("cpu", wrapper="FakeTensor")}, "wrapper"),

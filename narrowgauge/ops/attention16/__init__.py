@@ -22,6 +22,8 @@ Contract
                added to the scores; None
     is_causal  query i attends to keys 0 to i
     scale      of the scores, above 0
+    dropout    of P, `dropout.Dropout`; None. The sum of P is of all weights; P @ V, P.T @ grad_y and
+               grad_y @ V.T have zeros where a weight is dropped out, and 1 / (1 - rate) of the rest
     -> forward   y [batch, heads, queries, value width] in the dtype of q and
                  lse [batch, heads, queries] float32
     -> backward  grad_q, grad_k, grad_v in the dtype of q
@@ -48,9 +50,17 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.attention16 import cpp, definition
+from narrowgauge.ops.attention16.dropout import Dropout
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
 
-__all__ = ["KERNELS", "Attention16Spec", "AttentionFunctions", "attention", "attention_backward"]
+__all__ = [
+    "KERNELS",
+    "Attention16Spec",
+    "AttentionFunctions",
+    "Dropout",
+    "attention",
+    "attention_backward",
+]
 
 LANES, WIDEST = 16, 256  # of the kernel's heads: a multiple of LANES up to WIDEST
 
@@ -63,7 +73,6 @@ class Attention16Spec:
     width        length of a head of q and k
     value_width  length of a head of v
     mask         "learned" is one that requires a gradient, "" is none
-    has_dropout  True if attention weights are dropped out
     is_empty     True if q, k or v has no elements
     """
 
@@ -72,19 +81,16 @@ class Attention16Spec:
     width: int
     value_width: int
     mask: Literal["", "fixed", "learned"] = ""
-    has_dropout: bool = False
     is_empty: bool = False
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0
-    ) -> Attention16Spec:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Attention16Spec:
         kind: Literal["", "fixed", "learned"] = ""
         if mask is not None:
             kind = "learned" if mask.requires_grad and torch.is_grad_enabled() else "fixed"
         return cls(
             device_of(q, k, v, mask), (q.dtype, k.dtype, v.dtype), q.shape[-1], v.shape[-1], kind,
-            dropout > 0, is_empty=not (q.numel() and k.numel() and v.numel()),
+            is_empty=not (q.numel() and k.numel() and v.numel()),
         )  # fmt: skip
 
 
@@ -104,8 +110,6 @@ def refuse(spec: Attention16Spec) -> Refusal | None:
     if any(dtype != torch.bfloat16 for dtype in spec.dtypes):
         named = " and ".join(sorted({str(each).removeprefix("torch.") for each in spec.dtypes}))
         return Refusal("dtype", f"for bfloat16, not {named}")
-    if spec.has_dropout:
-        return Refusal("operands", "drops out no attention weights")
     if spec.mask == "learned":
         return Refusal("operands", "has no gradient of the mask")
     if spec.is_empty:
@@ -141,18 +145,19 @@ def _functions(
 @torch.no_grad()
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float,
-    *, backend: str | None = None,
+    dropout: Dropout | None = None, *, backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y and lse; see the module. `nn.attention16` has the function with gradients."""
     functions = _functions(q, k, v, mask, backend)
-    return functions.forward(q, k, v, functions.prepare(mask), is_causal, scale)
+    return functions.forward(q, k, v, functions.prepare(mask), is_causal, scale, dropout)
 
 
 @torch.no_grad()
 def attention_backward(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, y: Tensor, lse: Tensor,
-    is_causal: bool, scale: float, *, backend: str | None = None,
+    is_causal: bool, scale: float, dropout: Dropout | None = None, *, backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, from y and lse of `attention`; see the module."""
     functions = _functions(q, k, v, mask, backend)
-    return functions.backward(grad_y, q, k, v, functions.prepare(mask), y, lse, is_causal, scale)
+    prepared = functions.prepare(mask)
+    return functions.backward(grad_y, q, k, v, prepared, y, lse, is_causal, scale, dropout)

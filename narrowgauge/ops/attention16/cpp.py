@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Array, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Array, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from typing import NamedTuple
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import in_memory
+from narrowgauge.ops.attention16.dropout import Dropout
 from narrowgauge.ops.cpp import Library
 
 BLOCK = 64  # of queries and of keys, as in attention_tiles.h
 _P, _L, _I, _F, _SHAPE = c_void_p, c_int64, c_int32, c_float, POINTER(c_int64)
-_OPERANDS = (_SHAPE, _P, _P, _P, _P, _P, _F)
+_OPERANDS = (_SHAPE, _P, _P, _P, _P, _P, *(c_uint32,) * 3, _F, _F)
 LIBRARY = Library(
-    ("attention.cpp", "attention_tiles.h", "attention_mask.h", "attention_forward.h", "attention_backward.h"),
+    ("attention.cpp", "attention_tiles.h", "attention_mask.h", "attention_forward.h", "attention_backward.h", "noise.h"),
     "the kernel of attention in 16 bits",
     {
         "attention_supported": (_P,),
@@ -93,8 +94,9 @@ def mask_tiles(mask: Tensor | None) -> MaskTiles:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskTiles, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskTiles, is_causal: bool, scale: float,
+    dropout: Dropout | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = map(_readable, (q, k, v))
     batch, heads, queries, _ = q.shape
     y = _like_tokens(batch, heads, queries, v.shape[-1])
@@ -102,14 +104,15 @@ def forward(
     shape = _shape(q, k, v, mask, is_causal, y)
     rows = batch * heads * -(-queries // BLOCK)
     LIBRARY.call(
-        "attention_forward", rows, _work(q, k, v), shape, q, k, v, mask.tiles, mask.states, scale, y, lse
+        "attention_forward", rows, _work(q, k, v), shape, q, k, v, mask.tiles, mask.states,
+        *_noise(dropout), scale, y, lse,
     )  # fmt: skip
     return y, lse
 
 
 def backward(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: MaskTiles, y: Tensor, lse: Tensor,
-    is_causal: bool, scale: float,
+    is_causal: bool, scale: float, dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad_y, q, k, v, y = map(_readable, (grad_y.to(q.dtype), q, k, v, y))
     batch, heads, queries, width = q.shape
@@ -125,13 +128,13 @@ def backward(
         ]
     shape = _shape(q, k, v, mask, is_causal, y, grad_y, grad_q, grad_k, grad_v)
     LIBRARY.call(
-        "attention_backward", batch * heads, _work(q, k, v), shape, q, k, v, mask.tiles, mask.states, scale,
-        y, lse, grad_y, grad_q, grad_k, grad_v, *sums,
+        "attention_backward", batch * heads, _work(q, k, v), shape, q, k, v, mask.tiles, mask.states,
+        *_noise(dropout), scale, y, lse, grad_y, grad_q, grad_k, grad_v, *sums,
     )  # fmt: skip
     if is_shared:
         rows = batch * key_heads * keys
         for is_value, (out, each, factor) in enumerate(
-            ((grad_k, sums[0], scale), (grad_v, sums[1], 1.0))
+            ((grad_k, sums[0], scale), (grad_v, sums[1], dropout.scale if dropout else 1.0))
         ):
             assert each is not None
             LIBRARY.call(
@@ -157,6 +160,11 @@ def _like_tokens(batch: int, heads: int, tokens: int, width: int) -> Tensor:
     """Memory [batch, tokens, heads, width], as [batch, heads, tokens, width]."""
     size = batch, tokens, heads, width
     return torch.empty(size, dtype=torch.bfloat16, device="cpu").transpose(1, 2)
+
+
+def _noise(dropout: Dropout | None) -> tuple[int, int, int, float]:
+    """The struct Dropout of attention_forward.h."""
+    return (0, 0, 0, 1.0) if dropout is None else (*dropout.words, dropout.threshold, dropout.scale)
 
 
 def _work(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -8,6 +8,8 @@
 //     grad_q = scale * (dS @ K)       dS = P * (dP - delta), in bfloat16
 //     grad_k = scale * (dS.T @ Q)
 //
+// With dropout P and dP have zeros where a weight is dropped out, and 1 / (1 - rate) of the rest.
+//
 // Tiling: 64 keys x 64 queries, and always transposed, keys in rows and queries in lanes. So the
 // maximum, the sum, lse and delta of a query are lanes of a register, and no product needs its P or dS
 // to be transposed: as rows they are the left operand of grad_v and grad_k, and two rows interleaved are
@@ -47,14 +49,15 @@ void narrowgauge_attention_mask(int64_t first, int64_t last, const void* mask, i
 
 #if defined(__x86_64__)
 void narrowgauge_attention_forward(int64_t first, int64_t last, const int64_t* shape, const bf16* q, const bf16* k, const bf16* v,
-                                   const void* tiles, const uint8_t* states, float scale, bf16* y, float* lse) {
-  forward(first, last, *reinterpret_cast<const Shape*>(shape), q, k, v, {tiles, states}, scale, y, lse);
+                                   const void* tiles, const uint8_t* states, uint32_t low, uint32_t high, uint32_t threshold, float kept_scale,
+                                   float scale, bf16* y, float* lse) {
+  forward(first, last, *reinterpret_cast<const Shape*>(shape), q, k, v, {tiles, states}, {low, high, threshold, kept_scale}, scale, y, lse);
 }
 
 void narrowgauge_attention_backward(int64_t first, int64_t last, const int64_t* shape, const bf16* q, const bf16* k, const bf16* v,
-                                    const void* tiles, const uint8_t* states, float scale, const bf16* y, const float* lse, const bf16* grad_y,
-                                    bf16* grad_q, bf16* grad_k, bf16* grad_v, float* key_sums, float* value_sums) {
-  backward(first, last, *reinterpret_cast<const Shape*>(shape), q, k, v, {tiles, states}, scale, y, lse, grad_y,
+                                    const void* tiles, const uint8_t* states, uint32_t low, uint32_t high, uint32_t threshold, float kept_scale,
+                                    float scale, const bf16* y, const float* lse, const bf16* grad_y, bf16* grad_q, bf16* grad_k, bf16* grad_v, float* key_sums, float* value_sums) {
+  backward(first, last, *reinterpret_cast<const Shape*>(shape), q, k, v, {tiles, states}, {low, high, threshold, kept_scale}, scale, y, lse, grad_y,
            {grad_q, grad_k, grad_v, key_sums, value_sums});
 }
 

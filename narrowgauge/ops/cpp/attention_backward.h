@@ -55,12 +55,14 @@ struct TileScratch {
   TileScratch() : p(BLOCK * BLOCK), ds(BLOCK * BLOCK), ds_pairs(BLOCK * BLOCK), wide(ROWS * BLOCK) {}
 };
 
-// 4 keys and 16 NV queries: P = exp(S - lse), dS = P * (grad_y @ v - delta).
+// 4 keys and 16 NV queries: P = exp(S - lse), dS = P * (grad_y @ v - delta). Of a weight that is
+// dropped out, grad_y @ v counts as 0, and P for grad_v too.
 template <int NV, bool ADDED>
-inline void backward_rows(const Shape& s, const Tile& tile, const bf16* keys, const bf16* values, const bf16* queries, const bf16* grad_y,
+inline void backward_rows(const Shape& s, const Tile& tile, const Dropout& dropout, const bf16* keys, const bf16* values, const bf16* queries, const bf16* grad_y,
                           const float* lse, const float* delta, float scale, int64_t r0, int64_t v0, TileScratch& to) {
   const int64_t l0 = v0 * LANES;
   __m512 x[ROWS][NV];
+  __mmask16 kept[ROWS][NV];
   scores_of<NV>(keys, queries, s.width, scale, tile, r0, v0, x);
   const __m512 factor = _mm512_set1_ps(ADDED ? LOG2E : scale * LOG2E);
 #pragma GCC unroll 4
@@ -70,17 +72,19 @@ inline void backward_rows(const Shape& s, const Tile& tile, const bf16* keys, co
     for (int r = 0; r < ROWS; r++) {
       const __m512 p = weight_of<ADDED>(x[r][v], shift, factor);
       _mm512_storeu_ps(to.wide + r * BLOCK + l0 + LANES * v, p);
-      _mm256_storeu_si256((__m256i*)(to.p + (r0 + r) * BLOCK + l0 + LANES * v), (__m256i)_mm512_cvtneps_pbh(p));
+      kept[r][v] = dropout.is_on() ? kept_of(dropout, tile.noise_of(r0 + r, v0 + v)) : __mmask16(0xFFFF);
+      _mm256_storeu_si256((__m256i*)(to.p + (r0 + r) * BLOCK + l0 + LANES * v),
+                          (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(kept[r][v], p)));
     }
   }
   clear<NV>(x);
   multiply<NV>(values + r0 * s.value_width, s.value_width, grad_y + 2 * l0, 2 * BLOCK, s.value_width / 2, x);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; v++) {
-    const __m512 d = _mm512_loadu_ps(delta + l0 + LANES * v);
+    const __m512 d = _mm512_loadu_ps(delta + l0 + LANES * v), grown = _mm512_set1_ps(dropout.scale);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
-      x[r][v] = _mm512_mul_ps(_mm512_loadu_ps(to.wide + r * BLOCK + l0 + LANES * v), _mm512_sub_ps(x[r][v], d));
+      x[r][v] = _mm512_mul_ps(_mm512_loadu_ps(to.wide + r * BLOCK + l0 + LANES * v), _mm512_fmsub_ps(_mm512_maskz_mov_ps(kept[r][v], x[r][v]), grown, d));
       _mm256_storeu_si256((__m256i*)(to.ds + (r0 + r) * BLOCK + l0 + LANES * v), (__m256i)_mm512_cvtneps_pbh(x[r][v]));
     }
 #pragma GCC unroll 2
@@ -97,8 +101,8 @@ inline void round_rows(const float* x, float factor, int64_t count, int64_t widt
 }
 
 // Rows [first, last) of [batch, heads].
-inline void backward(int64_t first, int64_t last, const Shape& s, const bf16* q, const bf16* k, const bf16* v, const Mask& mask, float scale,
-                     const bf16* y, const float* lse, const bf16* grad_y, const Gradients& out) {
+inline void backward(int64_t first, int64_t last, const Shape& s, const bf16* q, const bf16* k, const bf16* v, const Mask& mask, const Dropout& dropout,
+                     float scale, const bf16* y, const float* lse, const bf16* grad_y, const Gradients& out) {
   const int64_t blocks = s.query_blocks(), group = s.heads / s.key_heads, width = s.width, value_width = s.value_width;
   PackedQueries packed(s);
   TileScratch scratch;
@@ -131,10 +135,10 @@ inline void backward(int64_t first, int64_t last, const Shape& s, const bf16* q,
           if (v0 >= tile.vectors) continue;
           if (tile.added != nullptr) {
             WITH_VECTORS(tile.vectors - v0,
-                         backward_rows<NV, true>(s, tile, keys, values, lanes, grads, logs, deltas, scale, r, v0, scratch));
+                         backward_rows<NV, true>(s, tile, dropout, keys, values, lanes, grads, logs, deltas, scale, r, v0, scratch));
           } else {
             WITH_VECTORS(tile.vectors - v0,
-                         backward_rows<NV, false>(s, tile, keys, values, lanes, grads, logs, deltas, scale, r, v0, scratch));
+                         backward_rows<NV, false>(s, tile, dropout, keys, values, lanes, grads, logs, deltas, scale, r, v0, scratch));
           }
         }
         // On the diagonal 16 keys meet the queries from theirs on.
@@ -149,7 +153,7 @@ inline void backward(int64_t first, int64_t last, const Shape& s, const bf16* q,
       }
       if (group == 1) {
         round_rows(grad_k, scale, count, width, out.k + batch * s.grad_k.batch + head * s.grad_k.head + j * BLOCK * s.grad_k.token, s.grad_k.token);
-        round_rows(grad_v, 1.0f, count, value_width, out.v + batch * s.grad_v.batch + head * s.grad_v.head + j * BLOCK * s.grad_v.token,
+        round_rows(grad_v, dropout.scale, count, value_width, out.v + batch * s.grad_v.batch + head * s.grad_v.head + j * BLOCK * s.grad_v.token,
                    s.grad_v.token);
       } else {
         std::memcpy(out.key_sums + (row * s.keys + j * BLOCK) * width, grad_k, count * width * sizeof(float));

@@ -2,8 +2,19 @@
 #pragma once
 #include "attention_mask.h"
 #include "attention_tiles.h"
+#include "noise.h"
 
 namespace {
+
+// Weights that are dropped out: those whose noise is below `threshold`. `scale` multiplies the others.
+// The noise of batch b, head h, key k and query q is element ((b * heads + h) * keys + k) * queries + q
+// of the key, so both passes compute it where they need it.
+struct Dropout {
+  uint32_t low, high, threshold;  // of 2^24; 0 drops nothing
+  float scale;
+
+  bool is_on() const { return threshold > 0; }
+};
 
 // Strides in elements; the last axis is contiguous.
 struct Strides {
@@ -35,6 +46,8 @@ struct Tile {
   bool is_skipped;
   const float* added;     // [64 keys][64 queries], or nullptr
   const uint64_t* shown;  // [64 keys] of 64 bits, or nullptr where every query attends to every key
+  uint32_t noise;         // index of its first key and query, modulo 2^32
+  uint32_t noise_stride;  // to the next key
 
   // own  [64] words for the bits of a tile that is more than a mask
   Tile(const Shape& s, const Mask& mask, int64_t batch, int64_t head, int64_t i, int64_t j, uint64_t* own) {
@@ -42,6 +55,8 @@ struct Tile {
     rows = up(keys, ROWS);
     vectors = up(std::min(BLOCK, s.queries - i * BLOCK), LANES) / LANES;
     is_diagonal = s.is_causal && i == j;
+    noise = uint32_t(((batch * s.heads + head) * s.keys + j * BLOCK) * s.queries + i * BLOCK);
+    noise_stride = uint32_t(s.queries);
     added = nullptr;
     shown = nullptr;
     const int64_t tile = batch * s.mask_batch + head * s.mask_head + i * s.mask_block + j;
@@ -61,9 +76,25 @@ struct Tile {
   }
   // First vector of queries that keys r to r + 3 meet.
   int64_t first(int64_t r) const { return is_diagonal ? r / LANES : 0; }
+  // Noise index of key r and the 16 queries of vector v.
+  uint32_t noise_of(int64_t r, int64_t v) const { return noise + uint32_t(r) * noise_stride + uint32_t(v * LANES); }
 };
 
 #if defined(__x86_64__)
+INLINE __m512i mixed(__m512i x) {
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x7FEB352D));
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32(int32_t(0x846CA68B)));
+  return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+}
+
+// Bits of the 16 queries from element `index` on whose weight stays.
+INLINE __mmask16 kept_of(const Dropout& dropout, uint32_t index) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i inner = mixed(_mm512_add_epi32(lanes, _mm512_set1_epi32(int32_t(index + dropout.low))));
+  const __m512i noise = _mm512_srli_epi32(mixed(_mm512_xor_si512(inner, _mm512_set1_epi32(int32_t(dropout.high)))), 8);
+  return _mm512_cmpge_epu32_mask(noise, _mm512_set1_epi32(int32_t(dropout.threshold)));
+}
+
 // Scores of 4 keys and 16 NV queries, -inf where no attention is: bare products, or times `scale` plus
 // a mask that is added.
 template <int NV>
@@ -117,9 +148,10 @@ struct Running {
 // P of a tile from its scores -> panel p [32][64][2], and the new sums and maxima.
 //
 // kept  [64]: factor of the earlier y
+// Sums are of all weights, P has those that stay.
 template <bool ADDED>
-inline void softmax_tile(const Tile& tile, const float* scores, const float* largest, float exponent, const Running& run, float* kept,
-                         bf16* p) {
+inline void softmax_tile(const Tile& tile, const Dropout& dropout, const float* scores, const float* largest, float exponent, const Running& run,
+                         float* kept, bf16* p) {
   const __m512 factor = _mm512_set1_ps(exponent);
   for (int64_t v = 0; v < tile.vectors; v++) {
     const __m512 top = _mm512_loadu_ps(largest + LANES * v);
@@ -132,9 +164,13 @@ inline void softmax_tile(const Tile& tile, const float* scores, const float* lar
     const int64_t rows = tile.is_diagonal ? std::min(tile.rows, LANES * (v + 1)) : tile.rows;
     for (int64_t r = 0; r < rows; r += 2) {
       const float* from = scores + r * BLOCK + LANES * v;
-      const __m512 a = weight_of<ADDED>(_mm512_loadu_ps(from), shift, factor);
-      const __m512 b = weight_of<ADDED>(_mm512_loadu_ps(from + BLOCK), shift, factor);
+      __m512 a = weight_of<ADDED>(_mm512_loadu_ps(from), shift, factor);
+      __m512 b = weight_of<ADDED>(_mm512_loadu_ps(from + BLOCK), shift, factor);
       sum = _mm512_add_ps(sum, _mm512_add_ps(a, b));
+      if (dropout.is_on()) {
+        a = _mm512_maskz_mov_ps(kept_of(dropout, tile.noise_of(r, v)), a);
+        b = _mm512_maskz_mov_ps(kept_of(dropout, tile.noise_of(r + 1, v)), b);
+      }
       _mm512_storeu_si512(p + r * BLOCK + 2 * LANES * v, rounded_pairs(a, b));
     }
     _mm512_storeu_ps(run.total + LANES * v, sum);
@@ -143,7 +179,7 @@ inline void softmax_tile(const Tile& tile, const float* scores, const float* lar
 }
 
 // One block of keys.
-inline void forward_tile(const Shape& s, const Tile& tile, const bf16* keys, const bf16* values, const bf16* queries, float scale,
+inline void forward_tile(const Shape& s, const Tile& tile, const Dropout& dropout, const bf16* keys, const bf16* values, const bf16* queries, float scale,
                          const Running& run, float* scores, bf16* p) {
   alignas(64) float largest[BLOCK], kept[BLOCK];
   std::memcpy(largest, run.largest, sizeof(largest));
@@ -153,15 +189,15 @@ inline void forward_tile(const Shape& s, const Tile& tile, const bf16* keys, con
       WITH_VECTORS(tile.vectors - v0, write_scores<NV>(keys, queries, s.width, scale, tile, r, v0, scores, largest));
   }
   if (tile.added != nullptr)
-    softmax_tile<true>(tile, scores, largest, LOG2E, run, kept, p);
+    softmax_tile<true>(tile, dropout, scores, largest, LOG2E, run, kept, p);
   else
-    softmax_tile<false>(tile, scores, largest, scale * LOG2E, run, kept, p);
+    softmax_tile<false>(tile, dropout, scores, largest, scale * LOG2E, run, kept, p);
   accumulate_lanes(values, p, tile.rows / 2, s.value_width, tile.vectors, tile.is_diagonal, run.y, kept);
 }
 
 // Rows [first, last) of [batch, heads, query blocks].
-inline void forward(int64_t first, int64_t last, const Shape& s, const bf16* q, const bf16* k, const bf16* v, const Mask& mask, float scale,
-                    bf16* y, float* lse) {
+inline void forward(int64_t first, int64_t last, const Shape& s, const bf16* q, const bf16* k, const bf16* v, const Mask& mask, const Dropout& dropout,
+                    float scale, bf16* y, float* lse) {
   const int64_t blocks = s.query_blocks(), key_blocks = s.key_blocks(), group = s.heads / s.key_heads;
   Scratch<bf16> keys(key_blocks * BLOCK * s.width), values(key_blocks * BLOCK * s.value_width), queries(BLOCK * s.width), p(BLOCK * BLOCK);
   Scratch<float> sums(s.value_width * BLOCK), scores(BLOCK * BLOCK);
@@ -189,9 +225,9 @@ inline void forward(int64_t first, int64_t last, const Shape& s, const bf16* q, 
     for (int64_t j = 0; j < (s.is_causal ? std::min(key_blocks, i + 1) : key_blocks); j++) {
       const Tile tile(s, mask, batch, head, i, j, own);
       if (!tile.is_skipped)
-        forward_tile(s, tile, keys + j * BLOCK * s.width, values + j * BLOCK * s.value_width, queries, scale, run, scores, p);
+        forward_tile(s, tile, dropout, keys + j * BLOCK * s.width, values + j * BLOCK * s.value_width, queries, scale, run, scores, p);
     }
-    for (int64_t c = 0; c < BLOCK; c++) inverse[c] = total[c] == 0.0f ? 0.0f : 1.0f / total[c];
+    for (int64_t c = 0; c < BLOCK; c++) inverse[c] = total[c] == 0.0f ? 0.0f : dropout.scale / total[c];
     float* logs = lse + (batch * s.heads + head) * s.queries + i * BLOCK;
     for (int64_t c = 0; c < count; c++) logs[c] = largest[c] * unit + std::log(total[c]);
     unpack_lanes(sums, inverse, count, s.value_width, y + batch * s.y.batch + head * s.y.head + i * BLOCK * s.y.token, s.y.token);
