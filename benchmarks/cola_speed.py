@@ -48,7 +48,7 @@ def main() -> None:
     job = Job(
         data=str(options.data), encoder=str(options.encoder), epochs=options.epochs, batch_size=options.batch_size,
         learning_rate=options.learning_rate, threads=options.threads, precision=options.precision, states=options.states,
-        recipe=options.recipe,
+        recipe=options.recipe, fuse=options.fuse,
     )  # fmt: skip
     _refuse_other_settings(options.output, job, options)
     if options.only != "quality":
@@ -207,6 +207,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--precision", default="fp32", help="of our run")
     parser.add_argument("--recipe", default="none", help="of our run")
+    parser.add_argument("--fuse", action="store_true", help="attention and norms of our run fused")
     parser.add_argument("--states", default="fp32", help="of our optimizer")
     parser.add_argument("--threads", type=int, default=1, help="threads of a run")
     parser.add_argument(

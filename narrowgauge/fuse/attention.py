@@ -9,7 +9,8 @@ to a `Lookup`. Where the lookup ends at torch's attention ("sdpa"), the kernel c
 accepts the call, and torch's attention otherwise. The configuration is unchanged, so a saved model
 names the attention that it had, and a model with attention="fp8" keeps that.
 
-torch's own attention runs under torch.compile, in float32 without autocast, with a bias that is learned (T5 in training), and on processors without AVX512-BF16.
+torch's own attention runs under torch.compile, in float32 without autocast, with a bias that is
+learned (T5 in training), and on processors without AVX512-BF16.
 """
 
 from __future__ import annotations

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from ctypes import POINTER, Array, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.addresses import in_memory
-from narrowgauge.ops.attention16.dropout import Dropout
 from narrowgauge.ops.cpp import Library
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.attention16.dropout import Dropout
 
 BLOCK = 64  # of queries and of keys, as in attention_tiles.h
 _P, _L, _I, _F, _SHAPE = c_void_p, c_int64, c_int32, c_float, POINTER(c_int64)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.attention16.dropout import Dropout
+if TYPE_CHECKING:
+    from narrowgauge.ops.attention16.dropout import Dropout
 
 
 def forward(
