@@ -245,8 +245,8 @@ def _settings(seed: int, job: Job, folder: Path) -> Any:
         task="classification", model=job.encoder, data=str(folder / "train.jsonl"),
         validation_data=str(folder / "validation.jsonl"), max_length=LONGEST, too_long="truncate", pad_multiple=1,
         batch_size=job.batch_size, steps=total, learning_rate=job.learning_rate, warmup_steps=_warm_up(total),
-        weight_decay=WEIGHT_DECAY, betas=(0.9, 0.999), recipe=job.recipe, precision=job.precision, states=job.states, fuse=job.fuse, seed=seed,
-        device="cpu", threads=job.threads, output=str(folder / "run"), best="none", eval_every=0, checkpoint_every=0,
+        weight_decay=WEIGHT_DECAY, betas=(0.9, 0.999), recipe=job.recipe, precision=job.precision, states=job.states, fuse=job.fuse,
+        seed=seed, device="cpu", threads=job.threads, output=str(folder / "run"), best="none", eval_every=0, checkpoint_every=0,
         tensor_every=0, log_every=50,
     )  # fmt: skip
 
