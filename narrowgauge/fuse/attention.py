@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from narrowgauge.addresses import type_of
 from narrowgauge.nn import transforms
 from narrowgauge.nn.attention16 import attention16
-from narrowgauge.ops.attention16 import KERNELS, Attention16Spec, AttentionFunctions, Dropout
+from narrowgauge.ops.attention16 import KERNELS, Attention16Spec, AttentionFunctions
+from narrowgauge.ops.dropout import Dropout
 from narrowgauge.ops.registry import device_facts
 
 NAME = "ALL_ATTENTION_FUNCTIONS"

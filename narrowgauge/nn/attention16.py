@@ -13,7 +13,8 @@ from torch import Tensor
 from narrowgauge.nn.autograd_rules import no_double_backward
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.attention16 import AttentionFunctions, Dropout
+    from narrowgauge.ops.attention16 import AttentionFunctions
+    from narrowgauge.ops.dropout import Dropout
 
 
 def attention16(

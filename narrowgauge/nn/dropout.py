@@ -1,22 +1,18 @@
-"""Dropout on the CPU with noise that is a function of (key, element index), see `ops.random`.
+"""Dropout on the CPU whose noise all threads compute, forward and backward; see `ops.dropout`.
 
-    y[i]  = round(x[i] * s)    if uniform[i] >= p, else 0     s = 1 / (1 - p) in float32
-    dx[i] = round(dy[i] * s)   if uniform[i] >= p, else 0     uniform in steps of 2^-24
+    y[i]  = round(x[i] * s)    where element i stays, else 0     s = 1 / (1 - p) in float32
+    dx[i] = round(dy[i] * s)   where element i stays, else 0
 
-torch draws the mask element by element from one generator on one thread, and saves
-it for backward in x's dtype. Here a call draws two numbers from torch's generator,
-independent of the size of x. All threads compute, and backward recomputes the
-noise, so no mask is saved. Code that restores the generator and repeats a forward
-pass (activation checkpointing, a resumed run) repeats it bit for bit.
+torch draws the mask element by element from one generator on one thread, and saves it for backward
+in x's dtype.
 
-torch's own dropout runs on a GPU, under torch.compile, without a C++
-compiler, and for dtypes other than float32 and bfloat16.
+torch's own dropout runs on a GPU, under torch.compile, without a C++ compiler, and for dtypes other
+than float32 and bfloat16.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
 import torch
@@ -25,8 +21,8 @@ from torch import Tensor, nn
 from narrowgauge.addresses import dry_run_on, in_memory, wrapper
 from narrowgauge.nn import transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
-from narrowgauge.ops import random
 from narrowgauge.ops.cpp import Library
+from narrowgauge.ops.dropout import Dropout
 from narrowgauge.ops.registry import device_facts
 
 # Elements of one unit of work in dropout.cpp.
@@ -54,9 +50,8 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
     x  any shape, float32 or bfloat16, on the CPU
     """
-    key = random.draw((), torch.device("cpu"))
-    assert isinstance(key, random.Key) and isinstance(key.words, tuple)
-    y: Tensor = _Dropout.apply(x, p, key.words)
+    drawn = Dropout.drawn(p)
+    y: Tensor = x if drawn is None else _Dropout.apply(x, drawn)
     return y
 
 
@@ -72,15 +67,10 @@ def use_counted_dropout(model: nn.Module) -> int:
     return len(found)
 
 
-def reference(x: Tensor, p: float, words: tuple[int, int]) -> Tensor:
+def reference(x: Tensor, dropout: Dropout) -> Tensor:
     """The definition in plain torch."""
-    # Compare whole numbers below 2^24, as the C++ does: p itself has no exact float32 value.
-    kept = random.reference(*words, tuple(x.shape)) * 2.0**24 >= math.ceil(p * 2**24)
-    return torch.where(kept, x.to(torch.float32) * _scale(p), 0.0).to(x.dtype)
-
-
-def _scale(p: float) -> float:
-    return 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    kept = dropout.kept(x.shape, x.device)
+    return torch.where(kept, x.to(torch.float32) * dropout.scale, 0.0).to(x.dtype)
 
 
 def _refuse(x: Tensor) -> str:
@@ -98,17 +88,17 @@ def _refuse(x: Tensor) -> str:
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, words: tuple[int, int]) -> Tensor:
-        ctx.given = p, words
-        return _computed(x, p, words)
+    def forward(ctx: Any, x: Tensor, drawn: Dropout) -> Tensor:
+        ctx.drawn = drawn
+        return _computed(x, drawn)
 
     @staticmethod
     @no_double_backward("counted dropout", "Use torch.nn.functional.dropout for them.")
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        return _computed(gy, *ctx.given), None, None
+        return _computed(gy, ctx.drawn), None
 
 
-def _computed(x: Tensor, p: float, words: tuple[int, int]) -> Tensor:
+def _computed(x: Tensor, drawn: Dropout) -> Tensor:
     x = in_memory(x).contiguous()
     y = torch.empty_like(x)
     blocks = -(-x.numel() // BLOCK)
@@ -120,9 +110,9 @@ def _computed(x: Tensor, p: float, words: tuple[int, int]) -> Tensor:
         x,
         DTYPES[x.dtype],
         x.numel(),
-        *words,
-        math.ceil(p * 2**24),
-        _scale(p),
+        *drawn.words,
+        drawn.threshold,
+        drawn.scale,
         y,
     )
     return y

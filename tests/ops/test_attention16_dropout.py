@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn.attention16 import attention16 as with_gradients
 from narrowgauge.ops import attention16
-from narrowgauge.ops.attention16 import Attention16Spec, Dropout
+from narrowgauge.ops.attention16 import Attention16Spec
+from narrowgauge.ops.dropout import Dropout
 from tests.ops.test_attention16 import KERNELS, NAMES, NOISE, call, masks, needs_kernel, noise
 
 
@@ -38,7 +39,8 @@ def truth_of(given, dropout: Dropout) -> tuple[Tensor, ...]:
     if given.is_causal:
         s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -math.inf)
     p = s.softmax(-1)
-    kept = dropout.kept(p.shape, p.device)
+    batch, heads, queries, keys = p.shape
+    kept = dropout.kept((batch, heads, keys, queries), p.device).mT
     y = torch.where(kept, p / (1 - dropout.rate), 0.0) @ v.repeat_interleave(group, 1)
     return y, *torch.autograd.grad(y, (q, k, v), given.grad_y.double())
 

@@ -22,7 +22,7 @@ Contract
                added to the scores; None
     is_causal  query i attends to keys 0 to i
     scale      of the scores, above 0
-    dropout    of P, `dropout.Dropout`; None. The sum of P is of all weights; P @ V, P.T @ grad_y and
+    dropout    of P, `ops.dropout`; None. The sum of P is of all weights; P @ V, P.T @ grad_y and
                grad_y @ V.T have zeros where a weight is dropped out, and 1 / (1 - rate) of the rest
     -> forward   y [batch, heads, queries, value width] in the dtype of q and
                  lse [batch, heads, queries] float32
@@ -44,20 +44,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.ops.attention16 import cpp, definition
-from narrowgauge.ops.attention16.dropout import Dropout
 from narrowgauge.ops.registry import Device, Kernel, Refusal, Registry, device_of
+
+if TYPE_CHECKING:
+    from narrowgauge.ops.dropout import Dropout
 
 __all__ = [
     "KERNELS",
     "Attention16Spec",
     "AttentionFunctions",
-    "Dropout",
     "attention",
     "attention_backward",
 ]

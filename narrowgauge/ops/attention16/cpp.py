@@ -13,7 +13,7 @@ from narrowgauge.addresses import in_memory
 from narrowgauge.ops.cpp import Library
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.attention16.dropout import Dropout
+    from narrowgauge.ops.dropout import Dropout
 
 BLOCK = 64  # of queries and of keys, as in attention_tiles.h
 _P, _L, _I, _F, _SHAPE = c_void_p, c_int64, c_int32, c_float, POINTER(c_int64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from narrowgauge.ops.attention16.dropout import Dropout
+    from narrowgauge.ops.dropout import Dropout
 
 
 def forward(
@@ -52,7 +52,8 @@ def _kept(p: Tensor, dropout: Dropout | None) -> tuple[Tensor, float]:
     """Return where weights stay, and their factor."""
     if dropout is None:
         return p.new_ones((), dtype=torch.bool), 1.0
-    return dropout.kept(p.shape, p.device), dropout.scale
+    batch, heads, queries, keys = p.shape
+    return dropout.kept((batch, heads, keys, queries), p.device).mT, dropout.scale
 
 
 def _of_heads(k: Tensor, q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// y[i] = x[i] * scale if noise[i] >= dropped, else 0; see nn/dropout.py. The noise is the one of
+// y[i] = x[i] * scale if noise[i] >= dropped, else 0; see ops/dropout.py. The noise is the one of
 // ops/random.py.
 
 #include <algorithm>
