@@ -64,7 +64,9 @@ def test_what_cannot_be_a_study_is_refused(make_study, changes, said):
     ],
 )
 def test_the_command_line_refuses_before_data_are_read(tmp_path, flags, expected):
-    study = ["study", "--data=no/such/file", f"--output={tmp_path / 'study'}"]
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"text": "a"}\n{')  # damaged behind its first row, which alone is looked at
+    study = ["study", f"--data={data}", f"--output={tmp_path / 'study'}"]
     cli_raises([*study, *flags], ConfigError, expected)
 
 
