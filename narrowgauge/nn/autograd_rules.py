@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.addresses import is_compiling, type_of, wrapper
+
 Backward = Callable[..., Any]
 
 
@@ -102,6 +104,13 @@ def column_sums(gy: Tensor, dtype: torch.dtype) -> Tensor:
 
     One kernel, as in nn.Linear, unless one 16-bit dtype is converted to the other.
     """
+    # Under autocast gy is bfloat16 and the bias float32, which torch sums on a CPU from a copy of gy.
+    is_copied = gy.dtype == torch.bfloat16 and dtype == torch.float32 and gy.numel() > 0
+    if is_copied and not is_compiling() and type_of(gy.device) == "cpu" and not wrapper(gy):
+        from narrowgauge.ops.norm_act import cpp  # only on a CPU
+
+        if not cpp.LIBRARY.missing:
+            return cpp.summed_rows(gy)
     if dtype in (gy.dtype, torch.float32):
         return gy.sum(dim=0, dtype=dtype)  # torch accumulates 16-bit inputs in float32
     return gy.sum(dim=0, dtype=torch.float32).to(dtype)

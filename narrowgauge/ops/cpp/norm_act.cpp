@@ -2,7 +2,7 @@
 //
 //     norm_forward, norm_backward               a row is read from memory once, then from the cache
 //     activation_forward, activation_backward   one pass
-//     column_sums                               gradients of weights, from partial sums
+//     part_sums, column_sums                    gradients of weights and biases, from partial sums
 //
 // Rows of inputs lie `stride` elements apart; results are contiguous. Arithmetic and sums are
 // float32. Weights are passed in float32, which is exact. A bfloat16 tensor is rounded once, when
@@ -239,6 +239,20 @@ void narrowgauge_column_sums(int64_t first, int64_t last, const float* rows, int
         for (int64_t part = 0; part < parts; ++part) sum += read(rows + part * columns + first + j, how);
         write(sums + first + j, sum, how);
     });
+}
+
+// Sums [parts, columns] of a bfloat16 matrix, each over `part` rows in their order. `first` and `last`
+// count parts.
+void narrowgauge_part_sums(int64_t first, int64_t last, const uint16_t* x, int64_t rows, int64_t columns, int64_t stride, int64_t part,
+                           float* sums) {
+    for (int64_t k = first; k < last; ++k) {
+        float* const sum = sums + k * columns;
+        std::fill(sum, sum + columns, 0.f);
+        for (int64_t i = k * part; i < std::min((k + 1) * part, rows); ++i) {
+            const uint16_t* const row = x + i * stride;
+            for_columns(columns, [=](int64_t j, auto how) { write(sum + j, read(sum + j, how) + read(row + j, how), how); });
+        }
+    }
 }
 
 // u is null for a function of x alone.
