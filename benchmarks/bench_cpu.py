@@ -14,7 +14,7 @@ Cases, in one run and interleaved, all from the same weights:
     int8-fused           convert(model, "int8", fuse=True): with the project's attention, norms and activations
     bf16                 convert(model, "bf16")
     bf16-fused           convert(model, "bf16", fuse=True): attention and norms alone, no INT8
-    int4-hq-bs, int4-hq-lss
+    int4-hq-bs, int4-hq-lss, and both with -fused
     torchao              torchao's INT8 mixed-precision training, where torchao is installed
 
 Heads stay in 16 bits everywhere. The loss after the last step is recorded beside that of torch-bf16.
@@ -43,6 +43,7 @@ RECIPES = {
     "int4-hq-bs": ("int4-hq-bs", False),
     "int4-hq-bs-fused": ("int4-hq-bs", True),
     "int4-hq-lss": ("int4-hq-lss", False),
+    "int4-hq-lss-fused": ("int4-hq-lss", True),
 }
 CASES = (BASELINE, "torch-bf16-compiled", "torch-fp32", *RECIPES, "int8-compiled", "torchao")
 USUAL = (BASELINE, "torch-fp32", "int8", "int8-fused", "bf16-fused")

@@ -91,8 +91,8 @@ def test_importing_the_linear_brings_few_statements():
     # correct its scales, and a recipe cast decoded operands. 3,195 before kernels of casts rotated, and
     # wrote scales in cuBLAS' layout. 3,290 before C++ kernels ran on torch's threads and multiplied INT8.
     # 3,345 before a CPU's GEMM added a bias, rotations were vectors, and `tetrajet2`, two statements.
-    # Docstrings and comments may grow.
-    assert int(done.stdout) <= 3358
+    # 3,358 before sums for biases. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3375
 
 
 class Gathered:
