@@ -1,8 +1,10 @@
-"""Training steps on this machine's CPU, forward, backward and AdamW: INT8 beside torch's bf16 autocast.
+r"""Training steps on this machine's CPU, forward, backward and AdamW: INT8 beside torch's bf16 autocast.
 
     make bench-cpu                                       three Llamas in five minutes, as in the README
     python -m benchmarks.bench_cpu --threads 1 --processor    by processor time, for a busy machine
     python -m benchmarks.bench_cpu --models bert vit --cases torch-bf16 int8
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+        python -m benchmarks.bench_cpu --float32 --cases int8 int8-fused      as a CPU with AVX2 alone
 
 Cases, in one run and interleaved, all from the same weights:
 
@@ -129,13 +131,14 @@ class Step:
         self.losses.append(float(loss.detach()))
 
 
-def step_of(case: str, plain: Any, batch: dict[str, torch.Tensor]) -> Step:
+def step_of(case: str, plain: Any, batch: dict[str, torch.Tensor], autocasts: bool = True) -> Step:
+    """autocasts  False: recipes and torchao in a float32 model, for CPUs without bfloat16."""
     import narrowgauge as ng
 
     model = copy.deepcopy(plain).train()
     if case in RECIPES:
         recipe, fuse = RECIPES[case]
-        return Step(ng.convert(model, recipe, fuse=fuse), batch)
+        return Step(ng.convert(model, recipe, fuse=fuse), batch, autocasts)
     if case == "int8-compiled":
         ng.convert(model, "int8")
         return Step(model, batch, calls=torch.compile(model))
@@ -145,8 +148,9 @@ def step_of(case: str, plain: Any, batch: dict[str, torch.Tensor]) -> Step:
         from torchao.prototype.quantized_training import int8_mixed_precision_training
         from torchao.quantization import quantize_
 
-        quantize_(model, int8_mixed_precision_training(), filter_fn=_is_inner)
-        return Step(model, batch)
+        # Its tensor subclass does not reach F.linear under torch 2.13; its own Linear does.
+        quantize_(model, int8_mixed_precision_training(module_swap=True), filter_fn=_is_inner)
+        return Step(model, batch, autocasts)
     return Step(model, batch, autocasts=case == BASELINE)
 
 
@@ -161,6 +165,9 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=SETTINGS, default=[*SETTINGS][:3])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=USUAL)
+    parser.add_argument(
+        "--float32", action="store_true", help="no autocast, torch-fp32 is the baseline: for CPUs without bfloat16"
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=6, help="even")
     parser.add_argument("--threads", type=int, default=0, help="0: as torch has them")
     parser.add_argument(
@@ -170,22 +177,23 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     clock = {"clock": processor_clock} if options.processor else {}
-    names = dict.fromkeys((BASELINE, *options.cases))
+    baseline = "torch-fp32" if options.float32 else BASELINE
+    names = dict.fromkeys((baseline, *options.cases))
     for model in options.models:
         torch.manual_seed(0)
         setting = SETTINGS[model]
         plain, batch = setting.build(), setting.batch()
-        steps = {name: step_of(name, plain, batch) for name in names}
+        steps = {name: step_of(name, plain, batch, not options.float32) for name in names}
         timings = measure(steps, rounds=options.rounds, warmup=3, **clock)
         print(f"{model}, {torch.get_num_threads()} threads")
-        print(table(timings, baseline=BASELINE), end="\n\n", flush=True)
-        lines = rows(timings, baseline=BASELINE)
+        print(table(timings, baseline=baseline), end="\n\n", flush=True)
+        lines = rows(timings, baseline=baseline)
         for line in lines:
-            mine, theirs = (steps[each].losses for each in (line["case"], BASELINE))
+            mine, theirs = (steps[each].losses for each in (line["case"], baseline))
             count = min(len(mine), len(theirs))
             line |= {"model": model, "clock": "processor" if options.processor else "wall"}
             line |= {"loss": mine[count - 1], "loss_of_baseline": theirs[count - 1]}
-            line |= {"steps": count}
+            line |= {"steps": count, "autocasts": not options.float32}
         record("cpu", lines, RESULTS / "cpu.jsonl")
 
 
