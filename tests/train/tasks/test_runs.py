@@ -433,7 +433,7 @@ def test_from_the_command_line(place, tmp_path, capfd):
     assert main(words) == 0
     assert "accuracy" in capfd.readouterr().err
     assert main([*words[:3], "--data", "x.csv"]) == 2
-    assert "task = 'classification': needs model" in capfd.readouterr().err
+    assert "--task 'classification': needs model" in capfd.readouterr().err
 
 
 def test_a_comparison_shows_the_example_once(make, capsys):
