@@ -19,22 +19,28 @@ from narrowgauge.diagnose.format_text import loss_value
 class TimeToLoss:
     """Seconds of training of a run and its reference to one validation loss.
 
-    loss     the higher of their last validation losses, in `loss_unit` of the run
+    losses   last validation losses of both, in `loss_unit` of the run
     """
 
-    loss: float
+    losses: tuple[float, float]
     run_s: float
     reference_s: float
+
+    @property
+    def loss(self) -> float:
+        """The loss that both reach: the higher of the last ones."""
+        return max(self.losses)
 
     @property
     def gain(self) -> float:
         """Times as fast as the reference; below 1 the run is slower."""
         return self.reference_s / self.run_s
 
-    def words(self, reference_name: str) -> str:
-        """Say both times, as '31 s, and 59 s of bf16, to a validation loss of 3.95'."""
+    def words(self) -> str:
+        """Say both times, as '31 s against 59 s to a validation loss of 3.95; the last ones are 3.95 and 3.94'."""
         run, reference = (seconds(each) for each in (self.run_s, self.reference_s))
-        return f"{run}, and {reference} of {reference_name}, to a validation loss of {loss_value(self.loss)}"
+        last = " and ".join(loss_value(each) for each in self.losses)
+        return f"{run} against {reference} to a validation loss of {loss_value(self.loss)}; the last ones are {last}"
 
 
 def seconds(value: float) -> str:
@@ -46,8 +52,15 @@ def time_to_loss(
 ) -> TimeToLoss | None:
     """Compare two lists of events as returned by `runs.read_metrics`.
 
-    Returns None if a run has no finite evaluation at its end, or did not record its seconds.
+    Returns None if a run has no finite evaluation at its end, or did not record its seconds, and if
+    they did not begin at the same step: a branch's seconds are those of its parent too.
     """
+    begun = [
+        min((event["step"] for event in events if event["event"] == "step"), default=0)
+        for events in (run, reference)
+    ]
+    if begun[0] != begun[1]:
+        return None
     curves = [
         sorted(
             (event["step"], event["elapsed_s"], event["loss"])
@@ -58,11 +71,12 @@ def time_to_loss(
     ]
     if not all(curves):
         return None
-    loss = max(curve[-1][2] for curve in curves)
+    losses = curves[0][-1][2], curves[1][-1][2]
+    loss = max(losses)
     run_s, reference_s = (reached_s([each[1:] for each in curve], loss) for curve in curves)
-    if not math.isfinite(loss) or run_s is None or reference_s is None:
+    if not all(map(math.isfinite, losses)) or run_s is None or reference_s is None:
         return None
-    return TimeToLoss(loss=loss, run_s=run_s, reference_s=reference_s)
+    return TimeToLoss(losses=losses, run_s=run_s, reference_s=reference_s)
 
 
 def reached_s(curve: Sequence[Sequence[float]], loss: float) -> float | None:

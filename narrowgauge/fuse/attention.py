@@ -32,6 +32,7 @@ from narrowgauge.ops.dropout import Dropout
 from narrowgauge.ops.registry import device_facts
 
 NAME = "ALL_ATTENTION_FUNCTIONS"
+SDPA = "sdpa"  # transformers' name of torch's attention
 # Arguments of transformers' attention functions with which torch's attention is left to itself.
 LEFT_TO_TORCH = ("position_bias", "cache", "softcap", "output_attentions")
 Choose = Callable[[Attention16Spec], "AttentionFunctions | None"]
@@ -146,6 +147,9 @@ class Lookup:
 def describe(module: nn.Module) -> str:
     """Describe the kernel that computes the attention of a module, for `Fusion.backend`."""
     native, like = KERNELS.kernels[0].name, next(module.parameters())
+    asked: Any = getattr(module.config, "_attn_implementation", None) or SDPA
+    if asked != SDPA:
+        return f"own code (the model asks for {asked!r} attention, and {native} is for {SDPA!r})"
     dtype = like.dtype
     if torch.is_autocast_enabled(like.device.type):
         dtype = torch.get_autocast_dtype(like.device.type)

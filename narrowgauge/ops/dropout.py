@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import ConfigError
 from narrowgauge.ops import random
 
 
@@ -36,9 +37,17 @@ class Dropout:
 
     @classmethod
     def drawn(cls, rate: float) -> Dropout | None:
-        """Draw the key of a call from torch's generator; None, and no draw, for a rate of 0."""
+        """Draw the key of a call from torch's generator; None, and no draw, for a rate of 0.
+
+        Raises ConfigError for a rate that is not in 0 to 1.
+        """
         if rate == 0:
             return None
+        if not 0 <= rate <= 1:
+            raise ConfigError(
+                f"dropout: the rate is {rate}; it must be between 0 and 1. Set the module's dropout to such a number.",
+                code="dropout.rate",
+            )
         key = random.draw((), torch.device("cpu"))
         assert isinstance(key, random.Key) and isinstance(key.words, tuple)
         return cls(rate, key.words)

@@ -46,8 +46,9 @@ def gain_cards(comparison: Comparison | None) -> Iterator[dict[str, str]]:
     """Yield a card for the time to the same loss, if the reference was trained too."""
     found = comparison.time_to_loss if comparison else None
     if comparison and found:
-        note = f"{found.words(comparison.reference_name)}; training steps alone"
-        yield card("Speed to the same loss", f"{found.gain:.2f}", "times as fast", note)
+        unit = f"times as fast as {comparison.reference_name}"
+        note = f"{found.words()}; training steps alone"
+        yield card("Speed to the same loss", f"{found.gain:.2f}", unit, note)
 
 
 def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:

@@ -46,9 +46,8 @@ def gain(run_folder: Path) -> str:
     found = time_to_loss(recorded.events, recorded.reference.events)
     if found is None:
         return ""
-    return (
-        f"{found.gain:.2f} times as fast to the same loss: {found.words(recorded.reference.name)}."
-    )
+    name = recorded.reference.name
+    return f"{found.gain:.2f} times as fast as {name} to the same loss: {found.words()}."
 
 
 def page(recorded: Recorded) -> dict[str, Any]:

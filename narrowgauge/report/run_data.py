@@ -43,9 +43,13 @@ class Recorded:
     def name(self) -> str:
         """Name of this run on the page."""
         recipe = str(self.run.get("recipe") or "this run")
+        if recipe == "none":
+            recipe = "no recipe" if self.run.get("fused") else "plain torch"
+        if recipe == "auto" and isinstance(chosen := self.run.get("auto"), dict):
+            recipe = f"auto ({', '.join(sorted({str(each) for each in chosen.values()}))})"
         return (
             self.label
-            + ("no recipe" if recipe == "none" else recipe)
+            + recipe
             + format_text.elsewhere(
                 self.run.get("recipes") or {},
                 str(self.run.get("embedding_codes") or ""),

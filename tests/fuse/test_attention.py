@@ -244,6 +244,7 @@ def test_eager_attention_stays(calls):
     model.set_attn_implementation("eager")
     loss_of(converted(model))
     assert not calls
+    assert "'eager'" in attention.describe(model.model.layers[0].self_attn)
 
 
 @pytest.mark.parametrize("keeps_cache", [False, True])

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from narrowgauge.errors import ConfigError
 from narrowgauge.nn.attention16 import attention16 as with_gradients
 from narrowgauge.ops import attention16
 from narrowgauge.ops.attention16 import Attention16Spec
 from narrowgauge.ops.dropout import Dropout
 from tests.ops.test_attention16 import KERNELS, NAMES, NOISE, call, masks, needs_kernel, noise
+from tests.raising import raises
 
 
 def run(given, dropout, backend):
@@ -139,3 +141,9 @@ def test_no_number_is_drawn_for_a_rate_of_zero():
     before = torch.get_rng_state()
     assert Dropout.drawn(0.0) is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, math.nan, math.inf])
+def test_a_rate_outside_of_0_to_1_is_refused(rate):
+    with raises(ConfigError, "dropout.rate"):
+        Dropout.drawn(rate)
