@@ -19,7 +19,7 @@ BLOCK = 64  # of queries and of keys, as in attention_tiles.h
 _P, _L, _I, _F, _SHAPE = c_void_p, c_int64, c_int32, c_float, POINTER(c_int64)
 _OPERANDS = (_SHAPE, _P, _P, _P, _P, _P, *(c_uint32,) * 3, _F, _F)
 LIBRARY = Library(
-    ("attention.cpp", "attention_tiles.h", "attention_mask.h", "attention_forward.h", "attention_backward.h", "noise.h"),
+    ("attention.cpp", "attention_tiles.h", "attention_mask.h", "attention_forward.h", "attention_backward.h"),
     "the kernel of attention in 16 bits",
     {
         "attention_supported": (_P,),

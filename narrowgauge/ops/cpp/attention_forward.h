@@ -2,7 +2,6 @@
 #pragma once
 #include "attention_mask.h"
 #include "attention_tiles.h"
-#include "noise.h"
 
 namespace {
 
@@ -81,6 +80,7 @@ struct Tile {
 };
 
 #if defined(__x86_64__)
+// `mix` of noise.h, for 16 numbers.
 INLINE __m512i mixed(__m512i x) {
   x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x7FEB352D));
   x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32(int32_t(0x846CA68B)));
