@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -95,9 +96,24 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
         run_folder.refuse_other_run(resolved(toml.load_stored(folder.config)), config)
     elif config.parent and not folder.has_run():
-        run = checkpoint_ref.CheckpointRef.of(config.parent).run
-        checkpoint_ref.refuse(checkpoint_ref.settings_of(run), config)
+        origin = {**from_file, **flags}["parent"].origin
+        with _naming_parent(origin, config.parent) as run:
+            checkpoint_ref.refuse(checkpoint_ref.settings_of(run), config)
     return config
+
+
+@contextmanager
+def _naming_parent(origin: str, parent: str) -> Iterator[Path]:
+    """The run of "RUN@STEP"; the error of a missing run names the flag, or the file and its key."""
+    run = checkpoint_ref.CheckpointRef.of(parent).run
+    try:
+        yield run
+    except ConfigError as error:
+        if error.code != "run.place":
+            raise
+        name = origin if origin.startswith("--") else f"{origin}: from ="
+        words = str(error).removeprefix(f"{run}: ")
+        raise ConfigError(f"{name} {parent!r}: {words}", code=error.code) from None
 
 
 def shared_settings(path: str, given: Mapping[str, Any], without: Collection[str]) -> TrainConfig:
@@ -123,7 +139,8 @@ def _from_file(path: str, given: Mapping[str, Any]) -> toml.Given:
     output = str(given.get("output") or TrainConfig.output)
     stored, parent = run_folder.RunFolder(Path(output)).config, str(given.get("parent") or "")
     if parent and not (given.get("resume") and run_folder.RunFolder(Path(output)).has_run()):
-        return checkpoint_ref.inherited(checkpoint_ref.CheckpointRef.of(parent).run, given)
+        with _naming_parent("--from", parent) as run:
+            return checkpoint_ref.inherited(run, given)
     if given.get("resume") and os.path.lexists(stored):
         return {**toml.read_stored(stored), "output": toml.Entry(output, "")}
     # Otherwise a mistyped folder would start a run of pure defaults.

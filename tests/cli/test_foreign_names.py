@@ -97,6 +97,11 @@ MEANS = {
     "--data_seed 5": "--training.seed=5",
     "--global-batch-size 32": "--batch.size=32",
 }
+# What a flag has an effect with.
+NEEDS = {
+    "--val-data b.jsonl": "--task classification --data a.jsonl ",
+    "--group-by-length": "--task classification --data a.jsonl ",
+}
 # As typed elsewhere -> what the answer names.
 ANSWERED = {
     "--gradient-accumulation-steps 4": "--batch.micro-batches 4",
@@ -155,11 +160,18 @@ def test_what_means_the_same_is_understood(words):
 
 
 @pytest.mark.slow  # 0.3 s of processor time each
-@pytest.mark.parametrize("words", MEANS)
+@pytest.mark.parametrize("words", [each for each in MEANS if each != "--lr=-1"])
 def test_what_is_understood_starts_a_run(words):
     """The settings are those that the flags here give. A model, so that an adapter has one."""
     extra = "" if "--model" in MEANS[words] else "--model m "
+    extra += NEEDS.get(words, "")
     assert config_of(extra + words) == config_of(extra + MEANS[words])
+
+
+def test_a_refused_value_is_answered_alike():
+    for words in ("--lr=-1", MEANS["--lr=-1"]):
+        with raises(ConfigError, "config.learning_rate", "--optimizer.learning-rate", "-1"):
+            config_of(words)
 
 
 @pytest.mark.parametrize("words", ANSWERED)

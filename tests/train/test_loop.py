@@ -482,7 +482,7 @@ def test_compile_without_a_compiler_from_a_shell(make, text, tmp_path):
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert (
-        "narrowgauge: --device.compile true: torch.compile needs a C++ compiler on cpu, and there is none."
+        "narrowgauge: --device.compile: torch.compile needs a C++ compiler on cpu, and there is none."
         in done.stderr
     )
 
