@@ -193,7 +193,7 @@ def identity(x: Tensor) -> int:
     if type(x).__torch_dispatch__ is PLAIN:
         return x.data_ptr()
     # In a dry run each view of a fake tensor is another Python object, so id() would not match a
-    # gradient with its cached casts: 13 GiB of casts then looked alive (docs/log.md).
+    # gradient with its cached casts: 13 GiB of casts then looked alive (decisions/memory.md).
     return (
         id(x)
         if dry_run_on() is None

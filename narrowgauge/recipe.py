@@ -804,7 +804,7 @@ class Recipe:
         bits. Other recipes are returned as they are.
 
         An integer's step grows by up to 2, and the rounding error of the weight by 1.26 to 1.48
-        (docs/log.md). That of two-level casts stays within 0.5 %.
+        (decisions/other-software.md). That of two-level casts stays within 0.5 %.
         """
 
         def shared(gemm: Gemm, rules: dict[ScaleRule, ScaleRule]) -> Gemm:

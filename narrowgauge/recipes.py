@@ -194,7 +194,7 @@ _RMS = Cast(format=INT4, calibrate=ClippedRms())
 _LSQ = Cast(format=INT4, calibrate=LearnedStep())
 _SPLIT = Cast(format=INT4X2, tile=(1, WHOLE), rounding="stochastic")
 # LUQ (arXiv 2112.10769), without the natural logarithm in its official code, which makes gradients
-# 10 % too small (docs/log.md). Stochastic rounding between powers of two is linear in the value, so
+# 10 % too small (decisions/four-bit.md). Stochastic rounding between powers of two is linear in the value, so
 # LUQ equals stochastic rounding to a format with three exponent bits and no mantissa; alpha is
 # max / 2**6, and nothing clips.
 _LUQ = Cast(format=E3M0, rounding="stochastic")

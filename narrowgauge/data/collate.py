@@ -195,7 +195,7 @@ class Collator:
         elif self.attention == "positions":
             # transformers 5.23 derives the packed mask from position_ids only without a cache, and
             # models create one by default, also in training. With position_ids alone, documents
-            # leaked: changing one moved another's logits by 15 % (docs/log.md).
+            # leaked: changing one moved another's logits by 15 % (decisions/training.md).
             batch["use_cache"] = False  # type: ignore[assignment]
         elif self.attention == "varlen":
             batch = {name: values.reshape(1, -1) for name, values in batch.items()}

@@ -2,7 +2,7 @@
 
 Values keep their type. JSONL and CSV are not read with `datasets` or pandas. Both fill missing
 columns and short rows with null, ignore text after a JSON object, rename repeated columns, and
-report no lines. `datasets` 5.2 accepted 19 of 35 malformed files silently (docs/log.md).
+report no lines. `datasets` 5.2 accepted 19 of 35 malformed files silently (decisions/training.md).
 """
 
 from __future__ import annotations

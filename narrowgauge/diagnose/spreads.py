@@ -85,7 +85,7 @@ def channel_spread(x: Tensor, rotation: Hadamard | None = None) -> Channels:
     )  # leaves the run's generator untouched
     before = _over_median(wide.abs().amax(0).cpu())
     # A rotation can enlarge the ratio: down_proj's input has a mean, which the first Hadamard
-    # column sums (2.5 and 4.2 became 14 and 31 in a two-layer Llama, docs/log.md).
+    # column sums (2.5 and 4.2 became 14 and 31 in a two-layer Llama, decisions/four-bit.md).
     after = _over_median(
         rotate(wide, known, draw_signs(known, x.shape[1], wide.device)).abs().amax(0).cpu()
     )

@@ -164,7 +164,7 @@ class Ladder:
         found, own = self.against_bf16(name), self.against_bf16()
         # Tried and lost: "within the margin" alone, which a gap of 0.0110 passed at 0.0105 by
         # chance (margin 0.0107), and "within control" alone, which sound FP8 GEMMs of the recipe
-        # (0.0003 to 0.0005) failed (docs/log.md).
+        # (0.0003 to 0.0005) failed (decisions/ranks.md).
         return found.outcome == EQUIVALENT and abs(found.difference) < REST * abs(own.difference)
 
     def mended(self) -> list[str]:

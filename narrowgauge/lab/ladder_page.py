@@ -186,7 +186,7 @@ def differences(ladder: Ladder) -> str:
 def gaps(ladder: Ladder, rung: Rung) -> Points:
     """Differences of the rung's losses from BF16's, smoothed over a tenth of the steps."""
     pairs = enumerate(zip(rung.losses, ladder.rungs[WIDE].losses, strict=False), ladder.begun + 1)
-    # Unsmoothed differences of several rungs are an unreadable tangle (docs/log.md).
+    # Unsmoothed differences of several rungs are an unreadable tangle (decisions/ranks.md).
     found = smooth(
         [(step, ours - wide) for step, (ours, wide) in pairs], max(ladder.steps // 20, 1)
     )

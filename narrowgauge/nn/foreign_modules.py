@@ -150,7 +150,7 @@ class FactoredQTensor(QTensor):
 
     The reciprocal of the reciprocal is another float32 now and then. In 16-bit tensors many elements
     lie half-way between two codes: there the last bit of the factor decides (0.9 % of the codes
-    of one tensor, docs/log.md), so a fresh cast multiplies by the factor itself.
+    of one tensor, decisions/trust.md), so a fresh cast multiplies by the factor itself.
     """
 
     factor: Tensor

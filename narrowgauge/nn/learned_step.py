@@ -32,7 +32,7 @@ from narrowgauge.scaling import least_error_clip
 if TYPE_CHECKING:
     from narrowgauge.recipe import LearnedStep
 
-# Best of 1, 4, 16, 64, 256 and 1024 in a language model, single runs (docs/log.md). With 1, Adam
+# Best of 1, 4, 16, 64, 256 and 1024 in a language model, single runs (decisions/four-bit.md). With 1, Adam
 # moves a step by 0.2 % per update, too slow for scales that grow severalfold within 200 steps.
 RATE = 64.0
 # Bounds of 2^-20 and 2^20 turned weights of 1e-6 into zeros.

@@ -462,7 +462,7 @@ class QLinear(nn.Linear):
         cache = cache if source is None else source
         weight = self.weight_in_memory()
         # A float32 layer on a CPU dequantizes to float32 once, instead of converting bfloat16
-        # values in every GEMM: six conversions less per call (docs/log.md).
+        # values in every GEMM: six conversions less per call (decisions/layers.md).
         wide = (
             out_dtype == x.dtype == torch.float32
             and weight is not None

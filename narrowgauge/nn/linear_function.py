@@ -119,7 +119,7 @@ class LinearFunction(torch.autograd.Function):
         )
         # Compute grad_weight first where possible: x and its codes are then
         # freed before grad_input is allocated. In the other order mxfp4 needed
-        # 2.3 % more memory than bfloat16 for a ViT (docs/log.md). `lets_wait`
+        # 2.3 % more memory than bfloat16 for a ViT (decisions/memory.md). `lets_wait`
         # draws the noise of grad_input now, so results are bit-identical.
         is_last = wants[0] and wants[1] and not g.plan.transposes and g.lets_wait(w)
         for product in ("grad_weight", "grad_input") if is_last else ("grad_input", "grad_weight"):

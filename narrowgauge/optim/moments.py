@@ -81,7 +81,7 @@ E5M2_BELOW = 508 - 127
 # bits are (127 + 25) 64 + 16.
 TAPER, TAPER_SHIFT = 5 << 23, 17
 TAPER_TOP = ((127 + 25) << (23 - TAPER_SHIFT)) + 16 + 255
-# The best of several maps in training (docs/log.md): small levels matter. Levels at square roots
+# The best of several maps in training (decisions/optimizers.md): small levels matter. Levels at square roots
 # ended 0.07 nats per byte above float32 states.
 DYNAMIC_LEVELS = (0.0, 0.003, 0.012, 0.04, 0.11, 0.27, 0.55, 1.0)
 DYNAMIC_BOUNDARIES = tuple((low + high) / 2 for low, high in pairwise(DYNAMIC_LEVELS))

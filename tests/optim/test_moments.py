@@ -129,7 +129,7 @@ def test_second_moments_keep_their_mean(name: str) -> None:
 
 
 def test_a_second_moment_decays_where_rounding_to_nearest_would_hold_it() -> None:
-    """v <- 0.999 v for 700 steps: 0.4964 of the start on average; to nearest, all but the largest would stay (see docs/log.md)."""
+    """v <- 0.999 v for 700 steps: 0.4964 of the start on average; to nearest, all but the largest would stay (decisions/optimizers.md)."""
     x = torch.rand(1, 4096, generator=torch.Generator().manual_seed(3)).view(16, 256) * 0.4
     start = x.double().mean()
     x[:, 0] = 1.0

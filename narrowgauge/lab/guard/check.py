@@ -58,7 +58,7 @@ def nudge(model: nn.Module) -> None:
 
     This is the control's other rounding. Reversed rows are no control under dropout, because the
     masks then fall on other rows: their differences of 0.0005 to 0.0031 nats hide the differences
-    of a recipe (docs/log.md). Ranks that hold copies of a weight make identical changes.
+    of a recipe (decisions/trust.md). Ranks that hold copies of a weight make identical changes.
     """
     for parameter in model.parameters():
         if isinstance(parameter, CodedWeight):  # stored as codes: there is no last bit to move

@@ -8,7 +8,7 @@
 // are widened to 32 bits.
 //
 // INT8 x INT8 would overflow 16 bits in one pair, and vpmaddwd gains 1.5 times at best
-// (docs/log.md), so INT8 stays in float32.
+// (decisions/cpu.md), so INT8 stays in float32.
 //
 // Operands are packed into panels of 6 rows (left) and 16 rows (right) with the layout
 // [K/4][rows][4]: a broadcast of 4 bytes of a left row meets two registers of 8 right rows. 12

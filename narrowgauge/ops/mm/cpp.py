@@ -1,7 +1,7 @@
 """INT4 GEMM in C++ on a CPU with AVX2 (ops/cpp/gemm.h), with exact integer sums.
 
 It is 1.7 (width 384) to 2.3 times (2048) as fast as MKL's float32 GEMM on a Zen 3 core
-(docs/log.md). Results are bit-identical to the reference. One operand must be INT4 and the other
+(decisions/cpu.md). Results are bit-identical to the reference. One operand must be INT4 and the other
 INT4 or INT4X2: a sum of two of their products fits into 16 bits, a sum of two INT8 products does
 not.
 """

@@ -113,7 +113,7 @@ def refuse_backward(spec: NormActSpec) -> Refusal | None:
     refusal = refuse(spec)
     if refusal is None and any(cast.tile != (WHOLE, WHOLE) for cast, _ in spec.casts):
         # Gradients of gate and up in 1 x 128 both ways spilled 240 to 552 bytes in every form that
-        # was tried (docs/log.md).
+        # was tried (decisions/gpu.md).
         refusal = Refusal("tile", "casts gradients by one scale per tensor")
     return refusal
 

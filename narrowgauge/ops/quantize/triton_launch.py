@@ -380,7 +380,7 @@ def _fits_cooperative_launch(x: Matrix, C: CastConstants) -> bool:
     """Return True if 64 registers suffice for `amax_and_cast`.
 
     They do for rounding to nearest, if rows and columns are multiples of 16; other forms spilled
-    (docs/log.md).
+    (decisions/gpu.md).
     """
     return not (C.stochastic or x.rows % 16 * (x.rows > 1) or x.columns % 16 or x.stride % 16)
 

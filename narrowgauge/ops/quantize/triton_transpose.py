@@ -392,7 +392,7 @@ def both_delayed(
         )
         tl.store(state.maxima + PARTS, 0)
         # A ticket instead of a second launch: three fills and three launches less. As one loop that
-        # every program runs and the last repeats, it took 89 registers instead of 48 (docs/log.md).
+        # every program runs and the last repeats, it took 89 registers instead of 48 (decisions/gpu.md).
         settled_scale, in_use = settled(state, own_bits, True, RECORDS, C)
         if (in_use <= 0) & (own_bits >= 0x00800000):  # subnormal amax has scale 1 as well
             for piece in range(0, tl.num_programs(0)):

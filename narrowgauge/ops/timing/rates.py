@@ -181,7 +181,7 @@ def _computed(each: Operation, card: Card, rates: Rates) -> float:
         is_late = card.device is not None and card.device.capability >= (9, 0)
         return each.flops / (peak * (rates.attention if is_late else rates.attention_2))
     # The write time is added, not overlapped: with max(FLOPs, bytes) the K = 512 row of DeepGEMM's
-    # table was off by a factor of 2.3, with the sum by a quarter (docs/log.md).
+    # table was off by a factor of 2.3, with the sum by a quarter (decisions/gpu.md).
     capability, cuda = (
         ((0, 0), (0, 0)) if card.device is None else (card.device.capability, card.device.cuda)
     )

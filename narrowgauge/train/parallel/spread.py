@@ -143,7 +143,7 @@ class Parallel:
 
         Pipeline stages stay gathered for a whole step. That avoids a gather for each micro-batch.
         Schedules that split the backward pass also need it. They look up the parameters whose
-        gradients they compute, and found none for resharded blocks (docs/log.md, "several ranks").
+        gradients they compute, and found none for resharded blocks (decisions/ranks.md, "several ranks").
         """
         _refuse_types(model)
         # Two axes make HSDP: sharded along fsdp, replicated along dp.

@@ -438,7 +438,7 @@ def span_scores(output: Any, mask: Tensor | None = None) -> Tensor:
     """
     scores = torch.stack((output.start_logits, output.end_logits), dim=1)
     # transformers' own heads include padding in the softmax: a window's loss then depends on the
-    # width of its batch (docs/log.md, "Answers, tags and choices").
+    # width of its batch (decisions/training.md, "Answers, tags and choices").
     return (
         scores
         if mask is None

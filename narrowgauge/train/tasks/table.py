@@ -177,7 +177,7 @@ class TableTask(TrainTask):
 
         The default is shuffled for generation tasks, else by length. In generation tasks the length
         determines where the end token comes, so steps of one length learn it later. The loss was
-        0.062 nats higher on Multi30k after 500 steps (docs/log.md, "Steps of one length teach
+        0.062 nats higher on Multi30k after 500 steps (decisions/training.md, "Steps of one length teach
         writing later").
         """
         asked = self.config.batch_order or ("shuffled" if self.entry.generates else "length")
