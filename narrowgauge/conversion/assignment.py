@@ -24,7 +24,7 @@ from narrowgauge.structure import holds_experts, is_linear, matches, other_weigh
 
 _NO_AUTO = Reason(
     "experts-auto",
-    "auto measures one product at a time, and torch multiplies all experts in one: name a recipe for them",
+    "auto measures no experts: name a recipe for them",
 )
 _WITHOUT = "Or leave convert out; narrowgauge train does with --recipe none."
 

@@ -1,14 +1,15 @@
 """describe: list each Linear of a model with its recipe, kernels and the reasons.
 
-print(describe(model))               equal layers share a line; `describe(model)` is a list of rows
+print(describe(model))               one screen (description_text.py); `describe(model)` is a list of rows
 print(describe(model, batch=batch))  and the share of operations in low precision (`coverage`)
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +18,12 @@ from torch import nn
 from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion.attention_precision import attention_words
 from narrowgauge.conversion.bypassed import is_read_by_owner
+from narrowgauge.conversion.description_text import (
+    lines_of_fusions,
+    lines_of_layers,
+    total,
+    wrapped,
+)
 from narrowgauge.conversion.kept_layers import (
     LEFT_BY,
     output_head,
@@ -108,6 +115,12 @@ class Row:
     def note(self) -> str:
         return ", ".join(map(str, self.notes))
 
+    @property
+    def weights(self) -> int:
+        """Number of weights, from the shape; 0 if it is not known."""
+        matrices = (re.findall(r"\d+", matrix) for matrix in self.shape.split(", "))
+        return sum(math.prod(map(int, sizes)) for sizes in matrices if sizes)
+
     def columns(self) -> dict[str, str]:
         """All columns as text, as a run stores them (docs/architecture.md)."""
         words = {
@@ -131,43 +144,16 @@ class Description(list[Row]):
     attention: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        # Rows are grouped by everything except block numbers and measured values, which differ.
-        groups: dict[Row, list[Row]] = {}
-        for row in self:  # layers whose names differ only in numbers share a group
-            notes = tuple(note.without_readings() for note in row.notes)
-            groups.setdefault(replace(row, name=without_numbers(row.name), notes=notes), []).append(
-                row
-            )
-        lines = []
-        for row, rows in groups.items():
-            title = rows[0].name if len(rows) == 1 else f"{row.name} ({len(rows)} layers)"
-            note = ", ".join(
-                str(Note.spanning(each)) for each in zip(*(row.notes for row in rows), strict=True)
-            )
-            lines.append(f"{title}  {row.shape}  {row.recipe}" + (f"  ({note})" if note else ""))
-            if row.recipe != "none":
-                columns = ("output", "grad_input", "grad_weight", "backend", "sends")
-                lines += [
-                    f"    {column:11}  {words}"
-                    for column in columns
-                    if (words := getattr(row, column))
-                ]
-        lines += [f"{words}." for words in self.attention]
+        lines = [*lines_of_layers(self)]
+        said = [*self.attention]
         if self.coverage is not None:
-            lines += [f"{self.coverage.attention}."] if self.coverage.attention else []
-            lines.append(f"{self.coverage}.")
+            said += [self.coverage.attention, str(self.coverage)]
+        for words in filter(None, said):
+            lines += wrapped(f"{words}.", 0)
         if self.float32:
-            lines.append(f"Weights and arithmetic in float32: {summary(self.float32)}")
-        if self.fused:
-            lines.append("Casts in the pass that computes the input:")
-        return "\n".join(
-            [*lines, *dict.fromkeys(without_numbers(str(each)) for each in self.fused)]
-        )
-
-
-def without_numbers(name: str) -> str:
-    """Replace the numbers in module names by `*`, so that layers of all blocks have one name."""
-    return re.sub(r"\b\d+\b", "*", name)
+            lines += wrapped(f"Weights and arithmetic in float32: {summary(self.float32)}", 0)
+        lines += lines_of_fusions(self.fused)
+        return "\n".join([*lines, *wrapped(total(self), 0)])
 
 
 def describe(model: nn.Module, *, batch: Any = None) -> Description:
@@ -183,6 +169,7 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     description, head = Description(), output_head(model)
     description.fused, description.float32 = tuple(fusions(model)), tuple(kept_modules(model))
     description.attention = tuple(attention_words(model))
+    is_converted = any(isinstance(module, QLinear) for module in model.modules())
     for name, module in model.named_modules():
         if isinstance(module, QLinear) and module.recipe is not None:
             description.append(_row(model, name, module, module.recipe))
@@ -199,6 +186,7 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
                 or reason_to_keep(name, module, [], head)
                 or Reason("no-pattern", "no pattern named it")
             )
+            why = why if is_converted else _of_unconverted(why)
             description.append(_wide_row(name, _shape(module), "ordinary Linear", why))
         elif isinstance(module, QEmbedding):
             description.append(_embedding_row(model, name, module))
@@ -207,12 +195,19 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
         else:
             for weight, shape, reason in other_weights(name, module):
                 why = reason_of_weight(module, reason)
+                why = why if is_converted else _of_unconverted(why)
                 description.append(_wide_row(weight, shape, "no nn.Linear", why))
     if batch is not None:
         from narrowgauge.conversion.coverage import coverage
 
         description.coverage = coverage(model, batch)
     return description
+
+
+def _of_unconverted(reason: str) -> str:
+    """The reason in a model in which no layer has a recipe, where no pattern was given at all."""
+    is_unnamed = getattr(reason, "code", "") == "no-pattern"
+    return Reason("not-converted", "the model is not converted") if is_unnamed else reason
 
 
 def _shape(layer: nn.Module) -> str:
@@ -303,8 +298,10 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         yield Note(
             f"frozen, kept as {layer.frozen.cast} codes without a 16-bit copy", code="frozen-codes"
         )
-    if layer.decision is not None:
-        yield Note(str(layer.decision), code="auto")
+    if (decision := layer.decision) is not None:
+        own = getattr(decision, "way", str(decision))  # of a schedule it is a sentence
+        also = (getattr(decision, key, "") for key in ("times", "no_candidates"))
+        yield from (Note(words, code="auto") for words in (own, *also) if words)
     if layer.is_expert and layer.weight.is_cuda:
         yield Note(
             "experts are multiplied one after another, without a grouped kernel",

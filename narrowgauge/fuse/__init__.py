@@ -139,7 +139,7 @@ def _fused_forward(
     """
     module = modules[candidate.name]
     if candidate.form not in ("rotary", "attention") and not candidate.readers:
-        return Reason("no-reader", "no Linear is found that reads it")
+        return Reason("no-reader", "no attention or MLP is known to read it")
     if (
         candidate.dropout_between is not None
         and getattr(modules[candidate.dropout_between], "p", 0.0) > 0

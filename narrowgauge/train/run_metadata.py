@@ -17,7 +17,8 @@ from torch import nn
 
 import narrowgauge
 from narrowgauge.conversion import auto
-from narrowgauge.conversion.description import describe, without_numbers
+from narrowgauge.conversion.description import describe
+from narrowgauge.conversion.description_text import not_fused
 from narrowgauge.diagnose.format_text import elsewhere
 from narrowgauge.diagnose.runs import read_run
 from narrowgauge.fuse import fusions
@@ -93,10 +94,8 @@ def announce(trainer: Trainer, show: Console, preview: bool = True) -> None:
         show.say(
             "This system knows the peak memory of a whole process alone, so that of this second run is not recorded."
         )
-    for words in dict.fromkeys(
-        without_numbers(str(fusion)) for fusion in fusions(model) if fusion.reason
-    ):
-        show.say(f"{words}.")
+    for words in not_fused(fusions(model)):
+        show.say(words)
 
 
 def looked_up(model: nn.Module) -> str:

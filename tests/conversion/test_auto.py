@@ -350,9 +350,9 @@ def test_convert_decides_once_per_shape_and_describe_tells(monkeypatch):
     ) == 1
     assert asked[0].tokens == 4096 and (asked[0].inputs, asked[0].outputs) == (32, 64)
     assert auto.chosen(model) == {"0": "fp8-row", "2": "fp8-row"}
-    note = ng.describe(model)[0].note
-    assert note == "auto, measured at 4,096 tokens: fp8-row 1 s, bf16 2 s"
-    assert auto.summary(model) == [f"32 -> 64 (2 layers): fp8-row ({note})"]
+    way, times = "auto, measured at 4,096 tokens", "fp8-row 1 s, bf16 2 s"
+    assert ng.describe(model)[0].note == f"{way}, {times}"
+    assert auto.summary(model) == [f"32 -> 64 (2 layers): fp8-row ({way}: {times})"]
     model[0].recipe = "int8"
     assert auto.chosen(model) == {"2": "fp8-row"}, (
         "a recipe that was set by hand is no choice of auto"

@@ -6,13 +6,16 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
 from narrowgauge.conversion.description import Note
+from narrowgauge.conversion.description_text import NOT_FUSED, spelled, without_block_numbers
 from narrowgauge.ops.registry import Device
+from narrowgauge.structure import is_linear
 from tests.raising import warns, with_code
 from tests.small_model import IDS, Model, recipe_names
 
@@ -113,8 +116,8 @@ def test_transposed_layers_of_transformers_are_linears() -> None:
     rows = ng.describe(model)
     assert {row.name: row.shape for row in rows if row.name != "lm_head"} == expected
     assert {row.output for row in rows} == {"ordinary Linear"}
-    assert len(with_code([note for row in rows for note in row.notes], "no-pattern")) == 8
-    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96  fp8-current" in str(
+    assert len(with_code([note for row in rows for note in row.notes], "not-converted")) == 8
+    assert "transformer.h.*.attn.c_attn (2 layers)  32 -> 96" in str(
         ng.describe(ng.convert(model, "fp8-current"))
     )
 
@@ -190,7 +193,87 @@ def test_layers_that_differ_in_a_reading_alone_share_a_line() -> None:
         and "sampling adds 0.25 to 1.5 relative variance" in text
     )
     model.layers[1].up_proj.sampling.decide([0.0, 0.0])  # one does something else: not alike
-    assert "layers.*.up_proj (2 layers)" in str(ng.describe(model))
+    text = str(ng.describe(model))
+    assert "layers.0,2.up_proj (2 layers)" in text and "layers.1.up_proj  " in text
+
+
+def llama_of(depth: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=64,
+            num_hidden_layers=depth,
+        )
+    )  # fmt: skip
+
+
+def bert_of(depth: int) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(
+        BertConfig(
+            hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=64, num_hidden_layers=depth
+        )
+    )  # fmt: skip
+
+
+def experts_of(depth: int) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=64,
+            num_hidden_layers=depth, num_local_experts=2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [bert_of, llama_of, experts_of])
+def test_one_screen_whatever_the_depth(build: Callable[[int], nn.Module]) -> None:
+    """24 lines of 100 columns; the last one counts all layers and weights."""
+    texts = []
+    for depth in (2, 6):
+        model = ng.convert(build(depth), "int8", fuse=True)
+        rows = ng.describe(model)
+        texts.append(str(rows).splitlines())
+        weights = sum(each.weight.numel() for each in model.modules() if is_linear(each))
+        assert f"{len(rows)} layers, {weights:,} weights" in " ".join(texts[-1])
+    assert max(map(len, texts)) <= 24 and max(len(line) for text in texts for line in text) <= 100
+    assert abs(len(texts[0]) - len(texts[1])) <= 1, "only the widths of numbers differ"
+
+
+def test_no_name_stands_among_the_fused_and_the_others() -> None:
+    """BERT's norms after the last block are read by no attention: their block is named."""
+    text = str(ng.describe(ng.convert(bert_of(3), "int8", fuse=True)))
+    fused, _, others = text.partition(NOT_FUSED)
+    assert "encoder.layer.0-1.output.LayerNorm" in fused
+    assert "encoder.layer.2.output.LayerNorm" in others
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["never converted", "converted back"])
+def test_a_model_without_recipes_says_so(back: bool) -> None:
+    """No pattern was given, so none is blamed."""
+    model = llama_of(1)
+    if back:
+        ng.convert(ng.convert(model, "fp8-current"), None)
+    codes = {note.code for row in ng.describe(model) for note in row.notes}
+    assert codes == {"not-converted", "kept"}
+
+
+def test_numbers_in_reasons_stay() -> None:
+    kept = "heads of 96, with 0.5 of 2.13"
+    assert without_block_numbers(kept) == kept
+    assert without_block_numbers(f"model.layers.11.mlp.gate: {kept}") == (
+        f"model.layers.*.mlp.gate: {kept}"
+    )
+
+
+def test_blocks_are_counted_in_ranges() -> None:
+    names = [f"layers.{number}.up" for number in (0, 1, 2, 5, 7, 8)]
+    assert spelled(names, ["layers.3.up", *names]) == "layers.0-2,5,7-8.up"
+    assert spelled(names, ["layers.3.down", *names]) == "layers.*.up"
+    assert spelled(names[:1], names) == names[0]
 
 
 def test_spans_of_readings_are_numbers_not_words() -> None:

@@ -188,7 +188,7 @@ def test_describe_names_the_pattern_that_left_a_layer_as_it_is() -> None:
         "2"
     ] == "pattern '2' leaves it as it is"
     ng.convert(model, None)
-    assert [note.code for row in ng.describe(model) for note in row.notes] == ["no-pattern"] * 3
+    assert [note.code for row in ng.describe(model) for note in row.notes] == ["not-converted"] * 3
 
 
 def test_a_lazy_linear_gets_a_sentence_before_it_has_a_shape() -> None:
