@@ -6,11 +6,8 @@ print(describe(model, batch=batch))  and the share of operations in low precisio
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +16,8 @@ from narrowgauge.addresses import holds_numbers
 from narrowgauge.conversion.attention_precision import attention_words
 from narrowgauge.conversion.bypassed import is_read_by_owner
 from narrowgauge.conversion.description_text import (
+    Note,
+    Row,
     lines_of_fusions,
     lines_of_layers,
     total,
@@ -46,87 +45,6 @@ from narrowgauge.structure import features, is_linear, other_weights, require_mo
 if TYPE_CHECKING:
     from narrowgauge.conversion.coverage import Coverage
     from narrowgauge.recipe import Gemm, Recipe
-
-
-class Note(NamedTuple):
-    """A remark, possibly with values that layers measured. Prints the smallest and largest value.
-
-    words     text before the values
-    after     text after the values
-    readings  measured values of one or several layers
-    code      cause of the remark, for programs and tests
-    """
-
-    words: str
-    after: str = ""
-    readings: tuple[float, ...] = ()
-    code: str = ""
-
-    @classmethod
-    def of(cls, reason: str) -> Note:
-        """A remark without values, with the reason's code if it has one."""
-        return cls(str(reason), code=getattr(reason, "code", ""))
-
-    def __str__(self) -> str:
-        if not self.readings:
-            return self.words
-        low, high = f"{min(self.readings):.2g}", f"{max(self.readings):.2g}"
-        return self.words + (low if low == high else f"{low} to {high}") + self.after
-
-    def without_readings(self) -> Note:
-        return self._replace(readings=())
-
-    @staticmethod
-    def spanning(notes: Sequence[Note]) -> Note:
-        """Merge notes that are equal except for their readings."""
-        return notes[0]._replace(
-            readings=tuple(reading for note in notes for reading in note.readings)
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One Linear of a model, or a weight that is multiplied as one.
-
-    shape                             "in -> out"; experts in one parameter: "count experts of rows
-                                      x columns"
-    output, grad_input, grad_weight   the casts of each GEMM, as text
-    backend                           the kernel of each GEMM, and why no faster one is used
-    sends                             data that ranks exchange for it (`distribute`): format, bytes,
-                                      and why not fewer
-    notes                             reasons for keeping its precision, and other remarks; `note`
-                                      joins them
-    emulated                          True if a GEMM with quantized operands multiplies in a wider
-                                      dtype
-    """
-
-    name: str
-    shape: str
-    recipe: str
-    output: str
-    grad_input: str
-    grad_weight: str
-    backend: str
-    notes: tuple[Note, ...]
-    sends: str = ""
-    emulated: bool = False
-
-    @property
-    def note(self) -> str:
-        return ", ".join(map(str, self.notes))
-
-    @property
-    def weights(self) -> int:
-        """Number of weights, from the shape; 0 if it is not known."""
-        matrices = (re.findall(r"\d+", matrix) for matrix in self.shape.split(", "))
-        return sum(math.prod(map(int, sizes)) for sizes in matrices if sizes)
-
-    def columns(self) -> dict[str, str]:
-        """All columns as text, as a run stores them (docs/architecture.md)."""
-        words = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.type == "str"
-        }
-        return words | {"note": self.note}
 
 
 class Description(list[Row]):

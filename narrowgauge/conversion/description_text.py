@@ -1,4 +1,4 @@
-"""Text of `describe` in one screen: what layers have in common is said once.
+"""Rows of `describe`, and their text in one screen: what layers have in common is said once.
 
     fp8-current: emulated exactly in float32 (native: cpu has no FP8 units)
       output       e4m3 tensor fp32 x e4m3 tensor fp32
@@ -13,15 +13,16 @@ A line stands for all layers that differ by block number alone, and by the last 
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from narrowgauge.fuse.forward import OWN_CODE
 
 if TYPE_CHECKING:
-    from narrowgauge.conversion.description import Row
     from narrowgauge.fuse import Fusion
 
 WIDTH = 100  # columns
@@ -31,6 +32,87 @@ GEMMS = ("output", "grad_input", "grad_weight")
 NAME = re.compile(r"\b[A-Za-z_]\w*(?:\.\w+)+\b")
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+
+
+class Note(NamedTuple):
+    """A remark, possibly with values that layers measured. Prints the smallest and largest value.
+
+    words     text before the values
+    after     text after the values
+    readings  measured values of one or several layers
+    code      cause of the remark, for programs and tests
+    """
+
+    words: str
+    after: str = ""
+    readings: tuple[float, ...] = ()
+    code: str = ""
+
+    @classmethod
+    def of(cls, reason: str) -> Note:
+        """A remark without values, with the reason's code if it has one."""
+        return cls(str(reason), code=getattr(reason, "code", ""))
+
+    def __str__(self) -> str:
+        if not self.readings:
+            return self.words
+        low, high = f"{min(self.readings):.2g}", f"{max(self.readings):.2g}"
+        return self.words + (low if low == high else f"{low} to {high}") + self.after
+
+    def without_readings(self) -> Note:
+        return self._replace(readings=())
+
+    @staticmethod
+    def spanning(notes: Sequence[Note]) -> Note:
+        """Merge notes that are equal except for their readings."""
+        return notes[0]._replace(
+            readings=tuple(reading for note in notes for reading in note.readings)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One Linear of a model, or a weight that is multiplied as one.
+
+    shape                             "in -> out"; experts in one parameter: "count experts of rows
+                                      x columns"
+    output, grad_input, grad_weight   the casts of each GEMM, as text
+    backend                           the kernel of each GEMM, and why no faster one is used
+    sends                             data that ranks exchange for it (`distribute`): format, bytes,
+                                      and why not fewer
+    notes                             reasons for keeping its precision, and other remarks; `note`
+                                      joins them
+    emulated                          True if a GEMM with quantized operands multiplies in a wider
+                                      dtype
+    """
+
+    name: str
+    shape: str
+    recipe: str
+    output: str
+    grad_input: str
+    grad_weight: str
+    backend: str
+    notes: tuple[Note, ...]
+    sends: str = ""
+    emulated: bool = False
+
+    @property
+    def note(self) -> str:
+        return ", ".join(map(str, self.notes))
+
+    @property
+    def weights(self) -> int:
+        """Number of weights, from the shape; 0 if it is not known."""
+        matrices = (re.findall(r"\d+", matrix) for matrix in self.shape.split(", "))
+        return sum(math.prod(map(int, sizes)) for sizes in matrices if sizes)
+
+    def columns(self) -> dict[str, str]:
+        """All columns as text, as a run stores them (docs/architecture.md)."""
+        words = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.type == "str"
+        }
+        return words | {"note": self.note}
 
 
 def pattern_of(name: str) -> str:

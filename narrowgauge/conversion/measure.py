@@ -25,7 +25,7 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -40,12 +40,16 @@ from narrowgauge.errors import StorageError, warn
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops import rng
 from narrowgauge.ops.cpp.build import cache_folder
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.storage import publish, reading, temporary, write_synced
 
 ROUNDS = 5
 SLICE_S = 0.02  # seconds for one candidate in one round
 WARM_UPS = 3
 INPUT_SETS = 3
+# Contenders that are no recipes: an ordinary nn.Linear as torch trains it.
+AUTOCAST, FLOAT32 = "bf16 autocast", "float32"
+PLAIN_TORCH = (AUTOCAST, FLOAT32)
 FORMAT = 1  # version of the cache file
 MEASURED = reading.Kind(
     most_bytes=64 * reading.MIB, error=StorageError, step="Remove it.", only_own=True
@@ -86,6 +90,8 @@ def key(workload: LinearWorkload, names: Sequence[str], device: torch.device) ->
         "torch": torch.__version__, "cuda": torch.version.cuda,
         "kernels": _kernels(), **asdict(workload), "candidates": ",".join(names),
     }  # fmt: skip
+    if not has_bf16(device):
+        facts["bf16"] = "multiplied in float32"
     return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
@@ -130,10 +136,18 @@ def measured(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Measure all candidates.
 
-    ->  (candidate -> seconds, candidate -> why it failed)
+    ->  (candidate -> median seconds, candidate -> why it failed)
 
     Raises OutOfMemoryError, and any error of "bf16".
     """
+    found, failed = measured_rounds(workload, names, device)
+    return {name: statistics.median(each) for name, each in found.items()}, failed
+
+
+def measured_rounds(
+    workload: LinearWorkload, names: Sequence[str], device: torch.device
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Like `measured`, with the seconds of each round: ROUNDS values per candidate."""
     index = (
         torch.cuda.current_device()
         if device.type == "cuda" and device.index is None
@@ -157,9 +171,8 @@ def measured(
                 steps.pop(name, None)
                 first_line = str(error).partition("\n")[0]
                 failed[name] = f"failed when it was measured: {type(error).__name__}: {first_line}"
-        return interleaved(
-            steps, cuda_clock(device) if device.type == "cuda" else wall_clock
-        ), failed
+        clock = cuda_clock(device) if device.type == "cuda" else wall_clock
+        return interleaved_rounds(steps, clock), failed
 
 
 def step(
@@ -167,23 +180,35 @@ def step(
 ) -> Step:
     """Return a function that runs forward and backward of a new layer once.
 
-    name  recipe; "bf16" is an ordinary nn.Linear
+    name  recipe; "bf16" is an ordinary nn.Linear, but on a CPU without bfloat16 instructions, where
+          `convert` multiplies the rounded operands in float32. Or AUTOCAST or FLOAT32: an ordinary
+          nn.Linear under bf16 autocast, or in float32
     """
+    if name == FLOAT32:
+        workload = replace(workload, dtype=torch.float32)
+        sets = [(x.detach().float().requires_grad_(), gy.float()) for x, gy in sets]
     layer: nn.Linear = nn.Linear(
         workload.inputs, workload.outputs, workload.biased, device, workload.dtype
     )
     layer.weight.requires_grad_(workload.trains)
-    if name != "bf16":
+    is_plain = name in PLAIN_TORCH or (name == "bf16" and has_bf16(device))
+    if not is_plain:
         layer = QLinear.adopt(layer, recipes.get(name))
-    return step_of(layer, workload, sets, device)
+    return step_of(layer, workload, sets, device, autocasts=name != FLOAT32)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """False for a CPU without bfloat16 instructions."""
+    return device_facts(device.type, device.index).bf16_gemm
 
 
 def step_of(
-    layer: nn.Module, workload: LinearWorkload, sets: Sequence[tuple[Tensor, Tensor]], device: torch.device
+    layer: nn.Module, workload: LinearWorkload, sets: Sequence[tuple[Tensor, Tensor]], device: torch.device,
+    autocasts: bool = True,
 ) -> Step:  # fmt: skip
     """The same of a layer that is given: any module from x to y with a `weight`."""
     forward: Any = compiled_alone(layer) if workload.compiled else layer
-    autocast = workload.dtype == torch.float32
+    autocast = autocasts and workload.dtype == torch.float32
 
     def run(turn: int) -> None:
         x, gy = sets[turn % len(sets)]
@@ -223,6 +248,14 @@ def interleaved(
     steps: dict[str, Step], clock: Clock, rounds: int = ROUNDS, slice_s: float = SLICE_S
 ) -> dict[str, float]:
     """Candidate -> median seconds per step."""
+    found = interleaved_rounds(steps, clock, rounds, slice_s)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def interleaved_rounds(
+    steps: dict[str, Step], clock: Clock, rounds: int = ROUNDS, slice_s: float = SLICE_S
+) -> dict[str, list[float]]:
+    """Candidate -> seconds per step in each round."""
     counts = {
         name: max(3, min(1000, round(slice_s / max(clock(run, 3) / 3, 1e-6))))
         for name, run in steps.items()
@@ -232,7 +265,7 @@ def interleaved(
         # Alternate the direction, so that no candidate always runs after the same one.
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
             samples[name].append(clock(steps[name], counts[name]) / counts[name])
-    return {name: statistics.median(found) for name, found in samples.items()}
+    return samples
 
 
 def cuda_clock(device: torch.device) -> Clock:

@@ -334,8 +334,8 @@ def evaluations(events: Sequence[Event]) -> list[tuple[int, float]]:
     return sorted((event["step"], event["loss"]) for event in events if event["event"] == "eval")
 
 
-def tokens_per_s(events: Sequence[Event]) -> float | None:
-    """Median over the steps, without the first step, which includes start-up."""
+def speeds(events: Sequence[Event]) -> list[float]:
+    """Tokens per second of each step, without the first step, which includes start-up."""
     by_step = step_events(events)
     rates = [
         by_step[step]["tokens_per_s"]
@@ -343,7 +343,22 @@ def tokens_per_s(events: Sequence[Event]) -> float | None:
         if by_step[step].get("tokens_per_s")
     ]
     # The first step includes compilation and allocation; a run of one step has no other.
-    return statistics.median(rates[1:] or rates) if rates else None
+    return rates[1:] or rates
+
+
+def tokens_per_s(events: Sequence[Event]) -> float | None:
+    """Median of `speeds`; None if no step recorded one."""
+    rates = speeds(events)
+    return statistics.median(rates) if rates else None
+
+
+def speed_quartiles(events: Sequence[Event]) -> tuple[float, float] | None:
+    """First and third quartile of `speeds`; None with fewer than four of them."""
+    rates = speeds(events)
+    if len(rates) < 4:
+        return None
+    low, _, high = statistics.quantiles(rates, n=4, method="inclusive")
+    return low, high
 
 
 def peak_bytes(events: Sequence[Event]) -> float | None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import statistics
 import sys
 
 import torch
 
 from narrowgauge import __version__, recipes
-from narrowgauge.conversion.measure import LinearWorkload, measured, processor_name
+from narrowgauge.conversion.measure import (
+    PLAIN_TORCH,
+    LinearWorkload,
+    measured_rounds,
+    processor_name,
+)
 from narrowgauge.ops.cpp import build
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.registry import device_facts
@@ -75,7 +81,11 @@ TOKENS, WIDTH = 512, 1024
 
 
 def _rates_of_cpu() -> list[str]:
-    """Rates of the CPU's units, measured now, and the recipes that are faster than torch's bf16."""
+    """Rates of the CPU's units, measured now, and the recipes that are faster than plain torch.
+
+    Plain torch is the faster of bf16 autocast and float32: a CPU without bfloat16 instructions
+    emulates bf16, and nobody would train in it there. Recipes are compared round by round.
+    """
     cpu = torch.device("cpu")
     narrow = [
         name
@@ -83,20 +93,54 @@ def _rates_of_cpu() -> list[str]:
         if not any(why_emulated(gemm, cpu) for gemm in recipes.get(name).gemms().values())
     ]
     workload = LinearWorkload(tokens=TOKENS, inputs=WIDTH, outputs=WIDTH, dtype=torch.float32)
-    seconds, _ = measured(workload, ["bf16", *narrow], cpu)
+    load = _load()  # before the measurement adds to it
+    rounds, _ = measured_rounds(workload, [*PLAIN_TORCH, *narrow], cpu)
+    seconds = {name: statistics.median(each) for name, each in rounds.items()}
     operations = 3 * 2 * TOKENS * WIDTH * WIDTH
     times = ", ".join(
-        f"{name} {s * 1e3:.3g} ms ({operations / s / 1e9:.0f} G{'FLOP' if name == 'bf16' else 'OP'}/s)"
+        f"{name} {s * 1e3:.3g} ms ({operations / s / 1e9:.0f} G{'FLOP' if name in PLAIN_TORCH else 'OP'}/s)"
         for name, s in seconds.items()
     )
-    ratios = {name: seconds["bf16"] / seconds[name] for name in narrow if name in seconds}
-    faster = [f"{name} ({ratio:.2f} times)" for name, ratio in ratios.items() if ratio > 1]
-    found = ", ".join(faster) or "no narrow recipe"
+    rival = min(PLAIN_TORCH, key=lambda name: seconds[name])
+    ratios = {
+        name: sorted(theirs / own for theirs, own in zip(rounds[rival], rounds[name], strict=True))
+        for name in narrow
+        if name in rounds
+    }
+    # A recipe that wins some rounds and loses others is not called faster.
+    faster = [
+        f"{name} ({statistics.median(each):.2f} times; {each[0]:.2f} to {each[-1]:.2f} over {len(each)} rounds)"
+        for name, each in ratios.items()
+        if each[0] > 1
+    ]
+    spread = max((each[-1] / each[0] - 1 for each in ratios.values()), default=0.0)
     return [
         f"  Measured now on {threads_words()}: a Linear of {WIDTH:,} x {WIDTH:,} on {TOKENS} tokens, forward and backward, with casts:",
         f"  {times}.",
-        f"  Faster than torch's bf16 autocast here: {found}.",
+        f"  Faster than {rival}, the faster of torch's own two here: {', '.join(faster) or 'no narrow recipe'}.",
+        *_busy(load, spread),
     ]
+
+
+# Above either, two calls of `info` may disagree on which recipe is faster.
+MOST_LOAD = 0.5  # processes that run or wait, per processor
+MOST_SPREAD = 0.25  # of a ratio over the rounds
+
+
+def _busy(load: float, spread: float) -> list[str]:
+    """A line that asks for a repetition if other programs ran or the rounds disagree; else []."""
+    if load <= MOST_LOAD and spread <= MOST_SPREAD:
+        return []
+    words = f"a load of {load:.1f} per processor, ratios that vary by {100 * spread:.0f} %"
+    return [f"  The machine is busy ({words}): repeat when it is quiet."]
+
+
+def _load() -> float:
+    """Load average of the last minute per processor; 0 where the system does not tell."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):  # Windows
+        return 0.0
 
 
 def threads_words() -> str:

@@ -28,9 +28,13 @@ OLD_F1_OVER = {
 }
 
 
+# On a gain of a run whose reference has neither its recipe nor its kernels.
+OF_BOTH = "That is the gain of the recipe and of fused kernels together: {name} has neither."
+
+
 def cards(recorded: Recorded, comparison: Comparison | None) -> list[dict[str, str]]:
     return [
-        *gain_cards(comparison),
+        *gain_cards(recorded, comparison),
         *loss_cards(recorded, comparison),
         *metric_cards(recorded),
         *coverage_cards(recorded),
@@ -42,12 +46,14 @@ def card(label: str, value: str, unit: str, note: str) -> dict[str, str]:
     return {"label": label, "value": value, "unit": unit, "note": note}
 
 
-def gain_cards(comparison: Comparison | None) -> Iterator[dict[str, str]]:
+def gain_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
     """Yield a card for the time to the same loss, if the reference was trained too."""
     found = comparison.time_to_loss if comparison else None
     if comparison and found:
         unit = f"times as fast as {comparison.reference_name}"
         note = f"{found.words()}; training steps alone"
+        if recorded.alone_fused:
+            note += f". {OF_BOTH.format(name=comparison.reference_name)}"
         yield card("Speed to the same loss", f"{found.gain:.2f}", unit, note)
 
 
@@ -152,7 +158,14 @@ def cost_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
     speed, peak = compare.tokens_per_s(recorded.events), compare.peak_bytes(recorded.events)
     if speed is not None:
         pair = comparison.tokens_per_s if comparison else None
-        yield card("Speed", count(speed), "tokens/s", note(pair, count, "median over the steps"))
+        low, high = compare.speed_quartiles(recorded.events) or (speed, speed)
+        words = note(pair, count, "median over the steps")
+        words += (
+            f"; half of the steps between {count(round(low))} and {count(round(high))}"
+            if low < high
+            else ""
+        )
+        yield card("Speed", count(speed), "tokens/s", words)
     if peak is not None:
         pair = comparison.peak_bytes if comparison else None
         size = format_text.size_parts(peak)
@@ -207,12 +220,23 @@ def best(recorded: Recorded) -> tuple[str, int, float] | None:
     return metric, kept["step"], kept[metric]
 
 
+def is_single(recorded: Recorded) -> bool:
+    """True if the run was evaluated once: numbers then, and no curve of one point."""
+    return len(recorded.of("eval")) == 1
+
+
 def metric_cards(recorded: Recorded) -> Iterator[dict[str, str]]:
     """Yield cards for the last and best value of one score, and for padding.
 
     The score is the one that chooses the best weights, or else the first that was measured.
     """
     kept, shown = best(recorded), scores(recorded)
+    if is_single(recorded):  # no curve shows the others
+        for metric in shown:
+            [(step, value)] = points(recorded, metric)
+            yield card(title(recorded, metric), f"{value:.4f}", "", f"at step {count(step)}")
+        yield from padding(recorded)
+        return
     metric = kept[0] if kept and kept[0] != "loss" else next(iter(shown), "")
     found = points(recorded, metric)
     if found:

@@ -47,7 +47,8 @@ def gain(run_folder: Path) -> str:
     if found is None:
         return ""
     name = recorded.reference.name
-    return f"{found.gain:.2f} times as fast as {name} to the same loss: {found.words()}."
+    gained = f"{found.gain:.2f} times as fast as {name} to the same loss: {found.words()}."
+    return f"{gained} {cards.OF_BOTH.format(name=name)}" if recorded.alone_fused else gained
 
 
 def page(recorded: Recorded) -> dict[str, Any]:
@@ -147,8 +148,8 @@ def nonfinite_words(recorded: Recorded, ended: int) -> str:
 
 def loss_figure(recorded: Recorded) -> str:
     """Draw the loss curves; '' if there are none."""
-    if not recorded.of("step") and not recorded.of("eval"):
-        return ""
+    if not recorded.of("step") and len(recorded.of("eval")) < 2:
+        return ""  # one evaluation is a card
     broken = compare.first_nonfinite(recorded.events)
     marks = {
         "resumed": [event["step"] for event in recorded.of("resume")],
@@ -173,7 +174,7 @@ def metric_figure(recorded: Recorded) -> str:
     shown = cards.scores(recorded) or [
         metric for metric in ("perplexity",) if cards.points(recorded, metric)
     ]
-    if not shown:
+    if not shown or cards.is_single(recorded):
         return ""
     curves, others = (
         {cards.title(each, metric): cards.points(each, metric) for metric in shown} if each else {}

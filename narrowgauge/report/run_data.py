@@ -44,7 +44,10 @@ class Recorded:
         """Name of this run on the page."""
         recipe = str(self.run.get("recipe") or "this run")
         if recipe == "none":
-            recipe = "no recipe" if self.run.get("fused") else "plain torch"
+            in_float32 = " in float32" if self.run.get("precision") == "fp32" else ""
+            recipe = (
+                f"no recipe{in_float32}" if self.run.get("fused") else f"plain torch{in_float32}"
+            )
         if recipe == "auto" and isinstance(chosen := self.run.get("auto"), dict):
             recipe = f"auto ({', '.join(sorted({str(each) for each in chosen.values()}))})"
         return (
@@ -55,6 +58,13 @@ class Recorded:
                 str(self.run.get("embedding_codes") or ""),
                 str(self.run.get("attention") or ""),
             )
+        )
+
+    @property
+    def alone_fused(self) -> bool:
+        """True if this run has fused kernels and its reference has none: its gain is of both."""
+        return bool(
+            self.run.get("fused") and self.reference and not self.reference.run.get("fused")
         )
 
     @property

@@ -76,7 +76,8 @@ def tensor(events: list[Event], name: str) -> dict[str, Any]:
             ("scale", format_text.magnitude(last.get("scale")), ""),
         ],
         "histogram": figures.histogram(last, name),
-        "history": figures.scale_history(events, name),
+        # One reading is in the facts above.
+        "history": figures.scale_history(events, name) if len(events) > 1 else "",
     }
 
 

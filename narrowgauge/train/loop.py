@@ -18,6 +18,7 @@ from narrowgauge.errors import (
     OutOfMemoryError,
     Reason,
 )
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.report import page
 from narrowgauge.train import stepping
 from narrowgauge.train.adapter_state import refuse_run
@@ -161,6 +162,16 @@ def _write_report(folder: RunFolder) -> None:
             tell(f"Report: {path}")
 
 
+def reference_precision(config: TrainConfig, device: torch.device) -> str:
+    """The precision of the second run: plain torch gets the faster of its two on a CPU.
+
+    Without bfloat16 instructions a CPU emulates bf16 autocast, so plain torch trains in float32.
+    """
+    is_emulated = device.type == "cpu" and not device_facts("cpu", None).bf16_gemm
+    is_plain = config.compare == NO_RECIPE and config.precision == "amp-bf16"
+    return "fp32" if is_emulated and is_plain else config.precision
+
+
 def _train_reference(
     config: TrainConfig,
     folder: RunFolder,
@@ -176,6 +187,7 @@ def _train_reference(
         # Without a recipe the reference is the model as torch computes it.
         fuse=config.fuse and config.compare != NO_RECIPE,
         recipe=config.compare,
+        precision=reference_precision(config, ranks.device(config.device)),
         layers_recipe={},
         embedding_codes="",
         attention="",

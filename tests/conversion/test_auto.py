@@ -329,6 +329,29 @@ def test_a_candidate_that_raises_is_left_out_and_bf16_is_not(monkeypatch):
 # --- convert and describe ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bf16_gemm", [True, False])
+def test_bf16_is_measured_as_it_would_run(device_is, monkeypatch, bf16_gemm):
+    """Without bfloat16 instructions convert multiplies in float32, and autocast would be emulated."""
+    device_is(Device("cpu", bf16_gemm=bf16_gemm))
+    timed = {}
+    real = measure.step_of
+
+    def step_of(layer, workload, sets, device, autocasts=True):
+        timed[len(timed)] = (type(layer).__name__, sets[0][0].dtype, autocasts)
+        return real(layer, workload, sets, device, autocasts)
+
+    monkeypatch.setattr(measure, "step_of", step_of)
+    workload = measure.LinearWorkload(tokens=16, inputs=32, outputs=32, dtype=torch.float32)
+    sets = [measure.inputs(workload, CPU)]
+    for name in ("bf16", measure.AUTOCAST, measure.FLOAT32):
+        measure.step(workload, name, sets, CPU)(0)
+    assert [*timed.values()] == [
+        ("Linear" if bf16_gemm else "QLinear", torch.bfloat16, True),
+        ("Linear", torch.bfloat16, True),
+        ("Linear", torch.float32, False),
+    ]
+
+
 def small_model():
     return nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 64))
 

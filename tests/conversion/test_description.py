@@ -12,8 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
-from narrowgauge.conversion.description import Note
-from narrowgauge.conversion.description_text import NOT_FUSED, spelled, without_block_numbers
+from narrowgauge.conversion.description_text import NOT_FUSED, Note, spelled, without_block_numbers
 from narrowgauge.ops.registry import Device
 from narrowgauge.structure import is_linear
 from tests.raising import warns, with_code

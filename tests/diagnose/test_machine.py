@@ -10,6 +10,7 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.conversion import measure
+from narrowgauge.conversion.measure import AUTOCAST, FLOAT32
 from narrowgauge.diagnose import machine
 from narrowgauge.ops.mm import spec as mm_spec
 from narrowgauge.ops.registry import Device, Refusal
@@ -39,20 +40,52 @@ def simulate(monkeypatch, device_is, triton_installed):
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch):
-    """Seconds of a recipe, in place of a measurement."""
-    seconds = {"bf16": 0.02, "int8": 0.01, "int4-hq-bs": 0.04}
+    """Seconds of the rounds, in place of a measurement on a quiet machine."""
+    seconds = {
+        AUTOCAST: [0.02] * 5,
+        FLOAT32: [0.04] * 5,
+        "int8": [0.010, 0.010, 0.010, 0.011, 0.0095],
+        "int4-hq-bs": [0.019, 0.021, 0.021, 0.020, 0.021],
+    }
     monkeypatch.setattr(
         machine,
-        "measured",
+        "measured_rounds",
         lambda workload, names, device: ({name: seconds[name] for name in names}, {}),
     )
+    monkeypatch.setattr(machine, "_load", lambda: 0.1)
+    return seconds
 
 
-def test_the_rates_of_this_cpu_are_told(simulate):
+def verdict_of_rates(text: str) -> str:
+    return next(line for line in text.splitlines() if "Faster than" in line)
+
+
+def test_the_rates_of_this_cpu_are_told_with_their_spread(simulate):
+    """INT4 wins the first round and loses others, so it is not called faster."""
     simulate(cpu=Device("cpu"))
     text = machine.info()
-    assert "bf16 20 ms (161 GFLOP/s), int8 10 ms (322 GOP/s)" in text
-    assert "Faster than torch's bf16 autocast here: int8 (2.00 times)." in text
+    assert "bf16 autocast 20 ms (161 GFLOP/s)" in text and "int8 10 ms (322 GOP/s)" in text
+    verdict = verdict_of_rates(text)
+    assert AUTOCAST in verdict and "int8 (2.00 times; 1.82 to 2.11 over 5 rounds)" in verdict
+    assert "int4" not in verdict and "busy" not in text
+
+
+def test_the_rival_is_the_faster_of_torchs_own(simulate, rates):
+    """A CPU without bfloat16 instructions emulates bf16: there float32 is what one would train in."""
+    rates[AUTOCAST] = [0.6] * 5
+    simulate(cpu=Device("cpu", bf16_gemm=False))
+    verdict = verdict_of_rates(machine.info())
+    assert f"Faster than {FLOAT32}," in verdict and "int8 (4.00 times;" in verdict
+
+
+@pytest.mark.parametrize("cause", ["load", "spread"])
+def test_a_busy_machine_is_asked_again(simulate, rates, monkeypatch, cause):
+    simulate(cpu=Device("cpu"))
+    if cause == "load":
+        monkeypatch.setattr(machine, "_load", lambda: 1.5)
+    else:
+        rates["int8"][0] = 0.016
+    assert "busy" in machine.info()
 
 
 def verdicts(text, device):

@@ -563,7 +563,7 @@ def test_what_layers_send_has_a_column_where_they_send(tmp_path):
     facts["describe"][0]["sends"] = "gradient as E4M3"
     (folder / "run.json").write_text(json.dumps(facts))
     html = written(folder)
-    assert "<th>Sends</th>" in html and "<td>gradient as E4M3</td>" in html
+    assert "<th>Sends</th>" in html and ">gradient as E4M3</td>" in html
 
 
 def test_what_happened_is_told_in_order(tmp_path):
@@ -621,6 +621,36 @@ def test_the_score_in_16_bits_says_its_step(tmp_path):
     ]
     [card] = measured.wide_cards(recorded(tmp_path, listed), "nats/token")
     assert card["note"] == "at step 60; +0.2500 to the run's own products"
+
+
+def test_a_single_evaluation_is_numbers_and_no_figure(tmp_path):
+    """A card for each score; with a second evaluation the scores are curves."""
+    listed = [{"event": "eval", "step": 60, "loss": 0.5, "accuracy": 0.75, "f1": 0.5}]
+    once = recorded(tmp_path, listed)
+    assert [card["value"] for card in measured.metric_cards(once)] == ["0.7500", "0.5000"]
+    assert report.metric_figure(once) == "" == report.loss_figure(once)
+    once.events.append({**listed[0], "step": 120})
+    assert report.metric_figure(once) and report.loss_figure(once)
+
+
+def test_a_speed_has_its_quartiles(tmp_path):
+    """Of all steps but the first, which includes start-up."""
+    rates = [1.0, 100.0, 200.0, 300.0, 400.0, 500.0]
+    steps = [
+        {"event": "step", "step": number, "tokens_per_s": rate}
+        for number, rate in enumerate(rates, 1)
+    ]
+    cards = measured.cost_cards(recorded(tmp_path, steps), None)
+    [card] = [card for card in cards if card["unit"] == "tokens/s"]
+    assert card["value"] == "300" and "200" in card["note"] and "400" in card["note"]
+
+
+def test_a_gain_of_recipe_and_fused_kernels_says_so(tmp_path):
+    folder = write_pair(tmp_path / "run")
+    for fused in ([], ["layers.*.mlp (swiglu)"]):
+        (folder / "run.json").write_text(json.dumps(run(Plan()) | {"fused": fused}))
+        said = measured.OF_BOTH.format(name=report.read(folder).reference.name)
+        assert (said in report.gain(folder)) == (said in written(folder)) == bool(fused)
 
 
 def test_padding_is_one_card(tmp_path):

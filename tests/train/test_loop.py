@@ -21,6 +21,7 @@ from narrowgauge.diagnose import machine
 from narrowgauge.diagnose.lineage import compare
 from narrowgauge.errors import ConfigError, DataError, NumericsError, OutOfMemoryError, StorageError
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.registry import Device
 from narrowgauge.optim import PRECISIONS
 from narrowgauge.report import page
 from narrowgauge.report.groups import identity
@@ -159,6 +160,17 @@ def test_a_reference_without_a_recipe_is_torchs_model(make, capsys, with_report)
     assert fused and not plain
     gain = page.gain(Path(config.output))
     assert gain and gain in told
+
+
+@pytest.mark.parametrize("bf16_gemm", [True, False])
+def test_plain_torch_trains_in_float32_where_bf16_is_emulated(make, device_is, bf16_gemm):
+    """There nobody would train under autocast. Any other reference, or precision, stays as it is."""
+    device_is(Device("cpu", bf16_gemm=bf16_gemm))
+    cpu, plain = torch.device("cpu"), make("int8", compare="none")
+    own = plain.precision
+    assert loop.reference_precision(plain, cpu) == (own if bf16_gemm else "fp32")
+    assert loop.reference_precision(plain, torch.device("cuda")) == own
+    assert loop.reference_precision(make("int8", compare="bf16"), cpu) == own
 
 
 @pytest.mark.slow
