@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import RESULTS, measure, processor_clock, record, rows, table
+from narrowgauge.ops.registry import device_facts
 
 VOCABULARY = 2048
 BASELINE = "torch-bf16"
@@ -166,7 +167,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SETTINGS, default=[*SETTINGS][:3])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=USUAL)
     parser.add_argument(
-        "--float32", action="store_true", help="no autocast, torch-fp32 is the baseline: for CPUs without bfloat16"
+        "--float32", action=argparse.BooleanOptionalAction, default=not device_facts("cpu", None).bf16_gemm,
+        help="no autocast, torch-fp32 is the baseline: the default on CPUs without bfloat16 instructions, which emulate autocast",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=6, help="even")
     parser.add_argument("--threads", type=int, default=0, help="0: as torch has them")

@@ -17,6 +17,7 @@ from narrowgauge.cli.flags import FILE, configuration, refuse_unknown_recipes, s
 from narrowgauge.errors import OutOfMemoryError
 from narrowgauge.train import first_look
 from narrowgauge.train.console import counting
+from narrowgauge.train.console import tell as say
 from narrowgauge.train.planning import cache
 
 PLAN = Group("plan", sort_key=0)
@@ -71,7 +72,9 @@ def plan(
         if may_be_kept:
             cache.store(question, answer)
     if picture:
+        instead = " (in place of the file that was there)" if Path(picture).exists() else ""
         memory_picture.draw(answer, Path(picture))
+        say(f"Picture: {picture}{instead}")
     text = answer.pop("text")
     print(json_format.dumps(answer, indent=2) if json else text)
     return OutOfMemoryError.exit_code if answer["fits"] is False else 0

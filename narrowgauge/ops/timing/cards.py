@@ -115,12 +115,21 @@ _UNITS = {
 def card(name: str) -> Card:
     """Return the card with this name: `h100`, `H100 PCIe`, `rtx-4090`, `rtx4090`, `4090`.
 
-    Raises ConfigError with similar names if the name is unknown.
+    Makers, sockets and the own memory may stand in it: `nvidia-a100-40gb`, `H100 SXM5 80GB`. Raises
+    ConfigError with similar names if the name is unknown, or if the memory is another card's.
     """
     key = re.sub(r"[\s_-]+", "-", name.strip().lower())
     joined = {each.replace("-", ""): each for each in (*CARDS, *_OTHER_NAMES)}
-    known = joined.get(key.replace("-", ""), "")
+    size = re.search(r"(\d+)-?gi?b$", key)
+    plain = re.sub(r"-?(nvidia|geforce|amd|sxm\d?|hbm\d\w?|\d+-?gi?b)(?=-|$)", "", key).strip("-")
+    if size and plain == "a100":
+        plain = f"a100-{size[1]}"
+    plain = re.sub(r"^(nvidia|geforce)", "", plain)
+    known = joined.get(key.replace("-", "")) or joined.get(plain.replace("-", ""), "")
     found = CARDS.get(_OTHER_NAMES.get(known, known))
+    # Makers count in GB what a driver has in GiB, and part of it is the driver's own.
+    if found and size and not 1 <= int(size[1]) * GiB / found.memory < 1.1:
+        found = None
     if found is None:
         near = closest(key, [*CARDS, *_OTHER_NAMES])
         raise ConfigError(

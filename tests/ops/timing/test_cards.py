@@ -41,6 +41,24 @@ def test_names_as_people_write_them(name):
     assert card(name) is CARDS["h100"]
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("RTX4090", "rtx-4090"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("rtx-4090-24gb", "rtx-4090"),
+        ("a100-40gb", "a100-40"), ("nvidia-a100-sxm4-40gb", "a100-40"), ("A100 80GB", "a100-80"), ("a100", "a100-80"),
+        ("H100 SXM5 80GB", "h100"), ("H100 PCIe 80GB", "h100-pcie"), ("L40S 48GB", "l40s"),
+    ],
+)  # fmt: skip
+def test_makers_sockets_and_sizes_may_stand_in_a_name(name, key):
+    assert card(name) is CARDS[key]
+
+
+@pytest.mark.parametrize("name", ["h100-94gb", "a100-60gb", "rtx 3090 ti", "h100 nvl"])
+def test_a_name_of_another_card_is_not_taken_for_one_that_is_known(name):
+    with raises(ConfigError, "card.unknown"):
+        card(name)
+
+
 def test_an_unknown_card_is_told_its_neighbours():
     with raises(ConfigError, "card.unknown", "card = 'h1000'", "'h100'", "--memory"):
         card("h1000")
