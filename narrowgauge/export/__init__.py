@@ -111,7 +111,8 @@ class ExportReport:
             )
         if logits := loaded.get("logits"):
             lines.append(
-                f"Outputs: {logits['loaded']:.2g} from the training forward's; the same weights without the recipe: {logits['wide']:.2g}."
+                f"Outputs: {100 * logits['loaded']:.2g} % of their norm from the training forward's; the same weights without the recipe: "
+                f"{100 * logits['wide']:.2g} %."
             )
         reasons: dict[str, list[str]] = {}
         for name, why in facts["wide"].items():
