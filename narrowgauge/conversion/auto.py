@@ -169,12 +169,14 @@ def decisions(
 ) -> dict[str, Decision]:
     """Layer -> decision; measures once per shape.
 
-    tokens   rows of x in a forward pass: sequences of a micro-batch times their length
+    tokens   rows of x in a forward pass: sequences of a micro-batch times their length; 0 or None
+             with `choices`, as an export has no batch
     choices  layer -> recipe, from `chosen` in an earlier run: nothing is measured
 
-    Raises ConfigError if a layer is missing in `choices`.
+    Raises ConfigError if a layer is missing in `choices`, and without either.
     """
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+    measures = choices is None
+    if measures and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
         raise ConfigError(
             f"convert: 'auto' chooses by the sizes of the products, but tokens is {tokens!r}. "
             "Pass tokens=, the sequences of a micro-batch times their length.",
@@ -196,7 +198,7 @@ def decisions(
                     "Pass the choices made for this model, or none to choose again.",
                     code="auto.choice",
                 )
-            found[name] = Decision(recipe=choices[name], tokens=tokens, how="given")
+            found[name] = Decision(recipe=choices[name], tokens=tokens or 0, how="given")
             continue
         weight: Any = layer.weight
         inputs, outputs = features(layer)

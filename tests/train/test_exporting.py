@@ -13,6 +13,7 @@ import transformers
 
 import narrowgauge as ng
 from narrowgauge import cli
+from narrowgauge.conversion import auto
 from narrowgauge.errors import BusyError, ConfigError
 from narrowgauge.lab import training
 from narrowgauge.train.evaluation.saved import SavedRun
@@ -59,6 +60,20 @@ def test_final_goes_out_with_the_runs_recipe_tokenizer_and_card(trained, tmp_pat
         wanted = ng.quantize(master[f"{name}.weight"].float(), ng.recipes.FP8_CURRENT.output.rhs)
         assert_same(found[f"{name}.weight"].view(torch.uint8), wanted.data.view(torch.uint8))
     assert sorted(path.relative_to(trained) for path in trained.rglob("*")) == before
+
+
+@pytest.mark.slow  # trains a second run
+def test_a_run_by_auto_goes_out_by_the_choices_that_it_recorded(text, tmp_path, monkeypatch):
+    """An export has no batch, and measures nothing."""
+    config = tiny.settings(text, tmp_path / "run", recipe="auto", steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(auto, "decide", lambda workload, device: auto.Decision(recipe="int8", tokens=workload.tokens, how="measured"))  # fmt: skip
+        assert training.run(config) == 0
+    for source in (f"{tmp_path / 'run'}", f"{tmp_path / 'run'}@2"):
+        words = ["--format", "fp8-channel", "--output", str(tmp_path / "out"), "--no-load"]
+        assert cli.main(["export", source, *words, "--requantize"]) == 0
+        assert ng.export.verify(tmp_path / "out")["training"]["recipe"] == "auto"
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_a_checkpoint_goes_out_by_its_step(trained, tmp_path):
