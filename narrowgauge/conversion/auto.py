@@ -175,8 +175,8 @@ def decisions(
 
     Raises ConfigError if a layer is missing in `choices`, and without either.
     """
-    measures = choices is None
-    if measures and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+    rows = tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else 0
+    if choices is None and rows < 1:
         raise ConfigError(
             f"convert: 'auto' chooses by the sizes of the products, but tokens is {tokens!r}. "
             "Pass tokens=, the sequences of a micro-batch times their length.",
@@ -198,12 +198,12 @@ def decisions(
                     "Pass the choices made for this model, or none to choose again.",
                     code="auto.choice",
                 )
-            found[name] = Decision(recipe=choices[name], tokens=tokens or 0, how="given")
+            found[name] = Decision(recipe=choices[name], tokens=rows, how="given")
             continue
         weight: Any = layer.weight
         inputs, outputs = features(layer)
         workload = LinearWorkload(
-            tokens=tokens, inputs=inputs, outputs=outputs, dtype=weight.dtype,
+            tokens=rows, inputs=inputs, outputs=outputs, dtype=weight.dtype,
             biased=layer.bias is not None, trains=weight.requires_grad, compiled=compiled,
         )  # fmt: skip
         if (weight.device, workload) not in made:
