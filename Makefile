@@ -28,10 +28,11 @@ DRY_RUN ?= .venv-dry-run-$(TORCH)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
+DOCS := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train train-2 test test-slow test-plain-cpu test-ranks test-benchmarks oldest check format bench bench-cola bench-cpu bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
+.PHONY: help train train-2 test test-slow test-plain-cpu test-ranks test-benchmarks oldest check docs format bench bench-cola bench-cpu bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
@@ -84,6 +85,9 @@ check: $(INSTALLED) ## format, lint, language, structure, types, layers
 	$(BIN)/python scripts/structure.py --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(DOCS) ## the site of docs/ in site/: pages by task, API, search; a dead link is an error. To look: python3 -m http.server -d site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 wheel: $(INSTALLED) ## a wheel for this kind of processor in dist/, with the C++ kernels compiled: its users need no compiler
 	$(BIN)/python scripts/wheel.py $(ARGS)
@@ -166,4 +170,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 # costs every start of `narrowgauge train` two seconds and prints its warnings.
 $(PEERS): $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[bench]'
+	@touch $@
+
+$(DOCS): $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@

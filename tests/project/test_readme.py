@@ -9,7 +9,7 @@
 
 An HTML comment right before a block says how the test differs from the reader:
 
-    <!-- test: --training.steps 2 -->          sh: appended to the block's `narrowgauge train` commands
+    <!-- test: --training.steps 2 -->          sh: in the block's `narrowgauge train` commands, in the place of the same flags
     <!-- test: model = tiny() -->     python: put before the block; may span lines
     <!-- test skips: needs a GPU -->  not run, with the reason in the test's report
 """
@@ -70,8 +70,35 @@ def commands(block: Block) -> list[list[str]]:
     found = [
         words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))
     ]
-    extra = shlex.split(block.note)
-    return [words + extra if words[:2] == ["narrowgauge", "train"] else words for words in found]
+    return [
+        changed(words, shlex.split(block.note))
+        if "narrowgauge" in words[:-1] and "train" in words
+        else words
+        for words in found
+    ]
+
+
+def changed(words: list[str], extra: list[str]) -> list[str]:
+    """The command with the flags of the note, each in the place of the command's own."""
+    given = {each for each in extra if each.startswith("--")}
+    kept = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if word not in given and before not in given
+    ]
+    return kept + extra
+
+
+def run_command(words: list[str], folder: Path, where: str) -> None:
+    """As a reader types it; `make X` as a dry run."""
+    if words[0] == "make":
+        run_ok(["make", "--dry-run", *words[1:]])
+    elif words[0] == "narrowgauge":
+        run_ok([PYTHON, "-m", *words], cwd=folder)
+    elif words[0] == "torchrun":
+        run_ok([PYTHON, "-m", "torch.distributed.run", *words[1:]], cwd=folder)
+    else:
+        assert words[0] in NOT_RUN, f"{where}: this test does not know what to do with {words}"
 
 
 def tree_entries(text: str) -> list[tuple[str, ...]]:
@@ -120,14 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_run(block, folder):
     block.skip_if_asked()
     for words in commands(block):
-        if words[0] == "make":
-            run_ok(["make", "--dry-run", *words[1:]])
-        elif words[0] == "narrowgauge":
-            run_ok([PYTHON, "-m", *words], cwd=folder)
-        else:
-            assert words[0] in NOT_RUN, (
-                f"README.md:{block.line}: this test does not know what to do with {words}"
-            )
+        run_command(words, folder, f"README.md:{block.line}")
 
 
 @pytest.mark.slow
