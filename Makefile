@@ -26,6 +26,7 @@ TORCH ?= 2.13
 DRY_RUN ?= .venv-dry-run-$(TORCH)
 
 BIN := $(VENV)/bin
+TRAINING := $(VENV)/.installed-train
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
 DOCS := $(VENV)/.installed-docs
@@ -37,10 +38,10 @@ DOCS := $(VENV)/.installed-docs
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
 
-train: $(INSTALLED) ## train the demo model of examples/demo.toml and write its report
+train: $(TRAINING) ## train the demo model of examples/demo.toml and write its report
 	$(BIN)/narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)
 
-train-2: $(INSTALLED) ## the same on two processes: torchrun, each with half of every batch
+train-2: $(TRAINING) ## the same on two processes: torchrun, each with half of every batch
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)
 
 # worksteal: a process that is done takes tests from another, so no test may count on those before it in its file. Byte code is kept
@@ -157,12 +158,17 @@ clean: ## remove caches and build products; the environment and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find narrowgauge tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml constraints.txt
+# What training needs, which scripts/install_size.py counts; INSTALLED adds what the tests and the checks need.
+$(TRAINING): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null || { \
 	  echo "narrowgauge: no '$(PYTHON)' found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "narrowgauge needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[train]'
+	@touch $@
+
+$(INSTALLED): $(TRAINING)
 	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[train,evaluate,dev]'
 	@touch $@
 

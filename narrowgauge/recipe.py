@@ -63,12 +63,15 @@ LARGEST_MARGIN = 32  # beyond it every element of a low-precision format would b
 Algorithm = Literal["max", "most_recent"]
 
 # Former name of a class -> its name. Pickles and users' code hold the former ones (`__getattr__`),
-# and so do the codes of errors.
-_FORMER_NAMES = {
-    "Window": "DelayedScaling",
-    "Current": "CurrentScaling",
-    "WideBlocks": "HighPrecisionBlocks",
+# and so do the codes of errors. By the version that renamed them.
+_RENAMED_IN = {
+    "0.1.0": {
+        "Window": "DelayedScaling",
+        "Current": "CurrentScaling",
+        "WideBlocks": "HighPrecisionBlocks",
+    }
 }
+_FORMER_NAMES = {former: now for names in _RENAMED_IN.values() for former, now in names.items()}
 _CODES = {name: former.lower() for former, name in _FORMER_NAMES.items()}
 
 MX_TILE, NV_TILE = 32, 16  # elements that share a scale of MX and of NVFP4

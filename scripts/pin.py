@@ -23,11 +23,12 @@ UNPINNED = {"triton"}
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def requirements_of_project() -> list[Requirement]:
-    """Core dependencies and those of every extra."""
+def requirements_of_project(*extras: str) -> list[Requirement]:
+    """Core dependencies and those of these extras; of every extra if none is named."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"].values()
-    return [Requirement(line) for group in [project["dependencies"], *extras] for line in group]
+    groups = project["optional-dependencies"]
+    asked = [groups[name] for name in extras or groups]
+    return [Requirement(line) for group in [project["dependencies"], *asked] for line in group]
 
 
 def requirements_of(distribution: metadata.Distribution, extras: set[str]) -> list[Requirement]:
@@ -41,11 +42,14 @@ def requirements_of(distribution: metadata.Distribution, extras: set[str]) -> li
     ]
 
 
-def pins() -> dict[str, str]:
-    """Name -> public version, for the whole closure."""
-    found: dict[str, str] = {}
+def closure(requirements: list[Requirement]) -> dict[str, metadata.Distribution]:
+    """Name -> what is installed, for these and all that they need in turn. UNPINNED ones are left out.
+
+    Raises PackageNotFoundError where one is not installed.
+    """
+    found: dict[str, metadata.Distribution] = {}
     visited: set[tuple[str, frozenset[str]]] = set()
-    waiting = requirements_of_project()
+    waiting = list(requirements)
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
@@ -54,10 +58,17 @@ def pins() -> dict[str, str]:
         visited.add((name, frozenset(requirement.extras)))
         if name in UNPINNED:
             continue
-        distribution = metadata.distribution(name)
-        found[name] = Version(distribution.version).public
-        waiting += requirements_of(distribution, requirement.extras)
+        found[name] = metadata.distribution(name)
+        waiting += requirements_of(found[name], requirement.extras)
     return found
+
+
+def pins(requirements: list[Requirement]) -> dict[str, str]:
+    """Name -> public version, for the closure of these requirements."""
+    return {
+        name: Version(distribution.version).public
+        for name, distribution in closure(requirements).items()
+    }
 
 
 if __name__ == "__main__":
@@ -65,9 +76,9 @@ if __name__ == "__main__":
         "# Exact versions of what the extras need. Written by scripts/pin.py; change pyproject.toml or the environment, then run it again."
     )
     try:
-        for name, version in sorted(pins().items()):
+        for name, version in sorted(pins(requirements_of_project()).items()):
             print(f"{name}=={version}")
     except metadata.PackageNotFoundError as missing:
         sys.exit(
-            f"scripts/pin.py: {missing.name!r} is not installed. Install '.[train,tensorboard,dev]' first."
+            f"scripts/pin.py: {missing.name!r} is not installed. Install every extra of pyproject.toml first."
         )

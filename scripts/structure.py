@@ -142,7 +142,8 @@ def longest_chain(graph: Graph) -> list[str]:
 
 def failures(now: Mapping[str, float], limits: Mapping[str, float]) -> list[str]:
     return [
-        f"{what}: {now[what]}, at most {limits[what]}. See python scripts/structure.py."
+        f"{what}: {now[what]}, at most {limits[what]}. python scripts/structure.py shows where; a limit is raised in "
+        "scripts/structure_limits.json, with the reason in the commit."
         for what in now
         if now[what] > limits[what]
     ]

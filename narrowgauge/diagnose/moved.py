@@ -1,8 +1,8 @@
-"""Former places of modules, which work for one release with a DeprecationWarning.
+"""Former places of modules, by the version that moved them; they work with a DeprecationWarning.
 
 No file stands where a module used to be. `serve` puts a finder at the end of `sys.meta_path`, which
 answers for the names of this table alone. `narrowgauge.diagnose` and `narrowgauge.train`, the parents
-of all former names, call it. Remove both with the table.
+of all former names, call it. Remove both with the table; CONTRIBUTING.md, "Former names", says when.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-PLACES = {
-    "narrowgauge.diagnose.blame": "narrowgauge.lab.blame",
-    "narrowgauge.diagnose.guard.evidence": "narrowgauge.lab.guard.evidence",
-    "narrowgauge.train.blame_checkpoint": "narrowgauge.lab.blame_checkpoint",
-    "narrowgauge.train.blamed": "narrowgauge.lab.blamed",
-    "narrowgauge.train.probe": "narrowgauge.lab.probe",
-    "narrowgauge.train.study.plan": "narrowgauge.lab.study.plan",
-    "narrowgauge.train.study.runner": "narrowgauge.lab.study.runner",
-    "narrowgauge.train.transformers_trainer": "narrowgauge.lab.transformers_trainer",
+MOVED_IN: dict[str, dict[str, str]] = {
+    "0.1.0": {
+        "narrowgauge.diagnose.blame": "narrowgauge.lab.blame",
+        "narrowgauge.diagnose.guard.evidence": "narrowgauge.lab.guard.evidence",
+        "narrowgauge.train.blame_checkpoint": "narrowgauge.lab.blame_checkpoint",
+        "narrowgauge.train.blamed": "narrowgauge.lab.blamed",
+        "narrowgauge.train.probe": "narrowgauge.lab.probe",
+        "narrowgauge.train.study.plan": "narrowgauge.lab.study.plan",
+        "narrowgauge.train.study.runner": "narrowgauge.lab.study.runner",
+        "narrowgauge.train.transformers_trainer": "narrowgauge.lab.transformers_trainer",
+    },
 }
+PLACES = {former: place for moved in MOVED_IN.values() for former, place in moved.items()}
 PACKAGES = ("narrowgauge.diagnose.guard", "narrowgauge.train.study")  # had only modules that moved
 
 

@@ -40,7 +40,7 @@ during a run, the bound uses the present ones.
 A rule belongs to the optimizer or to a parameter group (`rule=`), so one optimizer can step
 matrices and vectors by different rules. Every rule works with all state formats and masters. This
 file is the definition, which plain torch computes. The kernels in C++ and Triton implement the
-rules of BUILT_IN and refuse others. docs/architecture.md lists the files of a new rule.
+rules of BUILT_IN and refuse others. CONTRIBUTING.md lists the files of a new rule.
 
 Scalars are computed in double precision and rounded once to float32. The order of operations is
 torch's, except that sqrt(v) is multiplied by the reciprocal of its correction: half a unit in the

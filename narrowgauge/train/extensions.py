@@ -66,7 +66,7 @@ def of_former_calls(config: TrainConfig) -> Extensions:
     if not needs:
         return ALONE
     warnings.warn(
-        f"{', '.join(needs)}: call narrowgauge.lab.training.run(config) in place of train.loop.run.",
+        f"{', '.join(needs)}: call narrowgauge.lab.training.run(config) in place of train.loop.run since 0.1.0.",
         DeprecationWarning,
         stacklevel=3,
     )

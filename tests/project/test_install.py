@@ -218,9 +218,24 @@ def test_the_lock_is_of_what_make_installs():
     makefile, docs = (
         (ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "docs/install.md")
     )
-    asked = re.search(r"-c \$\(CONSTRAINTS\) -e '\.\[([a-z,]+)\]'", makefile)[1]
+    first, asked = re.findall(r"-c \$\(CONSTRAINTS\) -e '\.\[([a-z,]+)\]'", makefile)[:2]
+    assert first == "train", "what `make train` installs, to which `make test` adds"
     script = (ROOT / "scripts" / "lock.py").read_text(encoding="utf-8")
     assert f"EXTRAS = {tuple(asked.split(','))!r}".replace("'", '"') in script
+    assert docs.count(f"pip install -c constraints.txt -e '.[{first}]'") == 1
     assert docs.count(f".[{asked}]") == 2, (
         "what make runs, and what to download for a machine without a network"
     )
+
+
+def test_training_brings_few_packages():
+    """At most 60 packages and 1.5 GB beside torch's own, of what is installed here at the pinned versions."""
+    run_ok([PYTHON, str(ROOT / "scripts" / "install_size.py"), "--check"])
+
+
+def test_the_count_of_packages_can_fail():
+    """The extras of `make test` are more than the limit."""
+    counted = run(
+        [PYTHON, str(ROOT / "scripts" / "install_size.py"), "train,evaluate,dev", "--check"]
+    )
+    assert counted.returncode == 1 and "lm-eval" not in counted.stdout

@@ -267,7 +267,7 @@ class Evidence:
     def verdict(self) -> GuardResult:
         """Former name of `result`."""
         warnings.warn(
-            "Evidence.verdict is now Evidence.result, and its `name` is `outcome`.",
+            "Evidence.verdict is Evidence.result, and its `name` is `outcome`, since 0.2.0.",
             DeprecationWarning,
             stacklevel=2,
         )

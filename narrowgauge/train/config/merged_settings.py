@@ -1,8 +1,8 @@
 """Settings that were several settings before, and how their former keys make up their value.
 
-Files, flags and config.toml of run folders may use the former keys, in the same table or flat, for
-one release: `optimizer.beta2 = 0.999` is the second number of `optimizer.betas`. A former key
-overrides that part of the new one.
+Files, flags and config.toml of run folders may use the former keys, in the same table or flat, as
+long as CONTRIBUTING.md, "Former names", says: `optimizer.beta2 = 0.999` is the second number of
+`optimizer.betas`. A former key overrides that part of the new one.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,13 @@ class Merged:
 
     kinds    {former key: type of its value}
     combine  (value of the setting, {former key: value}) -> value with these parts
+    since    version that merged them
     beside   values that the setting already had beside these keys; they contradict no part
     """
 
     kinds: Mapping[str, type]
     combine: Callable[[Any, Mapping[str, Any]], Any]
+    since: str
     beside: tuple[str, ...] = ()
 
 
@@ -56,7 +58,7 @@ def _augment(augment: Any, parts: Mapping[str, Any]) -> Any:
 
 
 MERGED = {
-    "augment": Merged({"crop_padding": int, "flip": bool}, _augment),
-    "betas": Merged({"beta1": float, "beta2": float}, _betas),
-    "held_gradients": Merged({"step_in_backward": bool}, _held_gradients, ("16bit", "fp8")),
+    "augment": Merged({"crop_padding": int, "flip": bool}, _augment, "0.2.0"),
+    "betas": Merged({"beta1": float, "beta2": float}, _betas, "0.2.0"),
+    "held_gradients": Merged({"step_in_backward": bool}, _held_gradients, "0.2.0", ("16bit", "fp8")),
 }
