@@ -19,7 +19,9 @@ from packaging.version import Version
 from narrowgauge.ops import triton
 from tests.processes import PYTHON, ROOT, run, run_ok
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT_FILE = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PROJECT_FILE["project"]
+BUILD: list[str] = PROJECT_FILE["build-system"]["requires"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 REQUIREMENTS = [
     Requirement(line) for group in [PROJECT["dependencies"], *EXTRAS.values()] for line in group
@@ -239,3 +241,19 @@ def test_the_count_of_packages_can_fail():
         [PYTHON, str(ROOT / "scripts" / "install_size.py"), "train,evaluate,dev", "--check"]
     )
     assert counted.returncode == 1 and "lm-eval" not in counted.stdout
+
+
+def test_the_hashes_are_those_of_the_pins():
+    """hashes-train.txt: what training needs beside torch, at the versions of constraints.txt, each file with its SHA-256."""
+    found = {}
+    for line in (ROOT / "hashes-train.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        pinned, *hashes = line.split()
+        assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes)
+        name, version = pinned.split("==")
+        found[name] = Version(version)
+    assert "torch" not in found and UNPINNED.isdisjoint(found)
+    wanted = {Requirement(line).name for line in [*EXTRAS["train"], *BUILD]} - UNPINNED
+    assert set(map(canonicalize_name, wanted)) <= found.keys()
+    assert found == {name: pins()[name] for name in found}
