@@ -291,7 +291,7 @@ NVFP4_46 = replace(
 #
 # "quartet2" is the paper's. "quartet2-46" tries two scales inside EDEN too, which is not published: of
 # a normal operand the squared error of its backward cast is 0.0082 of the operand's square, 0.0098
-# under quartet2 and 0.0222 under nvfp4 (benchmarks/frontier.py). Heavy tails and zeros leave a bias,
+# under quartet2 and 0.0222 under nvfp4 (benchmarks.closed frontier). Heavy tails and zeros leave a bias,
 # which Hadamard(rounds=2) removes; the gradient of a small Llama gained nothing by it, so one round.
 # Both cast the decoded x and w of the forward pass again, so backward keeps 4.5 bits of x. From the
 # 16-bit originals the gradient is more accurate: `replace(QUARTET2_46, backward="recast")`.

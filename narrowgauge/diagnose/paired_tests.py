@@ -10,7 +10,7 @@
                     interval lies within the margins
     Holm (1979)     the k-th smallest of K p-values times K - k + 1, never below the one before
 
-F is the distribution function of t with n-1 degrees of freedom. benchmarks/seed_verdicts.py
+F is the distribution function of t with n-1 degrees of freedom. tests/diagnose/seed_verdicts.py
 measures the error rates, also for skewed and heavy-tailed differences: exponential differences make
 "equivalent" wrong in 14 to 17 % of cases in place of 5 %.
 """

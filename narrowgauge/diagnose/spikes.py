@@ -14,7 +14,7 @@ factors.
     shift      a lasting shift moves the line within half a window: a new level is not a spike
 
 A single threshold on the loss is not enough: losses of small batches have heavy tails, and a norm
-may jump without harm. `benchmarks/spike_rates.py` measures the false alarms on curves of sound
+may jump without harm. `benchmarks.closed spike_rates` measures the false alarms on curves of sound
 runs, and the smallest spike that is detected.
 
 Known limit: in a steeply falling loss the extrapolated line is low. 46 steps into a run it expected

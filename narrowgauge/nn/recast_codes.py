@@ -10,7 +10,7 @@ backward decodes, transposes, rotates and casts them again.
 Why: x [T, K] costs backward its codes and scales, 4.5 bits per element in 1x16 tiles and not 16. The
 gradients are those of the quantized layer, straight through the rounding: elements that the forward
 cast clipped get theirs too. A cast of x itself lies nearer to the gradient in 16 bits, since it has
-one rounding less (`benchmarks.frontier gradients` has both); backward="recast" is that.
+one rounding less (`benchmarks.closed frontier gradients` has both); backward="recast" is that.
 
 If `output` rotates x, its decoded values are rotated back. The weight is in memory anyway: its codes
 are taken from the cache of the step, or cast again in backward, which is exact.

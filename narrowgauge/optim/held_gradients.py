@@ -44,7 +44,7 @@ NEAREST = Cast(format=E4M3, tile=(1, 128), scale=E8M0_CEIL)
 STOCHASTIC = Cast(format=E4M3, tile=(1, 128), scale=E8M0_CEIL, rounding="stochastic")
 # Rounding to nearest is 2.5 dB better for few micro-batches. It loses an addend below half a gap
 # (1/16 of the sum), such as the tenth of equal addends. Stochastic rounding keeps it on average.
-# Measured by `python -m benchmarks.held_gradients`.
+# Measured by `python -m benchmarks.closed held_gradients`.
 NEAREST_PASSES = 8
 # Separates the random numbers of gradient sums from the random numbers of the step.
 SUMS = 0x7F4A7C15

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 LAG_TERMS = 128
 # Six times the fall of the last step. FALL = 1 predicts a linear schedule, but a correction before
 # the last steps is noise of K_t roundings that no later step returns. In the closed loop of
-# benchmarks/adam_loop.py (betas 0.9 and 0.95, learning rate 0.03) 0, 1, 2, 3, 4, 6 and 8 ended at
+# tests/optim/adam_loop.py (betas 0.9 and 0.95, learning rate 0.03) 0, 1, 2, 3, 4, 6 and 8 ended at
 # 180, 30, 7.6, 3.3, 2.0, 1.2 and 1.1 times torch's distance. Walks at a constant rate do not change.
 FALL = 6.0
 # Factor of the bound for rounding errors of m and v, and the largest bound that float32 can

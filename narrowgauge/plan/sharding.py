@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from narrowgauge.plan.forecast import Forecast
     from narrowgauge.plan.moments import Kind, MemoryMoment
 
-# Two CPU ranks are off by 0.6 and 0.7 % (benchmarks/planned_ranks.py). GPUs are not measured, and
+# Two CPU ranks are off by 0.6 and 0.7 % (tests/plan/planned_ranks.py). GPUs are not measured, and
 # NCCL's buffers are left out.
 ERROR = {"fsdp": 0.05, "tp": 0.05, "pp": 0.20}
 OWNED = ("weights", "gradients", "states")

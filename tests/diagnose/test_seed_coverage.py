@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.seed_verdicts import simulated
+from tests.diagnose.seed_verdicts import simulated
 
 pytestmark = [pytest.mark.slow, pytest.mark.benchmark]
 STUDIES = 10_000

@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm: exact on made curves; rates on real ones are in benchmarks/spike_rates.py."""
+"""Spikes of loss and gradient norm: exact on made curves; rates on real ones are in benchmarks.closed spike_rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/gradient_messages.py asks of sums in narrow messages, on gradients of a smaller Llama after a short training (bounded).
+"""What gradient_messages.py asks of sums in narrow messages, on gradients of a smaller Llama after a short training (bounded).
 
 A tensor of some thousand numbers has a few that carry its power, and their rounding moves its slope on the truth; so here the slopes of
 the four tensors are taken together. The bounds are those of the benchmark.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gradient_messages as benchmark
+from tests.distributed import gradient_messages as benchmark
 from tests.selection import quick
 
 

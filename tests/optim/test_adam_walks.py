@@ -1,4 +1,4 @@
-"""Random gradient histories: weights walk as far as under exact Adam (bounded); benchmarks/adam_walks.py has 10,000 of them."""
+"""Random gradient histories: weights walk as far as under exact Adam (bounded); tests/optim/adam_walks.py has 10,000 of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import adam_loop, adam_walks
-from benchmarks.adam_walks import SETTINGS, Setting
+from tests.optim import adam_loop, adam_walks
+from tests.optim.adam_walks import SETTINGS, Setting
 from tests.selection import needs_compiler, quick
 
 

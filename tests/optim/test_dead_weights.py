@@ -66,7 +66,7 @@ def torchs_walk(beta2: float, dead: int, remains: float) -> float:
 def test_dead_weights_go_no_further_than_torchs(beta2, dead, remains, states):
     """Within twice torch's, of which half is for what the last live steps had rounded.
 
-    Codes that stall took 8bit to 108 and 12. `python -m benchmarks.dead_weights` has 0.999 for
+    Codes that stall took 8bit to 108 and 12. `python -m benchmarks.closed dead_weights` has 0.999 for
     every format: 3,000 steps take minutes each.
     """
     truth = torchs_walk(beta2, dead, remains)

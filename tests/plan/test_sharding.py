@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import planned_ranks
 from narrowgauge.plan.forecast import Forecast
 from narrowgauge.plan.moments import MemoryMoment
 from narrowgauge.plan.sharding import divided, micro_batches_in_flight
 from narrowgauge.train.parallel.pipeline import SCHEDULES
+from tests.plan import planned_ranks
 
 MIB = 2**20
 

@@ -7,9 +7,10 @@ import math
 
 import pytest
 
-from benchmarks import harness, rank_deaths, same_loss
+from benchmarks import harness, same_loss
 from benchmarks.bench_int4 import crossing
 from benchmarks.harness import Spread, Timing, measure, order, ratio, record, rows, table
+from tests.train.liveness import rank_deaths
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
 

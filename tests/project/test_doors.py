@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import narrowgauge
+from benchmarks import closed
 from tests.processes import ROOT
 
 DOORS, CHANGES = (
@@ -101,3 +102,51 @@ def test_a_form_can_be_read(form: Path):
     ids = [field["id"] for field in given["body"]]
     assert len(set(ids)) == len(ids) > 1
     assert any(field.get("validations", {}).get("required") for field in given["body"])
+
+
+def test_at_most_thirty_benchmarks_stand_each_with_its_question():
+    """Every file of benchmarks/ is one of these, a part of one, or says what became of the closed ones."""
+    page = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if re.match(r"\| `(make|python -m) ", line)]
+    assert 16 <= len(rows) <= 30
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for row in rows:
+        command = re.match(r"\| `(?:make|python -m) ([\w.-]+)", row)[1]
+        there = (ROOT / f"{command.replace('.', '/')}.py").exists()
+        assert there or re.search(rf"^{command}:.*##", makefile, re.M), row
+    named = set(re.findall(r"`(\w+\.(?:py|cpp))`", page))
+    files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*.cpp")]
+    assert {path.name for path in files} - named == {"__init__.py"}
+
+
+def test_a_closed_benchmark_is_in_its_commit_and_its_rows_are_here(tmp_path):
+    """By git alone, without a run: each name is a module of that commit, and none is here."""
+    here = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert len(closed.CLOSED) > 30 and here.isdisjoint(closed.CLOSED)
+    listed = subprocess.run(
+        ["git", "ls-tree", "--name-only", closed.COMMIT, "benchmarks/"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("no history")
+    then = {Path(name).stem for name in listed.stdout.split()}
+    assert closed.CLOSED.keys() <= then
+
+
+def test_rows_of_a_closed_benchmark_are_appended(tmp_path):
+    """Of a work tree whose file has two lines more than its commit, those two; of a new file, all."""
+    tree, results = tmp_path / "tree" / "benchmarks" / "results", tmp_path / "results"
+    tree.mkdir(parents=True)
+    results.mkdir()
+    (tree / "old.jsonl").write_text("1\n")
+    git = ["git", "-C", str(tmp_path / "tree"), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    (tree / "old.jsonl").write_text("1\n2\n3\n")
+    (tree / "new.jsonl").write_text("4\n")
+    (results / "old.jsonl").write_text("1\n9\n")
+    assert closed.appended(results, tree) == ["new.jsonl", "old.jsonl"]
+    assert (results / "old.jsonl").read_text() == "1\n9\n2\n3\n"
+    assert (results / "new.jsonl").read_text() == "4\n"

@@ -23,7 +23,7 @@ new losses.
 
 Sources: Ramdas, Gruenwald, Vovk and Shafer, Game-theoretic statistics and safe anytime-valid
 inference (2023); Howard, Ramdas, McAuliffe and Sekhon, Time-uniform Chernoff bounds (2020).
-`benchmarks/guard_false_alarms.py` measures the rates.
+`tests/lab/guard/false_alarms.py` measures the rates.
 """
 
 from __future__ import annotations

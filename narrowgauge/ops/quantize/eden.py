@@ -18,7 +18,7 @@ tiles of 16 the squared error is half that of stochastic rounding: 0.0098 of the
     two rounds   no bias in either (`Hadamard(rounds=2)`): one round leaves a block that few elements
                  fill with numbers of few magnitudes, and the second makes these nearly normal
 
-`python -m benchmarks.frontier casts` measures them. INT4 with one float32 scale for each block needs no
+`python -m benchmarks.closed frontier casts` measures them. INT4 with one float32 scale for each block needs no
 random number beside the signs, since a float32 takes S as it is.
 
 Scales are corrected where sum x q > 0. A block of zeros has none, and a poisoned one keeps its NaN.

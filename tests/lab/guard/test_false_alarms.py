@@ -1,4 +1,4 @@
-"""The guard's rates over simulated runs (statistical, fixed seeds): a few cases of benchmarks/guard_false_alarms.py, 400 runs each.
+"""The guard's rates over simulated runs (statistical, fixed seeds): a few cases of tests/lab/guard/false_alarms.py, 400 runs each.
 
 Limits are 4 standard errors of 400 runs away from what was promised, so a sound rule fails in one of 30,000 tests.
 """
@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from benchmarks.guard_false_alarms import TINY, Case, cases, measured
+from tests.lab.guard.false_alarms import TINY, Case, cases, measured
 
 RUNS = 400
 

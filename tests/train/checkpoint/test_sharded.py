@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import narrowgauge as ng
-from benchmarks import checkpoint_kills
 from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.train.checkpoint import sharded, store
 from narrowgauge.train.checkpoint import state as states
 from tests.raising import raises
+from tests.train.checkpoint import checkpoint_kills
 
 
 def state(step: int, rank: int = 0) -> dict[str, dict[str, torch.Tensor]]:
@@ -187,7 +187,7 @@ def _assert_kills_lose_nothing(folder: Path, kills: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # processes start slowly on a busy machine
 def test_eight_kills_of_random_ranks_lose_nothing(tmp_path):
-    """The short version of `python -m benchmarks.checkpoint_kills`."""
+    """The short version of `python -m tests.train.checkpoint.checkpoint_kills`."""
     _assert_kills_lose_nothing(tmp_path, 8)
 
 

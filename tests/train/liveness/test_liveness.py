@@ -1,6 +1,6 @@
 """Ranks that die, stop, hang or lose their agent are named, and none is left (exact; ranks without torch, which start at once).
 
-tests/train/test_torchrun.py and benchmarks/rank_deaths.py try the same on runs of `narrowgauge train`.
+tests/train/test_torchrun.py and tests/train/liveness/rank_deaths.py try the same on runs of `narrowgauge train`.
 """
 
 from __future__ import annotations

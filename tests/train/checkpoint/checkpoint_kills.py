@@ -1,6 +1,6 @@
 """Does kill -9 of random ranks, at random moments of saving, ever leave a corrupt checkpoint or lose an acknowledged step?
 
-    python -m benchmarks.checkpoint_kills --kills 100
+    python -m tests.train.checkpoint.checkpoint_kills --kills 100
 
 Ranks (gloo on this machine) do nothing but save steps, prune, and say what was saved. After a random time one of them, or all, are
 killed. Then every checkpoint in the folder must be whole and hold the numbers of its step alone, and the newest must not be older than

@@ -1,7 +1,7 @@
 """Does the planner know what one rank of several allocates?
 
-    python -m benchmarks.planned_ranks                       every layout, some minutes
-    python -m benchmarks.planned_ranks --only fsdp=2 pp=2
+    python -m tests.plan.planned_ranks                       every layout, some minutes
+    python -m tests.plan.planned_ranks --only fsdp=2 pp=2
 
 Each layout is planned (`narrowgauge.train.planning`, a CPU, every layer counted), and then run: two processes over gloo train four
 steps of `narrowgauge train` on pseudo-English, and the events of each rank's allocator are summed. What counts is the largest moment
@@ -170,7 +170,7 @@ def row(layout: str, run: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.planned_ranks", description=__doc__.splitlines()[0]
+        prog="tests.plan.planned_ranks", description=__doc__.splitlines()[0]
     )  # type: ignore[union-attr]
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))

@@ -1,7 +1,7 @@
 """How far do weights travel under narrow optimizer states, beside exact Adam? A search over random gradient histories.
 
-    python -m benchmarks.adam_walks                10,008 histories, every state format and rule: about 20 minutes, one thread
-    python -m benchmarks.adam_walks --rows 16      fewer histories in each setting; nothing recorded
+    python -m tests.optim.adam_walks                10,008 histories, every state format and rule: about 20 minutes, one thread
+    python -m tests.optim.adam_walks --rows 16      fewer histories in each setting; nothing recorded
 
 A history is the gradient of 64 elements over STEPS steps, of one of SHAPES under one of GATES. A row of a parameter is one tile: 64
 columns of
@@ -258,7 +258,7 @@ def search(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.adam_walks", description=__doc__.splitlines()[0]
+        prog="tests.optim.adam_walks", description=__doc__.splitlines()[0]
     )  # type: ignore[union-attr]
     parser.add_argument(
         "--rows", type=int, default=417, help="of each setting, three histories in each"

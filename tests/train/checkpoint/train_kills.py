@@ -1,6 +1,6 @@
 """Does kill -9 of random ranks, at random moments of `narrowgauge train`, lose a step that it told, or change a bit of what comes after?
 
-    python -m benchmarks.train_kills --kills 100
+    python -m tests.train.checkpoint.train_kills --kills 100
 
 A tiny Llama trains on two ranks (--parallel fsdp) or in one process (two micro-batches), which compute the same to the bit, and saves
 after each step. A rank or both are killed when it has told of a few checkpoints, or at any moment of its start. Then each checkpoint
@@ -29,13 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint_kills import PRELOADED, summary
 from benchmarks.harness import RESULTS, record
 from narrowgauge import cli, manifest, storage
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.distributed import storage as ranks
 from narrowgauge.errors import CheckpointError
 from narrowgauge.train.checkpoint import store
+from tests.train.checkpoint.checkpoint_kills import PRELOADED, summary
 
 WORLDS = (2, 2, 2, 1)
 AT_ANY_MOMENT = 0.25  # of the kills; the others come when a start has told of some checkpoints

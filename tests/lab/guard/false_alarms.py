@@ -1,7 +1,7 @@
 """How often does the guard's evidence call a healthy run worse, how soon does it find a gap, how soon does it certify? Simulated.
 
-    python -m benchmarks.guard_false_alarms                 4,000 runs of 20 checks per case, about three minutes of one core
-    python -m benchmarks.guard_false_alarms --runs 500
+    python -m tests.lab.guard.false_alarms                 4,000 runs of 20 checks per case, about three minutes of one core
+    python -m tests.lab.guard.false_alarms --runs 500
 
 A check is the mean of the second half of a stretch of 100 steps. The differences of its steps follow an AR(1) process, with `drift`
 also a random slope: chaos pulls two continuations apart at a pace of their own. Every fourth check has a control, drawn from the
@@ -214,7 +214,7 @@ def stretches(case: Case, runs: int, source: Any) -> Any:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.guard_false_alarms", description=__doc__.splitlines()[0]
+        prog="tests.lab.guard.false_alarms", description=__doc__.splitlines()[0]
     )  # type: ignore[union-attr]
     parser.add_argument("--runs", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
 """Is every rank that is killed, stopped, hung or left by its agent named, and does none train on as an orphan?
 
-    python -m benchmarks.rank_deaths --faults 60
-    python -m benchmarks.rank_deaths --faults 10 --torchrun
+    python -m tests.train.liveness.rank_deaths --faults 60
+    python -m tests.train.liveness.rank_deaths --faults 10 --torchrun
 
 A tiny Llama trains on two or three ranks, on one node or two (an agent each, on this machine). One fault
 comes at a random moment, on a random rank:
@@ -38,9 +38,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.checkpoint_kills import PRELOADED
 from benchmarks.harness import RESULTS, ROOT, record
-from benchmarks.train_kills import SETTINGS, _corrupt, write_text
 from narrowgauge import cli, storage
 from narrowgauge.manifest import STEP
 from narrowgauge.train import one_run
@@ -51,6 +49,8 @@ from narrowgauge.train.parallel import ranks as ranks_module
 from narrowgauge.train.passes import Passes
 from narrowgauge.train.trainer import Trainer
 from narrowgauge.train.validation import Validation
+from tests.train.checkpoint.checkpoint_kills import PRELOADED
+from tests.train.checkpoint.train_kills import SETTINGS, _corrupt, write_text
 
 KINDS = ("kill", "kill", "kill", "stop", "loop", "exit", "raise", "agent", "agent")
 # Name -> the function before whose call the fault comes; "any": at any time, from outside.
@@ -359,7 +359,7 @@ def _by_torchrun(fault: dict[str, Any], place: Path, arguments: list[str]) -> An
     ]
     program = [
         "-m",
-        "benchmarks.rank_deaths",
+        "tests.train.liveness.rank_deaths",
         "--as-rank",
         json.dumps(fault),
         str(place),

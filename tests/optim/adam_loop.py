@@ -1,8 +1,8 @@
 """How close does training with narrow optimizer states come to its target? A linear regression with features over four decades.
 
-    python -m benchmarks.adam_loop                 every format, two betas, two learning rates, five seeds: 3 minutes, one thread
-    python -m benchmarks.adam_loop --seeds 1       fewer seeds; nothing recorded
-    python -m benchmarks.adam_loop --seeds 15 --states 8bit
+    python -m tests.optim.adam_loop                 every format, two betas, two learning rates, five seeds: 3 minutes, one thread
+    python -m tests.optim.adam_loop --seeds 1       fewer seeds; nothing recorded
+    python -m tests.optim.adam_loop --seeds 15 --states 8bit
 
 The weight W [16, 512] fits a target T of N(0, 1). The features are independent, with mean squares s_i^2 and s_i from 1e-4 to 1 in
 equal ratios, so that the exact gradient is (W - T) s^2 and the gradients of a tile spread over eight decades. AdamW without weight
@@ -57,7 +57,7 @@ def distance(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.adam_loop", description=__doc__.splitlines()[0]
+        prog="tests.optim.adam_loop", description=__doc__.splitlines()[0]
     )  # type: ignore[union-attr]
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--states", nargs="*", default=list(STATES))

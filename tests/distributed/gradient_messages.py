@@ -1,6 +1,6 @@
 """How exact are sums of gradients over ranks that travel as one byte per number? On gradients of a small Llama in training.
 
-    python -m benchmarks.gradient_messages            2 ranks run, 2 to 64 simulated; about five minutes on one core
+    python -m tests.distributed.gradient_messages            2 ranks run, 2 to 64 simulated; about five minutes on one core
 
 A Llama of 2 blocks learns Python's standard library, byte by byte, for 300 steps. Then each of 64 ranks computes the gradient of a
 micro-batch of its own, and four of the tensors are summed over 2, 4, ... 64 ranks by each method:
@@ -359,7 +359,7 @@ def words(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.gradient_messages", description=__doc__.splitlines()[0]
+        prog="tests.distributed.gradient_messages", description=__doc__.splitlines()[0]
     )  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=64, help="the most; a power of two")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Do verdicts over seeds hold what they promise? Coverage of the intervals, wrong verdicts and power, by simulated studies.
 
-    python -m benchmarks.seed_verdicts --picture docs/images/seeds.png
+    python -m tests.diagnose.seed_verdicts --picture docs/images/seeds.png
 
 A study is n pairs; a difference of a pair is the true one plus noise of deviation 1: normal, with heavy tails (Student's t with 3 degrees
 of freedom, scaled), or skewed (an exponential, shifted). The margin is 1 deviation or 2. Counted over many studies, for n = 2 to 20:
@@ -30,7 +30,7 @@ MARGINS = (1.0, 2.0)
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.seed_verdicts", description=__doc__.splitlines()[0]
+        prog="tests.diagnose.seed_verdicts", description=__doc__.splitlines()[0]
     )  # type: ignore[union-attr]
     parser.add_argument("--studies", type=int, default=40_000)
     parser.add_argument("--picture", type=Path, default=None)
