@@ -60,5 +60,7 @@ def _augment(augment: Any, parts: Mapping[str, Any]) -> Any:
 MERGED = {
     "augment": Merged({"crop_padding": int, "flip": bool}, _augment, "0.2.0"),
     "betas": Merged({"beta1": float, "beta2": float}, _betas, "0.2.0"),
-    "held_gradients": Merged({"step_in_backward": bool}, _held_gradients, "0.2.0", ("16bit", "fp8")),
+    "held_gradients": Merged(
+        {"step_in_backward": bool}, _held_gradients, "0.2.0", ("16bit", "fp8")
+    ),
 }
