@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "results" / "installs.jsonl"
 FILES = ("pyproject.toml", "README.md", "LICENSE")
-BUILD = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
+# The backend writes into sys.argv, so the folder is read before.
+BUILD = "import sys; from setuptools import build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
 VERSIONS = "import platform, torch; print(platform.python_version(), torch.__version__)"
 
 
