@@ -183,7 +183,7 @@ def _first_saved(pipe: Connection) -> list[tuple[str, Any]]:
             break
         if said[-1][0] != "resumed":
             return said
-    return [*said, ("wrong", "it said nothing")]
+    return [*said, ("wrong", "it printed no line")]
 
 
 def _rest(pipe: Connection) -> list[tuple[str, Any]]:
