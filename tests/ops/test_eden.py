@@ -151,7 +151,7 @@ def test_two_rounds_cancel_in_a_product():
     ("cast", "limit"), [(EDEN, 0.0101), (EDEN_46, 0.0084), (INT4_EDEN, 0.0141)], ids=str
 )
 def test_the_error_of_normal_numbers(cast, limit):
-    """Relative squared error of 64 x 1,024: 0.0098, 0.0082 and 0.0137 (benchmarks.frontier_casts)."""
+    """Relative squared error of 64 x 1,024: 0.0098, 0.0082 and 0.0137 (`python -m benchmarks.closed frontier`)."""
     x = values(64, 1024)
     off = (drawn(x, cast, 1) - x).double().square().sum()
     assert off / x.double().square().sum() < limit
