@@ -42,6 +42,7 @@ VERBS = {
     "card-report": "Try and time the kernels of this machine's GPU, into one file to send back.",
     "info": "Say what this machine computes natively, and what is emulated.",
     "recipes": "List the recipes: which number format each matrix product uses.",
+    "completion": "Print a script that completes verbs and flags in bash, zsh or fish.",
 }
 OF_SETTINGS = ("train", "plan", "study")  # verbs that have a flag for every setting
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

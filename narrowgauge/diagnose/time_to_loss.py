@@ -14,6 +14,9 @@ from typing import Any
 
 from narrowgauge.diagnose.format_text import loss_value
 
+# Two evaluations are one straight line, which says nothing about the curve of the loss.
+LEAST_EVALUATIONS = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class TimeToLoss:
@@ -52,8 +55,9 @@ def time_to_loss(
 ) -> TimeToLoss | None:
     """Compare two lists of events as returned by `runs.read_metrics`.
 
-    Returns None if a run has no finite evaluation at its end, or did not record its seconds, and if
-    they did not begin at the same step: a branch's seconds are those of its parent too.
+    Returns None if a run has fewer than LEAST_EVALUATIONS, no finite one at its end, or did not
+    record its seconds, and if they did not begin at the same step: a branch's seconds are those of
+    its parent too.
     """
     begun = [
         min((event["step"] for event in events if event["event"] == "step"), default=0)
@@ -69,7 +73,7 @@ def time_to_loss(
         )
         for events in (run, reference)
     ]
-    if not all(curves):
+    if min(map(len, curves)) < LEAST_EVALUATIONS:
         return None
     losses = curves[0][-1][2], curves[1][-1][2]
     loss = max(losses)

@@ -24,9 +24,10 @@ HIGH_FOR_PRETRAINED = 5e-4
 def prepare_on_ranks(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, TrainTask]:
     """Calls `prepare` on rank 0 first, then on the others, which find its result in the cache.
 
-    Raises DataError if ranks differ in data or number of steps.
+    Tells the notes. Raises DataError if ranks differ in data or number of steps.
     """
     found = ranks.first(lambda: prepare(config)) or prepare(config)
+    tell_notes(*found)
     ranks.refuse_differences(found[1].identity | {"steps": found[0].steps}, "data", DataError)
     return found
 
@@ -36,9 +37,13 @@ def prepare(config: TrainConfig) -> tuple[TrainConfig, TrainTask]:
     task = task_class(config.task).prepare(config)
     if config.epochs:
         config = replace(config, steps=task.steps(config.epochs), epochs=0)
+    return config, task
+
+
+def tell_notes(config: TrainConfig, task: TrainTask) -> None:
+    """For those who begin a run. Readers of a run, such as `evaluate`, would only repeat them."""
     for note in (*task.notes, *notes(config)):
         tell_note(note)
-    return config, task
 
 
 def notes(config: TrainConfig) -> Iterator[str]:

@@ -12,6 +12,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -66,6 +67,13 @@ def refuse_model(path: Path) -> None:
             f"output = '{path}': holds a model ({found}), which a run's files would hide. Choose another --output.",
             code="run.holds-model",
         )
+
+
+def _free(path: Path) -> str:
+    """The first of runs/mine-2, runs/mine-3, ... that does not exist, as a shell takes it."""
+    base = path if path.name else path.absolute()  # "." has no name of its own
+    names = (base.parent / f"{base.name}-{number}" for number in count(2))
+    return shlex.quote(str(next(each for each in names if not os.path.lexists(each))))
 
 
 class RunFolder:
@@ -130,7 +138,7 @@ class RunFolder:
                 hold(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
-                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another --output.",
+                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another, as --output {_free(path)}.",
                     code="run.exists",
                 )
             storage.probe(path)

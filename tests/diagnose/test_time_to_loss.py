@@ -57,6 +57,7 @@ def test_a_faster_run_that_learns_less_pays_for_it():
     [
         ([], events(LINE)),
         (events(LINE), []),
+        (events(LINE), events(LINE[:2])),  # of a few steps
         (events(LINE, "s"), events(LINE)),  # of a former run, which records no seconds
         ([*events(LINE)[:-1], {"event": "step", "step": 4}], events(LINE)),  # a branch
         (events([*LINE, (40.0, math.nan)]), events(LINE)),

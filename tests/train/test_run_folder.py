@@ -80,11 +80,20 @@ def test_a_second_process_is_refused_and_a_killed_one_frees_the_folder(tmp_path)
 def test_the_lock_is_given_back_on_the_way_out_and_after_a_refusal(tmp_path):
     with RunFolder.claim(tmp_path, resume=False) as folder:
         train_something(folder)
-    for _ in range(2):
-        with raises(ConfigError, "run.exists", "--resume"):
+    for number in (2, 3):
+        with raises(ConfigError, "run.exists", "--resume", f"--output {tmp_path}-{number}"):
             claimed(tmp_path, resume=False)
+        tmp_path.with_name(f"{tmp_path.name}-{number}").mkdir()
     with RunFolder.claim(tmp_path, resume=True):
         pass
+
+
+def test_a_run_in_the_current_folder_names_a_folder_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunFolder.claim(Path("."), resume=False) as folder:
+        train_something(folder)
+    with raises(ConfigError, "run.exists", f"--output {tmp_path}-2"):
+        claimed(Path("."), resume=False)
 
 
 @pytest.mark.parametrize(

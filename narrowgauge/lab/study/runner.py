@@ -56,6 +56,7 @@ def run(study: Study) -> StudyResult:
         tell(f"Reading {study.config.data} ...")
         # Before any run starts: faulty data are reported once, and the cache is filled.
         config, task = preparation.prepare(study.settings_of(study.jobs()[0]))
+        preparation.tell_notes(config, task)
         identity = dict(task.identity)
         folder.refuse_data(stored, identity)
         before = stored or {}
