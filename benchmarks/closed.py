@@ -46,7 +46,6 @@ CLOSED = {
     "second_moment": "How far is an 8-bit second moment from the exact one after 60 steps?",
     "sensitivity": "Are runs that cannot tell recipes apart called so?",
     "study_translation": "A study of three recipes and five seeds on Multi30k",
-    "tasks_beside_trainer": "Does each task of `narrowgauge train` learn as much as a plain script on transformers.Trainer?",
     "tensor_parallel": "What does DTensor cost a step of tensor parallelism, and how many bytes do its messages take?",
     "translate": "Does an encoder-decoder learn to translate in few bits?",
     "weight_reuse": "The cost of comparing a weight with the one that was cast",
