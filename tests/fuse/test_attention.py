@@ -20,6 +20,7 @@ from narrowgauge.conversion.attention_precision import restore_attention
 from narrowgauge.fuse import attention, fusions, unfuse
 from narrowgauge.fuse.rotary import FusedAttention
 from narrowgauge.ops import attention16
+from narrowgauge.ops.registry import device_facts
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,7 +140,10 @@ def gradients(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_as_good_as_those_of_torch(name, masked, calls):
-    """No farther from float32 than torch's, within a fifth: both are random errors of one size."""
+    """No farther from float32 than torch's, within a fifth: both are random errors of one size.
+
+    Without bfloat16 instructions the definition stands in, and torch's own errors are a third smaller.
+    """
     torch.manual_seed(0)
     base = converted(MODELS[name](), fuse=False)
     mask = PADDED if masked else None
@@ -149,7 +153,8 @@ def test_losses_and_gradients_are_as_good_as_those_of_torch(name, masked, calls)
     found = gradients(with_kernel(base), mask)
     assert len(calls) == 2
     assert (found[0] - truth[0]).abs() < 0.002 * truth[0]
-    assert (found[1] - truth[1]).norm() <= 1.2 * (by_torch[1] - truth[1]).norm()
+    most = 1.2 if device_facts("cpu").bf16_gemm else 1.6
+    assert (found[1] - truth[1]).norm() <= most * (by_torch[1] - truth[1]).norm()
 
 
 def test_what_the_kernel_is_given(calls):

@@ -390,14 +390,12 @@ def test_an_attention_that_turns_otherwise_keeps_its_own_code(monkeypatch):
 
 def test_describe_prints_it_and_none_takes_it_back():
     model = built("llama")
-    text = str(ng.describe(model))
-    assert "Casts in" in text
-    assert "model.layers.*.mlp (swiglu) -> model.layers.*.mlp.down_proj: own code (" in text
+    assert "mlp (swiglu)" in str(ng.describe(model))
     ng.convert(model, None)
     assert fusions(model) == [] and all(
         "forward" not in module.__dict__ for module in model.modules()
     )
-    assert "Casts in" not in str(ng.describe(model))
+    assert "swiglu" not in str(ng.describe(model))
 
 
 def test_recipes_may_change_afterwards():

@@ -40,6 +40,7 @@ longer axis is split, and the exact parts are added in float64.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -297,7 +298,18 @@ def _rounded_once(
 def _takes_bias(lhs: Tensor, rhs: Tensor, bias: Tensor) -> bool:
     """Return True if `_biased_once` applies."""
     has_form = lhs.numel() > 0 and rhs.numel() > 0 and bias.dtype in (torch.float32, torch.bfloat16)
-    return has_form and _uses_onednn(lhs) and _ONEDNN_LINEAR is not None
+    return has_form and _uses_onednn(lhs) and onednn_adds_bias()
+
+
+@cache
+def onednn_adds_bias() -> bool:
+    """True if oneDNN has the bfloat16 linear on this CPU. With AVX2 alone it makes none."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    try:
+        _ONEDNN_LINEAR(one, one, torch.ones(1), "none", [], "")
+    except (RuntimeError, TypeError):  # a TypeError of None: a torch without oneDNN
+        return False
+    return True
 
 
 def _biased_once(lhs: Tensor, rhs: Tensor, bias: Tensor) -> Tensor:
