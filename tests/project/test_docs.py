@@ -78,7 +78,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests/project").mkdir(parents=True)
     shutil.copy(ROOT / "tests/project/surface.txt", folder / "tests/project")
-    shutil.copy(ROOT / "mkdocs.yml", folder)
+    for name in ("mkdocs.yml", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, folder)
     return folder
 
 
