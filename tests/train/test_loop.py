@@ -150,7 +150,7 @@ def test_run_json_follows_the_contract(full):
 
 def test_a_reference_without_a_recipe_is_torchs_model(make, capsys, with_report):
     """It has no kernels of ours either, and the time of both to one loss is told."""
-    config = make("int8", compare="none", fuse=True, steps=2, layers=1, eval_every=1)
+    config = make("int8", compare="none", fuse=True, steps=3, layers=1, eval_every=1)
     assert loop.run(config) == 0
     told = capsys.readouterr().err
     fused, plain = (
