@@ -134,9 +134,14 @@ def _dispatch(arguments: list[str]) -> int:
             f"{verb!r} is not a command. {f'Closest: {near}.' if near else 'See narrowgauge --help.'}",
             code="cli.command",
         )
-    # Only the module of the called verb is imported: importing torch takes seconds.
+    return _call(function_of(verb), verb, rest)
+
+
+def function_of(verb: str) -> Callable[..., int]:
+    """Import the module of one verb: importing all that verbs call, such as torch, takes seconds."""
     name = verb.replace("-", "_")
-    return _call(getattr(importlib.import_module(f"narrowgauge.cli.{name}"), name), verb, rest)
+    function: Callable[..., int] = getattr(importlib.import_module(f"narrowgauge.cli.{name}"), name)
+    return function
 
 
 def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:

@@ -1,7 +1,6 @@
 """`narrowgauge completion SHELL`: print a script that completes verbs and flags in a shell."""
 
-import importlib
-from typing import Any, Literal, cast
+from typing import Any
 
 from narrowgauge.errors import ConfigError
 
@@ -33,15 +32,11 @@ def script(shell: str) -> str:
     """The script, without torch: 0.4 s. Hidden flags, such as former ones, are not offered."""
     from cyclopts import App
 
-    from narrowgauge.cli import VERBS
+    from narrowgauge.cli import VERBS, function_of
 
     app: Any = App(name="narrowgauge", help_format="plaintext", version_flags=[])
     for verb in VERBS:
-        name = verb.replace("-", "_")
-        module = importlib.import_module(f"narrowgauge.cli.{name}")
-        app.command(getattr(module, name), name=verb)
-    text: str = app.generate_completion(
-        prog_name="narrowgauge", shell=cast(Literal["bash", "zsh", "fish"], shell)
-    )
-    # zsh reads "#compdef" only in a file of its own; from eval, the function is to be registered.
+        app.command(function_of(verb), name=verb)
+    text: str = app.generate_completion(prog_name="narrowgauge", shell=shell)
+    # zsh reads the line "#compdef" only in a file of its own. After eval, compdef registers the function.
     return f"{text}\ncompdef _narrowgauge narrowgauge" if shell == "zsh" else text

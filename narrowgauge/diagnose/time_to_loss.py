@@ -55,9 +55,9 @@ def time_to_loss(
 ) -> TimeToLoss | None:
     """Compare two lists of events as returned by `runs.read_metrics`.
 
-    Returns None if a run has fewer than LEAST_EVALUATIONS, no finite one at its end, or did not
-    record its seconds, and if they did not begin at the same step: a branch's seconds are those of
-    its parent too.
+    Returns None if a run has fewer than LEAST_EVALUATIONS, ends in a loss that is not finite, or
+    lacks its seconds. Also None if the runs began at different steps: a branch's seconds include
+    its parent's.
     """
     begun = [
         min((event["step"] for event in events if event["event"] == "step"), default=0)

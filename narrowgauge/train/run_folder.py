@@ -69,7 +69,7 @@ def refuse_model(path: Path) -> None:
         )
 
 
-def _free(path: Path) -> str:
+def _next_free(path: Path) -> str:
     """The first of runs/mine-2, runs/mine-3, ... that does not exist, as a shell takes it."""
     base = path if path.name else path.absolute()  # "." has no name of its own
     names = (base.parent / f"{base.name}-{number}" for number in count(2))
@@ -138,7 +138,7 @@ class RunFolder:
                 hold(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
-                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another, as --output {_free(path)}.",
+                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another, as --output {_next_free(path)}.",
                     code="run.exists",
                 )
             storage.probe(path)
