@@ -138,7 +138,7 @@ class RunFolder:
                 hold(lock, path)
             if folder.has_run() and not resume:
                 raise ConfigError(
-                    f"output = '{path}': holds a run already. Continue it with --resume, or choose another, as --output {_next_free(path)}.",
+                    f"output = '{path}': holds a run already. Continue it with --resume, or take another, as --output {_next_free(path)}.",
                     code="run.exists",
                 )
             storage.probe(path)

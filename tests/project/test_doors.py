@@ -36,7 +36,7 @@ def section(title: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_has_files_an_example_and_tests(kind):
     text = section(kind)
-    assert "\n| `" in text
+    assert re.search(r"^\|.*`(narrowgauge|tests)/", text, re.M)
     assert re.search(r"^- Example: `git show [0-9a-f]{8}`", text, re.M)
     assert re.search(r"^- Tests: `python -m pytest -q -n 2 ", text, re.M)
 
