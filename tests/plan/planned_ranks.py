@@ -33,6 +33,7 @@ from narrowgauge.train.parallel.ranks import Ranks
 from narrowgauge.train.planning.command import second_step
 from narrowgauge.train.planning.counts import Counts
 from narrowgauge.train.signals import StopRequest
+from tests.train.tiny import WORDS
 
 WORLD, STEPS, STEP_ENDS = 2, 4, "narrowgauge_step_ends"
 SIZES: dict[str, Any] = {
@@ -46,21 +47,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {"recipe": "none", "precision": "fp32"}, "fp8-current": {"recipe": "fp8-current", "precision": "fp32"},
 }  # fmt: skip
-WORDS = (
-    "scale",
-    "tile",
-    "amax",
-    "codes",
-    "the",
-    "of",
-    "and",
-    "a",
-    "rounds",
-    "stores",
-    "narrow",
-    "wide",
-    "exact",
-)
 
 
 def settings(folder: Path, layout: str, **changes: Any) -> TrainConfig:

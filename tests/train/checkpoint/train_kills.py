@@ -36,6 +36,7 @@ from narrowgauge.distributed import storage as ranks
 from narrowgauge.errors import CheckpointError
 from narrowgauge.train.checkpoint import store
 from tests.train.checkpoint.checkpoint_kills import PRELOADED, summary
+from tests.train.tiny import WORDS
 
 WORLDS = (2, 2, 2, 1)
 AT_ANY_MOMENT = 0.25  # of the kills; the others come when a start has told of some checkpoints
@@ -221,24 +222,9 @@ def _corrupt(folder: Path) -> list[str]:
 
 def write_text(folder: Path) -> None:
     folder.mkdir(parents=True)
-    words = [
-        "scale",
-        "tile",
-        "amax",
-        "codes",
-        "the",
-        "of",
-        "and",
-        "a",
-        "rounds",
-        "stores",
-        "narrow",
-        "wide",
-        "exact",
-    ]
     for seed in range(40):
         draw = random.Random(seed)
-        lines = [" ".join(draw.choices(words, k=8)).capitalize() + ".\n" for _ in range(20 + seed)]
+        lines = [" ".join(draw.choices(WORDS, k=8)).capitalize() + ".\n" for _ in range(20 + seed)]
         (folder / f"{seed:02}.txt").write_text("".join(lines), encoding="utf-8")
 
 
