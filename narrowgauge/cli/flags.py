@@ -92,10 +92,11 @@ def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
     say_former(flags, from_file if path else {})
     config = resolved(toml.build(from_file, flags))
     folder = run_folder.RunFolder(Path(config.output))
+    begins = not folder.has_run() or (not config.resume and run_folder.is_numbered(folder.path))
     # A resumed run is checked against its own settings, a branch against its parent's.
     if config.resume and os.path.lexists(folder.config) and (folder.has_run() or not config.parent):
         run_folder.refuse_other_run(resolved(toml.load_stored(folder.config)), config)
-    elif config.parent and not folder.has_run():
+    elif config.parent and begins:
         origin = {**from_file, **flags}["parent"].origin
         with _naming_parent(origin, config.parent) as run:
             checkpoint_ref.refuse(checkpoint_ref.settings_of(run), config)

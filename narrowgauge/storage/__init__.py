@@ -156,6 +156,16 @@ def replace_file(path: Path, data: str | bytes, instead: str = "choose another -
             raise
 
 
+def replace_link(path: Path, target: str) -> None:
+    """Makes `path` a link to `target`, in place of the link that is there: readers see the old or the new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with refusals("make a link at", path):
+        draft.unlink(missing_ok=True)
+        os.symlink(target, draft)
+        os.replace(draft, path)
+        flush(path.parent)
+
+
 @contextmanager
 def new_folder(path: Path, draft: Path) -> Iterator[Path]:
     """Renames `draft`, which the body creates and syncs, to `path`; removes it if the body fails.

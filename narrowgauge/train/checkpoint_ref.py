@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from narrowgauge.train.config.settings import (
     key_of,
     resolved,
 )
-from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder
+from narrowgauge.train.run_folder import MAY_CHANGE, RunFolder, is_numbered
 
 BEST = "best"
 
@@ -77,6 +77,12 @@ class CheckpointRef:
         if found is None or Path(text).is_dir():
             return cls(Path(text))
         return cls(Path(found[1]), BEST if found[2] == BEST else int(found[2]))
+
+    def of_newest(self) -> CheckpointRef:
+        """The same checkpoint, and for runs/latest the run that it names now."""
+        if not self.run.is_symlink():
+            return self
+        return replace(self, run=self.run.parent / os.readlink(self.run))
 
     def __str__(self) -> str:
         return str(self.run) if self.step is None else f"{self.run}@{self.step}"
@@ -158,7 +164,9 @@ def inherited(parent: Path, given: Collection[str]) -> toml.Given:
 
 def refuse(parent: TrainConfig, config: TrainConfig) -> None:
     """Raises ConfigError if a branch of a run with settings `parent` cannot have `config`."""
-    if Path(config.output).resolve() == CheckpointRef.of(config.parent).run.resolve():
+    own = Path(config.output)
+    is_new = is_numbered(own) and not config.resume
+    if not is_new and own.resolve() == CheckpointRef.of(config.parent).run.resolve():
         raise ConfigError(
             f"from = {config.parent!r}: a branch has a folder and a log of its own, and output is its parent's. Choose another --output.",
             code="branch.output",

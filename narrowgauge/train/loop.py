@@ -22,6 +22,7 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.report import page
 from narrowgauge.train import stepping
 from narrowgauge.train.adapter_state import refuse_run
+from narrowgauge.train.checkpoint_ref import CheckpointRef
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.parallel_syntax import layout
 from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, resolved
@@ -81,6 +82,8 @@ def run_of_rank(
     ranks.refuse_differences(
         {"narrowgauge": narrowgauge.__version__, "torch": torch.__version__}, "versions"
     )
+    if config.parent:  # runs/latest will name this run
+        config = replace(config, parent=str(CheckpointRef.of(config.parent).of_newest()))
     ranks.refuse_differences(asdict(config), "settings")
     ranks.layout = layout(config.parallel, ranks.world)
     stepping.refuse(config, ranks.layout)
@@ -112,6 +115,8 @@ def run_of_rank(
 def _run(config: TrainConfig, ranks: Ranks, stop: Stop, extensions: Extensions) -> int:
     path = Path(config.output)
     with followers.claimed(path, config.resume, ranks) as folder:
+        if folder.path != path:  # numbered
+            config = replace(config, output=str(folder.path))
         if config.resume and ranks.is_first and folder.config.exists():
             # Check once more under the lock: another process may have changed the stored
             # configuration
@@ -124,8 +129,14 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop, extensions: Extensions) 
         if not has_run:
             folder.write_config(asked)
         tell(f"Reading {config.data} ...")
-        config, task = prepare_on_ranks(shared(config, ranks), ranks)
-        begin_branch(config, folder, task, ranks, extensions)
+        try:
+            config, task = prepare_on_ranks(shared(config, ranks), ranks)
+            begin_branch(config, folder, task, ranks, extensions)
+        except BaseException:
+            # torchrun may start the ranks again. They resume what runs/latest names.
+            if not under_torchrun():
+                folder.give_up()
+            raise
         try:
             code = train_and_log(
                 config, folder, task, stop, asked, ranks, extensions.plugins(config)

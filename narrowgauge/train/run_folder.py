@@ -1,4 +1,4 @@
-"""The folder of a run: paths of its files, the lock, and checks that a resumed run is the same run.
+"""The folder of a run: paths of its files, its number, the lock, and checks that a resumed run is the same run.
 
 The layout is in docs/architecture.md. One process holds a run at a time. It locks the file `lock`
 with flock, which the kernel releases when the process ends, even by kill -9.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,8 @@ from narrowgauge.storage import reading
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.settings import TrainConfig, differences
 
+# The default of `output`. New runs there are numbered, and it is a link to the newest.
+LATEST = Path(TrainConfig.output)
 LOCK = reading.Kind(
     most_bytes=reading.MIB,
     error=StorageError,
@@ -76,6 +79,32 @@ def _next_free(path: Path) -> str:
     return shlex.quote(str(next(each for each in names if not os.path.lexists(each))))
 
 
+def is_numbered(path: Path) -> bool:
+    """True if a new run at `path` takes a number: runs/1, runs/2, ... at runs/latest.
+
+    False for a folder of this name, which earlier versions made.
+    """
+    return path == LATEST and (path.is_symlink() or not os.path.lexists(path))
+
+
+def _numbers(runs: Path) -> Iterator[Path]:
+    """Folders for the next run: the numbers above all runs of the folder `runs`.
+
+    The folder of a failed start, in which nothing was trained, is used again.
+    """
+    names = os.listdir(runs) if runs.is_dir() else []
+    there = sorted(
+        (int(name) for name in names if re.fullmatch("[1-9][0-9]{0,8}", name)), reverse=True
+    )
+    newest = next((number for number in there if RunFolder(runs / str(number)).has_run()), 0)
+    yield from (runs / str(number) for number in count(newest + 1))
+
+
+def _target(link: Path) -> str:
+    """Name of the folder that `link` names; '' if there is no link."""
+    return os.readlink(link) if link.is_symlink() else ""
+
+
 class RunFolder:
     """Paths of a run.
 
@@ -97,6 +126,7 @@ class RunFolder:
         self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
         self.at: int | None = None
+        self._before: str | None = None  # of a numbered run: the run before it, '' if none
 
     @classmethod
     @contextmanager
@@ -125,9 +155,51 @@ class RunFolder:
 
         Tests that it is writable, and removes leftovers of a crash.
 
+        A new run at runs/latest gets the next number as its folder, and runs/latest becomes a link to it.
+        A resumed run there gets the folder that the link names. So `path` of the result may differ.
+
         Raises BusyError if another process holds the folder, ConfigError if it holds a run and
         `resume` is false, and StorageError if it is not writable.
         """
+        if not is_numbered(path):
+            with cls._claim(path, resume) as folder:
+                yield folder
+        elif resume:
+            with cls._claim(
+                path.parent / os.readlink(path) if path.is_symlink() else path, resume
+            ) as folder:
+                yield folder
+        else:
+            with ExitStack() as held:
+                folder = cls._claim_number(path.parent, held)
+                folder._before = _target(path)
+                storage.replace_link(path, folder.path.name)
+                yield folder
+
+    @classmethod
+    def _claim_number(cls, runs: Path, held: ExitStack) -> Self:
+        for path in _numbers(runs):
+            try:
+                return held.enter_context(cls._claim(path, resume=False))
+            except BusyError:  # another run begins there
+                continue
+            except ConfigError as error:  # another run has begun there since
+                if error.code != "run.exists":
+                    raise
+        raise AssertionError("numbers have no end")
+
+    def give_up(self) -> None:
+        """After a numbered run failed before it trained: runs/latest names the run before it again."""
+        if self._before is None or self.has_run() or _target(LATEST) != self.path.name:
+            return
+        if self._before:
+            storage.replace_link(LATEST, self._before)
+        else:
+            LATEST.unlink()
+
+    @classmethod
+    @contextmanager
+    def _claim(cls, path: Path, resume: bool) -> Iterator[Self]:
         folder = cls(path)
         with ExitStack() as held:
             with storage.refusals("use the run folder", path):

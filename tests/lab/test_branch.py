@@ -173,6 +173,23 @@ def test_a_branch_is_killed_and_resumed_without_its_parent(parent, before_step, 
 
 
 @pytest.mark.slow
+def test_without_an_output_runs_number_themselves(make, tmp_path, monkeypatch):
+    """A branch of runs/latest names its parent by number, and a failed start changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    assert training.run(replace(make(checkpoint_every=3), output="runs/latest")) == 0
+    for number in (2, 3):
+        command = ["train", "--from", "runs/latest@3", "--recipe", "bf16", "--training.steps", "4"]
+        assert main([*command, "--checkpoint.every", "3"]) == 0
+        stored = RunFolder(Path("runs", str(number))).config.read_text("utf-8")
+        assert f'"runs/{number}"' in stored and f'"runs/{number - 1}@3"' in stored
+    assert main(["train", "--resume", "--training.steps", "5"]) == 0
+    assert tiny.losses(Path("runs/3")).keys() == {4, 5}
+    with raises(DataError, "source.missing"):
+        training.run(replace(make(data="nowhere.txt"), output="runs/latest"))
+    assert Path("runs/latest").readlink() == Path("3")
+
+
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_another_output_is_not_overwritten(
     parent, before_step, tmp_path, capsys
 ):

@@ -18,7 +18,7 @@ from narrowgauge.train.config.settings import TrainConfig, resolved
 from narrowgauge.train.metrics import MetricsLog
 from narrowgauge.train.parallel.followers import claimed as claimed_by
 from narrowgauge.train.parallel.ranks import Ranks
-from narrowgauge.train.run_folder import RunFolder, refuse_other_run
+from narrowgauge.train.run_folder import LATEST, RunFolder, refuse_other_run
 from tests.processes import PYTHON, ROOT, as_nobody
 from tests.raising import raises
 
@@ -28,6 +28,14 @@ from pathlib import Path
 from narrowgauge.train.run_folder import RunFolder
 with RunFolder.claim(Path(sys.argv[1]), resume=True):
     print("held", flush=True)
+    sys.stdin.read()
+"""
+
+STARTER = """
+import sys
+from narrowgauge.train.run_folder import LATEST, RunFolder
+with RunFolder.claim(LATEST, resume=False) as folder:
+    print(folder.path, flush=True)
     sys.stdin.read()
 """
 
@@ -205,3 +213,70 @@ def test_a_resumed_run_may_not_become_another():
         refuse_other_run(stored, TrainConfig(layers=2, layers_recipe={"lm_head": "bf16"}))
     assert "model.layers = 2, but the run has 6" in str(caught.value)
     assert "recipe.layers = {'lm_head': 'bf16'}, but the run has {}" in str(caught.value)
+
+
+def begin_numbered(*, trains: bool = True, resume: bool = False) -> str:
+    """Path of the folder that a run without --output gets. Without `trains` the start fails."""
+    with RunFolder.claim(LATEST, resume=resume) as folder:
+        if trains:
+            train_something(folder)
+        else:
+            folder.give_up()
+        return str(folder.path)
+
+
+def test_runs_number_themselves_and_latest_is_a_link_to_the_newest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # A failed start leaves no link, and its number for the next one.
+    assert begin_numbered(trains=False) == "runs/1" and not os.path.lexists(LATEST)
+    assert [begin_numbered() for _ in range(3)] == ["runs/1", "runs/2", "runs/3"]
+    assert os.readlink(LATEST) == "3" and RunFolder(LATEST).has_run()
+    assert [begin_numbered(trains=False) for _ in range(2)] == ["runs/4", "runs/4"]
+    assert os.readlink(LATEST) == "3" and begin_numbered(resume=True) == "runs/3"
+    assert begin_numbered() == "runs/4" and os.readlink(LATEST) == "4"
+    # Numbers go on above the highest, and other names do not count.
+    storage.remove(Path("runs/2"))
+    for name in ("007", "9", "x"):
+        Path("runs", name).mkdir()
+    assert begin_numbered() == "runs/5"
+    # The newest run was removed, so the link leads nowhere.
+    storage.remove(Path("runs/5"))
+    assert begin_numbered() == "runs/5" and os.readlink(LATEST) == "5"
+
+
+def test_a_number_that_another_process_holds_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert begin_numbered(trains=False) == "runs/1"
+    with RunFolder.claim(LATEST, resume=False) as first:
+        assert str(first.path) == "runs/1" and begin_numbered() == "runs/2"
+    with RunFolder.claim(LATEST, resume=True), raises(BusyError, "run.busy"):
+        begin_numbered(resume=True)
+
+
+def test_a_folder_of_earlier_versions_or_one_that_is_named_is_not_numbered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunFolder.claim(LATEST.absolute(), resume=False) as folder:
+        train_something(folder)
+    with raises(ConfigError, "run.exists"):
+        begin_numbered()
+    assert begin_numbered(resume=True) == "runs/latest"
+
+
+@pytest.mark.slow
+def test_starts_at_the_same_time_get_different_numbers(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            [PYTHON, "-c", STARTER],
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        for _ in range(6)
+    ]
+    names = {process.stdout.readline().decode().strip() for process in started if process.stdout}
+    for process in started:
+        process.communicate()
+    assert names == {f"runs/{number}" for number in range(1, 7)}
+    assert f"runs/{os.readlink(tmp_path / LATEST)}" in names

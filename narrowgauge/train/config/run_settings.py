@@ -28,7 +28,7 @@ class RunSettings:
     """Settings at the top of a file: the run folder and its origin."""
 
     # fmt: off
-    output: str = ROOT("runs/latest", "Run folder.", NOT_EMPTY, free=True)
+    output: str = ROOT("runs/latest", "Run folder. Left out: runs/1, runs/2, ...; runs/latest links to the newest.", NOT_EMPTY, free=True)
     resume: bool = ROOT(False, "Continue the run in the run folder from its newest checkpoint.", free=True)
     parent: str = ROOT("",
         "Start a branch: go on from another run's checkpoint, with its settings but for those given here. RUN, RUN@STEP "

@@ -61,7 +61,10 @@ class FollowersConsole(Console):
 
 @contextmanager
 def claimed(path: Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
-    """Claims the run folder on rank 0, which holds the lock for all ranks."""
+    """Claims the run folder on rank 0, which holds the lock for all ranks.
+
+    Its path is not `path` where runs are numbered: see `RunFolder.claim`.
+    """
     with ExitStack() as held:
 
         def claim() -> RunFolder:
@@ -71,7 +74,8 @@ def claimed(path: Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
 
         # Other ranks wait here, and end with rank 0's exit code if it cannot claim the folder.
         own = ranks.first(claim)
-        yield own or FollowersFolder(path)
+        claimed_path = ranks.told_by_first(lambda: str(own.path) if own else "")
+        yield own or FollowersFolder(Path(claimed_path))
 
 
 def log_of(folder: RunFolder, config: TrainConfig, ranks: Ranks) -> MetricsLog:
