@@ -179,10 +179,10 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
 
 
 def _parsed(app: Any, verb: str, arguments: list[str], known: Collection[str]) -> Any:
-    """Parse the arguments; flags of other trainers that mean the same become ours, with a line.
+    """Parse the arguments. Flags of other trainers that mean the same become ours, with a line.
 
-    Raises ConfigError with what to type for those that mean something else, CycloptsError for
-    others.
+    Raises ConfigError, which says what to type, for flags of other trainers that mean something
+    else. Raises CycloptsError for other unknown flags.
     """
     from cyclopts import UnknownOptionError
 

@@ -398,12 +398,12 @@ class Typed:
 def of_others(
     verb: str, arguments: list[str], known: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """The arguments with other trainers' flags as ours, and a clause for each.
+    """Replace the flags of other trainers by ours. Returns the arguments, and a clause for each flag.
 
     known  names of the verb's parameters
 
-    Raises ConfigError with what to type for a flag that has another meaning here, or none for the
-    verb.
+    Raises ConfigError for a flag that has another meaning here, or none for the verb. The message
+    says what to type.
     """
     found: list[str] = []
     told: list[str] = []

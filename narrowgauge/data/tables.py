@@ -224,8 +224,8 @@ def _check_names(names: Sequence[str], where: str) -> None:
 def delimiter_of(path: Path, limit_bytes: int, header: Sequence[str] | None = None) -> str:
     """Character between the fields of a CSV or TSV file.
 
-    A file that ends in .csv and whose first line has no comma between fields may have another one:
-    the one of OTHER_DELIMITERS that gives the most fields, or as many as `header` has names.
+    The comma of a .csv file, if its first line has one between fields. Otherwise the one of
+    OTHER_DELIMITERS that gives the most fields, or as many as `header` has names.
     """
     usual = DELIMITERS[path.suffix.lower()]
     if usual != ",":

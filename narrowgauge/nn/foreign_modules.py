@@ -1,4 +1,4 @@
-"""Adapters for low-precision modules of other libraries; none of them is imported here.
+"""Adapters for low-precision modules of other libraries, which are not imported here.
 
     class, in any version                         16 bits               operands observed
     torchao Float8Linear                          weight                yes, emulated or native
@@ -349,7 +349,7 @@ class _OfLinear8bit(ForeignLinear):
 
 
 class _OfLinear4bit(ForeignLinear):
-    """bitsandbytes' Linear4bit decodes its weight and multiplies in 16 bits: wide is what it does."""
+    """bitsandbytes' Linear4bit, which decodes its weight and multiplies in 16 bits."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(

@@ -1,11 +1,11 @@
-"""Operands for backward="recast-codes": backward casts the decoded operands of the forward GEMM.
+"""Operands for backward="recast-codes", whose backward pass casts the decoded forward operands again.
 
     forward      q_x = cast(x), q_w = cast(w)               y = q_x @ q_w.T + bias
     backward     grad_input  = cast(gy) @ cast(decode(q_w).T).T      both rotated along N
                  grad_weight = cast(gy.T) @ cast(decode(q_x).T).T    both rotated along T
 
-Source: "Quartet II" (arXiv 2601.22813), which keeps x and w of the forward pass in NVFP4, and in
-backward decodes, transposes, rotates and casts them again.
+Source: "Quartet II" (arXiv 2601.22813). It keeps x and w of the forward pass in NVFP4. Its backward
+pass decodes, transposes, rotates and casts them again.
 
 Why: x [T, K] costs backward its codes and scales, 4.5 bits per element in 1x16 tiles and not 16. The
 gradients are those of the quantized layer, straight through the rounding: elements that the forward

@@ -6,12 +6,13 @@
     ->   scales of the tiles times S; E4M3 scales are then rounded stochastically
 
 S makes the inner product of a block with itself exact: <S q, x> = <x, x>. A rotation with random
-signs makes x nearly normal and symmetric, so that over the signs the error of S q has no other
-direction on average: E[S q] = x up to terms that fall with the block (EDEN, arXiv 2108.08842, which
-this follows; for NVFP4 "MS-EDEN", Quartet II, arXiv 2601.22813). Elements are rounded to nearest, and
-random numbers are drawn for one scale of a tile instead of each element. So of normal numbers in
-tiles of 16 the squared error is half that of stochastic rounding: 0.0098 of their square and not
-0.0189 (0.0222 by scales rounded up).
+signs makes x nearly normal and symmetric. Then the error of S q has no other direction, on average
+over the signs: E[S q] = x up to terms that fall with the block. Sources: EDEN (arXiv 2108.08842);
+for NVFP4 "MS-EDEN" of Quartet II (arXiv 2601.22813).
+
+Elements are rounded to nearest. Random numbers are drawn for the scale of a tile, not for each
+element. So for normal numbers in tiles of 16 the squared error is 0.0098 of their square. With
+stochastic rounding it is 0.0189, or 0.0222 with scales rounded up.
 
     block 128    where nine elements in ten are zero, the squared bias is 1 % of the error of one draw
     block 16     a third of it there, and a tenth with columns of log-normal size

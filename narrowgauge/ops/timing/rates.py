@@ -145,8 +145,8 @@ RATES = Rates()
 ERROR: Mapping[str, float] = MappingProxyType(
     {"product": 0.04, "layer": 0.04, "compiled": 0.09, "eager": 0.20}
 )
-# Published over predicted gain relative to bfloat16, least and most of benchmarks/results/gains.jsonl:
-# of one layer's products with their casts, and of whole steps, whose gains are told too high.
+# Published gain over bfloat16 divided by the predicted one: the least and the most of
+# benchmarks/results/gains.jsonl. Layers are products with their casts. Gains of steps are predicted too high.
 LIKELY_GAIN: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"layer": (0.95, 1.05), "step": (0.87, 1.01)}
 )

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -232,9 +232,19 @@ def summary(case: str, done: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def run(
+    what: str,
+    description: str | None,
+    rounds: Callable[[Path, int, int], Iterator[dict[str, Any]]],
+    last: Callable[[Path, list[dict[str, Any]]], dict[str, Any]] = lambda place, done: {},
+) -> None:
+    """The command of a script: kills, a row in checkpoint_kills.jsonl, exit code 1 if something was lost.
+
+    rounds  kills in a folder, as many as asked, with a seed
+    last    further counts of the whole, from the folder and the rows
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -244,11 +254,12 @@ def main() -> None:
         for row in rounds(Path(place), given.kills, given.seed):
             done.append(row)
             print(len(done), row, flush=True)
-    found = summary("kill -9 of random ranks", done)
+        found = summary(what, done) | last(Path(place), done)
     print(found)
     record("checkpoint-kills", [found], RESULTS / "checkpoint_kills.jsonl")
-    sys.exit(bool(found["corrupt"] or found["lost_steps"] or found["wrong"] or found["hung"]))
+    losses = ("corrupt", "lost_steps", "wrong", "hung", "other_losses_or_tensors")
+    sys.exit(any(found.get(key) for key in losses))
 
 
 if __name__ == "__main__":
-    main()
+    run("kill -9 of random ranks", __doc__, rounds)

@@ -13,14 +13,11 @@ starts cost seconds of CPU each. As its agent does, the benchmark ends those tha
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,13 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import RESULTS, record
 from narrowgauge import cli, manifest, storage
 from narrowgauge.diagnose.runs import read_metrics
 from narrowgauge.distributed import storage as ranks
 from narrowgauge.errors import CheckpointError
 from narrowgauge.train.checkpoint import store
-from tests.train.checkpoint.checkpoint_kills import PRELOADED, summary
+from tests.train.checkpoint import checkpoint_kills
+from tests.train.checkpoint.checkpoint_kills import PRELOADED
 from tests.train.tiny import WORDS
 
 WORLDS = (2, 2, 2, 1)
@@ -261,34 +258,16 @@ def _losses(output: Path) -> dict[int, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    done = []
-    with tempfile.TemporaryDirectory() as place:
-        for row in rounds(Path(place), given.kills, given.seed):
-            done.append(row)
-            print(len(done), row, flush=True)
-        differing = differences(Path(place))
-    found = summary("kill -9 of random ranks of narrowgauge train", done)
-    found |= {
+def last(place: Path, done: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of the whole run."""
+    differing = differences(place)
+    print(*differing[:3], sep="\n")
+    return {
         "ended_by_agent": sum(row["ended_by_agent"] for row in done),
         "steps": done[-1]["told"],
+        "other_losses_or_tensors": len(differing),
     }
-    found["other_losses_or_tensors"] = len(differing)
-    print(found, *differing[:3], sep="\n")
-    record("checkpoint-kills", [found], RESULTS / "checkpoint_kills.jsonl")
-    sys.exit(
-        any(
-            found[key]
-            for key in ("corrupt", "lost_steps", "wrong", "hung", "other_losses_or_tensors")
-        )
-    )
 
 
 if __name__ == "__main__":
-    main()
+    checkpoint_kills.run("kill -9 of random ranks of narrowgauge train", __doc__, rounds, last)
