@@ -433,7 +433,8 @@ _NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
-# e4m3 reserves only NaN; e5m2 reserves infinity and three NaNs (OCP FP8, as torch's dtypes).
+# e4m3 reserves only NaN; e5m2 reserves infinity and three NaNs (OCP FP8, as torch's dtypes). e3m4
+# reserves the sixteen codes that IEEE's rule gives to infinity and NaN (as ml_dtypes' float8_e3m4).
 E4M3 = FloatFormat(
     name="e4m3",
     bits=8,
@@ -453,6 +454,16 @@ E5M2 = FloatFormat(
     storage=torch.float8_e5m2,
     has_nan=True,
     reserved=4,
+)
+E3M4 = FloatFormat(
+    name="e3m4",
+    bits=8,
+    exponent=3,
+    mantissa=4,
+    max=15.5,
+    storage=torch.uint8,
+    has_nan=True,
+    reserved=16,
 )
 E3M2 = FloatFormat(name="e3m2", bits=6, exponent=3, mantissa=2, max=28, storage=torch.uint8)
 E2M3 = FloatFormat(name="e2m3", bits=6, exponent=2, mantissa=3, max=7.5, storage=torch.uint8)

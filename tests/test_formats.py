@@ -22,6 +22,7 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.formats import (
     E2M1,
     E3M0,
+    E3M4,
     E4M3,
     E8M0,
     INT4,
@@ -95,6 +96,7 @@ def test_the_types_of_ml_dtypes_are_found():
         >= {
             "e4m3": "float8_e4m3fn",
             "e5m2": "float8_e5m2",
+            "e3m4": "float8_e3m4",
             "e3m2": "float6_e3m2fn",
             "e2m3": "float6_e2m3fn",
             "e2m1": "float4_e2m1fn",
@@ -634,23 +636,12 @@ def test_bit_splitting_is_stochastic_rounding_of_the_whole():
     assert_same(INT4X2.encode(t.float(), noise.float()).double(), 14 * high + low)
 
 
-# --- a format of one's own ---------------------------------------------------------------------------------------------------------
-
-IEEE_E3M4 = FloatFormat(
-    name="ieee-e3m4",
-    bits=8,
-    exponent=3,
-    mantissa=4,
-    max=15.5,
-    storage=torch.uint8,
-    has_nan=True,
-    reserved=16,
-)
+# --- codes that are no numbers ------------------------------------------------------------------------------------------------------
 
 
 def test_codes_above_the_largest_are_no_numbers():
     """As IEEE's E3M4 has them: 0x70 to 0x7f and their negatives; the numbers are those of ml_dtypes (exact)."""
-    values = IEEE_E3M4.values()
+    values = E3M4.values()
     assert (
         values[:0x70].isfinite().all()
         and values[0x6F] == 15.5
@@ -662,10 +653,8 @@ def test_codes_above_the_largest_are_no_numbers():
     )
     assert_same(values[:0x70], theirs)
     x = torch.tensor([0.0, -0.0, 15.5, 17.0, -math.inf, math.nan, 0.2, 2.0**-6, 1e-9])
-    assert_same(IEEE_E3M4.decode(IEEE_E3M4.encode(x)), IEEE_E3M4.round(x), any_nan=True)
-    assert (
-        int(IEEE_E3M4.encode(x).max()) <= 0xFF and IEEE_E3M4.decode(IEEE_E3M4.encode(x))[3] == 15.5
-    )
+    assert_same(E3M4.decode(E3M4.encode(x)), E3M4.round(x), any_nan=True)
+    assert int(E3M4.encode(x).max()) <= 0xFF and E3M4.decode(E3M4.encode(x))[3] == 15.5
 
 
 @pytest.mark.parametrize(
@@ -680,7 +669,7 @@ def test_codes_above_the_largest_are_no_numbers():
 )
 def test_a_format_whose_codes_do_not_fit_is_refused(changes, code, values):
     with raises(ConfigError, code, *values):
-        replace(IEEE_E3M4, **changes)
+        replace(E3M4, **changes)
 
 
 def test_every_constant_is_in_the_registry():

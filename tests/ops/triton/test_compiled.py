@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge import formats
-from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8, FloatFormat
+from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8
 from narrowgauge.ops.random import Key
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
 from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
@@ -44,14 +44,11 @@ CASTS = {
     "int8-row": Cast(format=INT8, tile=(1, WHOLE)),
     "e5m2-stochastic": Cast(format=E5M2, rounding="stochastic"),
 }
-# Eight bits for which no GPU has a conversion: taking e5m2's would be silent on 9.0.
-E3M4 = FloatFormat(
-    name="e3m4", bits=8, exponent=3, mantissa=4, max=15.5, storage=torch.uint8, has_nan=True, reserved=16,
-)  # fmt: skip
-# Formats that no cast above has, a new one of the registry too.
+# Formats that no cast above has, a new one of the registry too. No GPU has a conversion for the eight
+# bits of e3m4: taking e5m2's would be silent on 9.0.
 OF_FORMATS = {
     f"row-{format}": Cast(format=format, tile=(1, WHOLE))
-    for format in (*formats.ELEMENTS, E3M4)
+    for format in formats.ELEMENTS
     if refuse(Cast(format=format)) is None
     and format not in [cast.format for cast in CASTS.values()]
 }
