@@ -352,9 +352,9 @@ def tokens_per_s(events: Sequence[Event]) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def speed_quartiles(events: Sequence[Event]) -> tuple[float, float] | None:
-    """First and third quartile of `speeds`; None with fewer than four of them."""
-    rates = speeds(events)
+def speed_quartiles(*runs: Sequence[Event]) -> tuple[float, float] | None:
+    """First and third quartile of the `speeds` of all runs; None with fewer than four steps."""
+    rates = [rate for events in runs for rate in speeds(events)]
     if len(rates) < 4:
         return None
     low, _, high = statistics.quantiles(rates, n=4, method="inclusive")

@@ -317,7 +317,10 @@ def sensitivity_words(found: Gathered, verdicts: Sequence[SeedComparison]) -> It
 
 
 def costs(found: Gathered) -> list[dict[str, str]]:
-    """Speed and memory of each recipe: medians over its runs, and ratios to the reference."""
+    """Speed and memory of each recipe: medians over its runs, and ratios to the reference.
+
+    half  first and third quartile of the speed of all steps
+    """
     listed: list[dict[str, str]] = []
     first: dict[str, float | None] = {}
     for place, group in enumerate(found.groups):
@@ -333,6 +336,8 @@ def costs(found: Gathered) -> list[dict[str, str]]:
             whole = first.setdefault(key, median)
             row[key] = show(median) if median is not None else "–"
             row[f"{key}_ratio"] = f"{median / whole:.2f}" if median and whole else ""
+        middle = compare.speed_quartiles(*(each.events for each in group.runs))
+        row["half"] = f"{count(round(middle[0]))} to {count(round(middle[1]))}" if middle else "–"
         row["device"] = ", ".join(
             dict.fromkeys(str(each.run.get("device", "?")) for each in group.runs)
         )

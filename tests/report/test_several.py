@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from narrowgauge.cli import main
-from narrowgauge.diagnose import seeds, seeds_text
+from narrowgauge.diagnose import compare, seeds, seeds_text
 from narrowgauge.errors import ConfigError
 from narrowgauge.report import groups, several, several_curves, several_figures
 from tests.raising import cli_raises, coded, raises
@@ -70,6 +70,15 @@ def test_runs_are_grouped_by_recipe_and_judged_in_pairs(six):
         finals[f"fp8-row-{seed}"] - finals[f"bf16-{seed}"] for seed in range(3)
     )
     assert groups.gather(six, reference="fp8-row").groups[0].name == "fp8-row"
+
+
+def test_a_speed_has_the_quartiles_of_all_runs(six):
+    """Of the steps of three runs together, without the first of each."""
+    found = groups.gather(six)
+    for group, row in zip(found.groups, several.costs(found), strict=True):
+        rates = [rate for each in group.runs for rate in compare.speeds(each.events)]
+        low, _, high = statistics.quantiles(rates, n=4, method="inclusive")
+        assert len(rates) == 3 * 29 and row["half"] == f"{round(low):,} to {round(high):,}"
 
 
 def test_the_page_is_whole_and_the_same_for_the_same_runs(six, tmp_path, capsys):
