@@ -20,7 +20,6 @@ from narrowgauge.conversion.attention_precision import restore_attention
 from narrowgauge.fuse import attention, fusions, unfuse
 from narrowgauge.fuse.rotary import FusedAttention
 from narrowgauge.ops import attention16
-from narrowgauge.ops.registry import device_facts
 
 transformers = pytest.importorskip("transformers")
 
@@ -140,10 +139,10 @@ def gradients(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_as_good_as_those_of_torch(name, masked, calls):
-    """No farther from float32 than torch's, within a fifth: both are random errors of one size.
+    """The distance from float32 is at most 1.6 of torch's: both are random errors of one size.
 
-    Without bfloat16 instructions the definition stands in for the kernel. Torch's errors were smaller
-    there, by up to a third in these models (AVX2): the bound is wider.
+    A mistake of what the kernel is given is far above that. The kernel's own errors are measured in
+    tests/ops/test_attention16.py. Measured here: up to 1.2 with bfloat16 instructions, 1.5 on AVX2.
     """
     torch.manual_seed(0)
     base = converted(MODELS[name](), fuse=False)
@@ -154,8 +153,7 @@ def test_losses_and_gradients_are_as_good_as_those_of_torch(name, masked, calls)
     found = gradients(with_kernel(base), mask)
     assert len(calls) == 2
     assert (found[0] - truth[0]).abs() < 0.002 * truth[0]
-    most = 1.2 if device_facts("cpu", None).bf16_gemm else 1.6
-    assert (found[1] - truth[1]).norm() <= most * (by_torch[1] - truth[1]).norm()
+    assert (found[1] - truth[1]).norm() <= 1.6 * (by_torch[1] - truth[1]).norm()
 
 
 def test_what_the_kernel_is_given(calls):
