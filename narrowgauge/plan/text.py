@@ -116,6 +116,12 @@ def _parts(answer: Mapping[str, Any]) -> Iterator[str]:
 
 def _time(answer: Mapping[str, Any]) -> Iterator[str]:
     yield from answer.get("time", {}).get("lines", ())
+    if wide := answer.get("wide"):
+        low, high = wide["times_as_fast"]
+        yield (
+            f"Without low precision ({wide['precision']}): {wide['seconds']:.3g} s and {gib(wide['allocated_bytes'])}. "
+            f"This recipe's step is likely {low:.2f} to {high:.2f} times as fast."
+        )
 
 
 def _fitting(answer: Mapping[str, Any]) -> Iterator[str]:

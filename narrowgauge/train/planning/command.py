@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from narrowgauge import recipes
 from narrowgauge.errors import ConfigError, OutOfMemoryError
 from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.timing import rates
 from narrowgauge.plan.allocations import most_allocated
 from narrowgauge.plan.room import Room
 from narrowgauge.plan.text import rendered
 from narrowgauge.train import stepping
 from narrowgauge.train.config import parallel_syntax
+from narrowgauge.train.config.settings import NO_RECIPE
 from narrowgauge.train.device import chosen_device, device_name
 from narrowgauge.train.parallel import pipeline, spread, tensor_plans
 from narrowgauge.train.planning.answer import Answers
-from narrowgauge.train.planning.counts import Counts, generators_kept, silent
+from narrowgauge.train.planning.counts import Counts, generators_kept, probe_in_bf16, silent
 from narrowgauge.train.planning.policy import chosen
 from narrowgauge.train.planning.steps import Source, without_values
 
@@ -57,10 +60,30 @@ def answered(
         config, why = replace(config, checkpointing=choice.policy), f"checkpointing {choice}"
     answer = Answers(config, room, counts).answer(table)
     answer["notes"] += [why] if why else []
+    if "time" in answer and config.recipe not in (NO_RECIPE, recipes.BF16.name):
+        answer["wide"] = _wide(config, room, counts, answer["time"]["seconds"])
     if measure:
         answer["measured"] = measured(config)
     answer["text"] = rendered(answer)
     return answer
+
+
+def _wide(config: TrainConfig, room: Room, counts: Counts, own_s: float) -> dict[str, Any]:
+    """Time and memory of the same step without low precision, and the range of the likely gain.
+
+    Costs a trace more. own_s: predicted seconds of the step of `config`
+    """
+    wide = Answers(probe_in_bf16(config), room, counts)
+    found = counts.of(wide.config)
+    assert room.card is not None
+    sizes = parallel_syntax.named(config.parallel)
+    wide_s = wide.time(found, wide.shape(), room.card, sizes)["seconds"]
+    return {
+        "precision": config.precision,
+        "seconds": wide_s,
+        "allocated_bytes": found.allocated,
+        "times_as_fast": list(rates.likely_gain(wide_s / own_s, "step")),
+    }
 
 
 def _refuse_layout(config: TrainConfig) -> None:

@@ -17,6 +17,7 @@ from narrowgauge.cli import main
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.mm import int8_cpp
 from narrowgauge.ops.registry import cpu_facts
+from narrowgauge.ops.timing import rates
 from narrowgauge.plan.allocations import most_allocated
 from narrowgauge.plan.room import KEPT_FREE, Room, gib
 from narrowgauge.train.config.settings import TrainConfig, resolved
@@ -236,6 +237,23 @@ def test_a_plan_on_the_command_line(tmp_path, capsys, own_cache):
         entry.write_text(entry.read_text()[:100])
     assert main(arguments) == 0 and capsys.readouterr().out == first
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.slow
+def test_the_step_without_low_precision_stands_beside_it(capsys, own_cache):
+    """Its time and memory are those of its own plan, as told by the command; without a card there is no time."""
+    sizes = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
+    answers = {}
+    for recipe, card in (("fp8-current", "h100"), ("none", "h100"), ("fp8-current", "")):
+        main(["plan", *sizes, f"--recipe={recipe}", f"--card={card}", "--json"])
+        answers[recipe, card] = json.loads(capsys.readouterr().out)
+    own, plain = answers["fp8-current", "h100"], answers["none", "h100"]
+    assert own["wide"]["seconds"] == plain["time"]["seconds"]
+    assert own["wide"]["allocated_bytes"] == plain["allocated_bytes"]
+    gain = plain["time"]["seconds"] / own["time"]["seconds"]
+    assert own["wide"]["times_as_fast"] == list(rates.likely_gain(gain, "step"))
+    assert "wide" not in plain and "wide" not in answers["fp8-current", ""]
+    assert "Without low precision (amp-bf16)" in own["text"]
 
 
 @pytest.mark.parametrize("fixed", [0.0, 0.3])
