@@ -33,10 +33,12 @@ DOCS := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train train-2 test test-slow test-plain-cpu test-ranks test-benchmarks oldest check docs format bench bench-cola bench-cpu bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
+.PHONY: help install train train-2 test test-slow test-plain-cpu test-ranks test-benchmarks oldest check docs format bench bench-cola bench-cpu bench-cumulative bench-emulation bench-memory bench-tokenize bench-optimizer bench-training-bytes bench-int4 bench-gpu pretraining mutations sanitize dry-run estimators same-loss convergence optimizer-convergence clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
+
+install: $(TRAINING) ## what training needs, in .venv: two minutes
 
 train: $(TRAINING) ## train the demo model of examples/demo.toml and write its report
 	$(BIN)/narrowgauge train examples/demo.toml --output $(OUTPUT) $(ARGS)

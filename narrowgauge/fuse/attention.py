@@ -148,6 +148,8 @@ def describe(module: nn.Module) -> str:
     """Describe the kernel that computes the attention of a module, for `Fusion.backend`."""
     native, like = KERNELS.kernels[0].name, next(module.parameters())
     asked: Any = getattr(module.config, "_attn_implementation", None) or SDPA
+    if asked.startswith("narrowgauge_float32"):  # of train.attention
+        return f"own code (attention is in float32 here, and {native} computes in bfloat16)"
     if asked != SDPA:
         return f"own code (the model asks for {asked!r} attention, and {native} is for {SDPA!r})"
     dtype = like.dtype

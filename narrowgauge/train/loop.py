@@ -137,6 +137,10 @@ def _run(config: TrainConfig, ranks: Ranks, stop: Stop, extensions: Extensions) 
             if not under_torchrun():
                 folder.give_up()
             raise
+        if config.compare and not has_run:
+            tell(
+                f"Two runs on the same batches: this one, then {_reference_words(config, ranks)}. --compare '' leaves the second out."
+            )
         try:
             code = train_and_log(
                 config, folder, task, stop, asked, ranks, extensions.plugins(config)
@@ -181,6 +185,13 @@ def reference_precision(config: TrainConfig, device: torch.device) -> str:
     is_emulated = device.type == "cpu" and not device_facts("cpu", None).bf16_gemm
     is_plain = config.compare == NO_RECIPE and config.precision == "amp-bf16"
     return "fp32" if is_emulated and is_plain else config.precision
+
+
+def _reference_words(config: TrainConfig, ranks: Ranks) -> str:
+    """ "plain torch in fp32", "plain torch in amp-bf16", or the recipe of the second run."""
+    if config.compare != NO_RECIPE:
+        return config.compare
+    return f"plain torch in {reference_precision(config, ranks.device(config.device))}"
 
 
 def _train_reference(

@@ -95,6 +95,8 @@ def run_command(words: list[str], folder: Path, where: str) -> None:
         run_ok(["make", "--dry-run", *words[1:]])
     elif words[0] == "narrowgauge":
         run_ok([PYTHON, "-m", *words], cwd=folder)
+    elif words[0] == "python":
+        run_ok([PYTHON, *words[1:]], cwd=folder)
     elif words[0] == "torchrun":
         run_ok([PYTHON, "-m", "torch.distributed.run", *words[1:]], cwd=folder)
     else:
