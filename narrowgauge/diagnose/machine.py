@@ -124,9 +124,9 @@ def _rates_of_cpu() -> list[str]:
         else f"{rival} (bf16 is emulated here)"
     )
     if busy and not faster:
-        verdict = f"Whether a narrow recipe is faster than {of}, could not be told."
+        verdict = f"Whether a narrow recipe is faster than {of}, {UNKNOWN}."
     else:
-        verdict = f"Faster than {of}: {', '.join(faster) or 'no narrow recipe'}."
+        verdict = f"Faster than {of}: {', '.join(faster) or NO_RECIPE_IS_FASTER}."
     return [
         f"  Measured now on {threads_words()}: a Linear of {WIDTH:,} x {WIDTH:,} on {TOKENS} tokens, forward and backward, with casts:",
         f"  {times}.",
@@ -135,6 +135,7 @@ def _rates_of_cpu() -> list[str]:
     ]
 
 
+NO_RECIPE_IS_FASTER, UNKNOWN = "no narrow recipe", "could not be told"
 # Above either, two calls of `info` may disagree on which recipe is faster.
 MOST_LOAD = 0.5  # processes that run or wait, per processor
 MOST_SPREAD = 0.25  # of a ratio over the rounds
