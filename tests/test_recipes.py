@@ -30,6 +30,7 @@ NV_X, NV_W = ("e2m1", (1, 16), "e4m3-two-level"), ("e2m1", (16, 16), "e4m3-two-l
 NV_GY = ("e2m1", (1, 16), "e4m3-two-level-ceil")
 INT4, SPLIT = ("int4", TENSOR, "fp32"), ("int4x2", ROW, "fp32")
 FORWARD, BACKWARD = ("e4m3", TENSOR, "fp32"), ("e5m2", TENSOR, "fp32")
+MX6, MX6_GY = ("e2m3", MX, "e8m0-ceil"), ("e3m2", MX, "e8m0-ceil")
 CASTS = {
     "bf16": [None] * 6,
     "fp8-delayed": [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD],
@@ -40,6 +41,7 @@ CASTS = {
         ("e4m3", tile, "pow2") for tile in (VECTOR, SQUARE, VECTOR, SQUARE, VECTOR, VECTOR)
     ],
     "mxfp8": [("e4m3", MX, "e8m0-ceil")] * 6,
+    "mxfp6": [MX6, MX6, MX6_GY, MX6, MX6_GY, MX6],
     "int8": [("int8", ROW, "fp32")] * 6,
     "int4-hq-bs": [INT4, INT4, SPLIT, INT4, SPLIT, INT4],
     "int4-hq-lss": [INT4, INT4, SPLIT, INT4, SPLIT, INT4],

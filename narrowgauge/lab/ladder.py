@@ -40,7 +40,7 @@ REST = 0.5  # a fix leaves at most this share of the gap to BF16
 MORE_CONSERVATIVE = {
     "fp8-delayed": "fp8-current", "fp8-current-fast": "fp8-current", "fp8-current": "fp8-row", "fp8-row": "mxfp8", "fp8-block": "mxfp8",
     "nvfp4": "nvfp4-46", "nvfp4-46": "quartet2-46", "quartet2": "quartet2-46", "quartet2-46": "mxfp8",
-    "tetrajet2": "quartet2-46", "mxfp4": "mxfp8",
+    "tetrajet2": "quartet2-46", "mxfp4": "mxfp8", "mxfp6": "mxfp8",
     "int4-lsq-luq": "int4-hq-bs", "int4-hq-lss": "int4-hq-bs", "int4-minmax-sr": "int4-hq-bs", "int4-row-sr": "int4-hq-bs",
     "int4-eden": "int4-hq-bs", "int4-hq-bs": "int8",
 }  # fmt: skip

@@ -21,7 +21,7 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
     recipe                                                CPU      GPU
     fp8-current, fp8-delayed, fp8-current-fast            values   codes
     int8                                                  codes    codes
-    fp8-row, fp8-block, mxfp8                             x        codes
+    fp8-row, fp8-block, mxfp8, mxfp6                      x        codes
     bf16, nvfp4, nvfp4-46, mxfp4                          x        x
     int4-*, quartet2, quartet2-46, tetrajet2              packed   packed
 
