@@ -1,4 +1,4 @@
-"""AdamW, Lion and SGD with momentum, with states of 32, 16, 8 or 4 bits.
+"""AdamW, Lion, SGD with momentum and RAdam, with states of 32, 16, 8 or 4 bits.
 
 rules.py contains the equations and the defaults, moments.py the formats. All classes share the
 constructor of `base.LowPrecisionOptimizer`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from narrowgauge.optim import rules
 from narrowgauge.optim.base import LowPrecisionOptimizer
 
-__all__ = ["SGD", "AdamW", "Lion"]
+__all__ = ["SGD", "AdamW", "Lion", "RAdam"]
 
 
 class AdamW(LowPrecisionOptimizer):
@@ -36,7 +36,16 @@ class SGD(LowPrecisionOptimizer):
     rule = rules.SGD
 
 
+class RAdam(LowPrecisionOptimizer):
+    """RAdam (arXiv 1908.03265) with decoupled weight decay: its first steps need no warm-up.
+
+    Plain torch computes it. Numbers: lr, betas, eps, weight_decay.
+    """
+
+    rule = rules.RADAM
+
+
 # By the name of their rule, as in the setting `optimizer`.
 OPTIMIZERS: dict[str, type[LowPrecisionOptimizer]] = {
-    each.rule.name: each for each in (AdamW, Lion, SGD)
+    each.rule.name: each for each in (AdamW, Lion, SGD, RAdam)
 }

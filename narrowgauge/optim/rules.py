@@ -6,6 +6,12 @@
         w <- (1 - lr wd) w - lr sign(c);  m <- m + (1 - b2)(g - m)
     SGD, as torch.optim.SGD    d = g + wd w;  m <- mu m + d
         w <- w - lr (d + mu m if nesterov else m)
+    RAdam, arXiv 1908.03265    m and v of AdamW;  rho_t = rho - 2 t b2^t / (1 - b2^t),  rho = 2 / (1 - b2) - 1
+        w <- (1 - lr wd) w - lr / (1 - b1^t) m (r_t sqrt(1 - b2^t) / (sqrt(v) + eps) if rho_t > 5 else 1)
+        r_t^2 = (rho_t - 4)(rho_t - 2) rho / ((rho - 4)(rho - 2) rho_t)
+
+RAdam is torch.optim.RAdam with decoupled weight decay. The limit of 5 and eps are torch's and the
+authors' code's; the paper has 4 and no eps. If b2 <= 2/3, no step divides by sqrt(v).
 
 Error feedback. A quantized first moment m' = Q(m) has a rounding error. With rounding to nearest,
 the errors of many steps add up: m stands still if a step changes it by less than half a gap. A
@@ -17,6 +23,8 @@ changes of v. The step subtracts this distance from the weight at once:
     AdamW   lag = -lr_t / (sqrt(v) c_t + eps) K_t
             K_t = sum_{j > 0} b1^j (1 - b1^t) / (1 - b1^(t + j))
     SGD     lag = -lr mu / (1 - mu), with Nesterov mu times as much
+    RAdam   AdamW's, with term j of K_t times r_{t+j} / r_t. Before rho_t > 5 a later step may
+            divide by sqrt(v) or not. So K_t is two sums, and each has the terms of its kind
 
 If gradients have stopped, v decays too, and K_t contains b1 / sqrt(b2) instead of b1. The errors
 then add up to a bounded sum. A moment below all codes leaves Adam without momentum, but the weight
@@ -27,7 +35,7 @@ Later steps return the correction only at the same learning rate. If the rate fa
 AdamW's K_t has the factor max(0, 1 - FALL j f), with f = lr_{t-1} / lr_t - 1. A constant or rising
 rate has f = 0. SGD's lag has no such factor.
 
-Bound of m. With quantized states, AdamW clamps m to the range that exact steps can reach. Lion and
+Bound of m. With quantized states, AdamW and RAdam clamp m to the range that exact steps can reach. Lion and
 SGD have no bound. By Cauchy-Schwarz, over the gradients of steps 1 ... t,
 
     m_t^2 <= B_t^2 v_t    with    B_t^2 = (1 - b1)^2 / (1 - b2) sum_{i < t} (b1^2 / b2)^i
@@ -73,6 +81,8 @@ FALL = 6.0
 # Factor of the bound for rounding errors of m and v, and the largest bound that float32 can
 # multiply by a root.
 SLACK, MOST = 1 + 2.0**-8, 2.0**120
+# RAdam divides by sqrt(v) above this rho_t: from step 6 on at b2 = 0.999.
+LEAST_RHO = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +94,7 @@ class Constants:
     decay          1 - lr wd; the coupled weight decay in SGD
     step_size      negative
     correction     1 / sqrt(1 - beta2^t)
-    bound          B_t of AdamW, see the module
+    bound          B_t of AdamW and RAdam, see the module
     lag            K_t; for SGD the whole factor of the weight
     lag_of_decay   K_t if v decays too
     """
@@ -101,6 +111,18 @@ class Constants:
     lag: float = 0.0
     lag_of_decay: float = 0.0
     nesterov: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RectifiedConstants(Constants):
+    """Scalars of one step of RAdam. `lag` and `lag_of_decay` are sums over later steps that divide.
+
+    divides       True if this step divides by sqrt(v)
+    lag_of_plain  K_t over later steps that do not
+    """
+
+    divides: bool
+    lag_of_plain: float
 
 
 Updated: TypeAlias = (
@@ -175,7 +197,7 @@ def only_decays(g: Tensor, m: Tensor, share: float = 1.0) -> Tensor:
 
 
 def bound(beta1: float, beta2: float, step: int) -> float:
-    """B_t, the largest |m| / sqrt(v) of AdamW after `step` steps, at most MOST.
+    """B_t, the largest |m| / sqrt(v) of AdamW and RAdam after `step` steps, at most MOST.
 
     SLACK covers the rounding errors of m and v.
     """
@@ -199,12 +221,33 @@ def fall(group: Mapping[str, Any]) -> float:
     return before / now - 1 if before > now > 0 else 0.0
 
 
+def rectification(beta2: float, step: int) -> float:
+    """r_t of RAdam, or 0 if the step does not divide by sqrt(v)."""
+    power, most = beta2**step, 2 / (1 - beta2) - 1
+    rho = most - 2 * step * power / (1 - power)
+    if rho <= LEAST_RHO:
+        return 0.0
+    return math.sqrt((rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho))
+
+
+def _is_plain(beta2: float, step: int) -> float:
+    """1 if the step of RAdam does not divide by sqrt(v), else 0."""
+    return float(rectification(beta2, step) == 0)
+
+
 @lru_cache(maxsize=64)
-def lags(beta1: float, beta2: float, step: int | None, fall: float = 0.0) -> tuple[float, float]:
+def lags(
+    beta1: float,
+    beta2: float,
+    step: int | None,
+    fall: float = 0.0,
+    factor: Callable[[float, int], float] | None = None,
+) -> tuple[float, float]:
     """(K_t, K_t where v decays) of AdamW: LAG_TERMS terms and a geometric series for the rest.
 
-    step  None for a rule without bias corrections
-    fall  of the learning rate, see the module
+    step    None for a rule without bias corrections
+    fall    of the learning rate, see the module
+    factor  (beta2, step) -> what a later step is multiplied by, beside AdamW's
 
     If b1^2 >= b2, the second sum diverges, and the first is used instead.
     """
@@ -223,6 +266,8 @@ def lags(beta1: float, beta2: float, step: int | None, fall: float = 0.0) -> tup
             falls_both * ratio,
         )
         left = max(0.0, 1 - FALL * fall * j)
+        if factor is not None and step is not None:
+            left *= factor(beta2, step + j)
         share = now / (1 - power) * left
         total += falls * share
         total_of_decay += falls_both * share * math.sqrt(1 - power2) / now2
@@ -254,25 +299,37 @@ def _adamw_constants(group: Mapping[str, Any], step: int) -> Constants:
     )  # fmt: skip
 
 
-def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
-    import torch
-
+def _averages(g: Tensor, m: Tensor, v: Tensor, c: Constants) -> tuple[Tensor, Tensor, Tensor]:
+    """Return m and v of AdamW after the step, and sqrt(v)."""
     from narrowgauge.optim.moments import square_root
 
-    decays = only_decays(g, m)
     m = m + (g - m) * c.one_minus_beta1
     # This order of products is torch's addcmul; another order changes the last bit.
     v = v * c.beta2 + g * c.one_minus_beta2 * g
     # Not torch.sqrt, which is not correctly rounded on a CPU; the kernels must match bit for bit.
-    root = square_root(v)
-    if not clamps:
-        return w * c.decay + m * c.step_size / (root * c.correction + c.eps), m, v, decays
+    return m, v, square_root(v)
+
+
+def _clamped(m: Tensor, root: Tensor, c: Constants) -> tuple[Tensor, Tensor]:
+    """Return m within its bound, and True where it was beyond."""
+    import torch
+
     limit = root * c.bound
     # A NaN in m or v compares as False, so it is not clamped and stays visible.
     held = m.abs() > limit
     # Clamps m itself. Clamping only the update was tried: m then stayed at its code and walked at
     # the bound for ever.
-    m = torch.where(held, torch.copysign(limit, m), m)
+    return torch.where(held, torch.copysign(limit, m), m), held
+
+
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool) -> Updated:
+    import torch
+
+    decays = only_decays(g, m)
+    m, v, root = _averages(g, m, v, c)
+    if not clamps:
+        return w * c.decay + m * c.step_size / (root * c.correction + c.eps), m, v, decays
+    m, held = _clamped(m, root, c)
     # torch computes `number / tensor` as number * reciprocal(tensor), which rounds twice. A
     # quotient of two tensors is rounded once, as in the kernels.
     rate = torch.full_like(root, c.step_size) / (root * c.correction + c.eps)
@@ -325,6 +382,38 @@ def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants, clamps: bool)
     )
 
 
+def _radam_constants(group: Mapping[str, Any], step: int) -> RectifiedConstants:
+    (beta1, beta2), lr, falls = group["betas"], float(group["lr"]), fall(group)
+    factor, correction = rectification(beta2, step), 1 / math.sqrt(1 - beta2**step)
+    own = factor or 1.0
+    lag, lag_of_decay = lags(beta1, beta2, step, falls, rectification)
+    return RectifiedConstants(
+        **vars(_with_betas(group, lr)) | {
+            # (sqrt(v) + eps) / sqrt(1 - b2^t) in the form of AdamW
+            "eps": group["eps"] * correction, "step_size": -lr / (1 - beta1**step) * own, "correction": correction,
+            "bound": bound(beta1, beta2, step), "lag": lag / own, "lag_of_decay": lag_of_decay / own,
+        },
+        divides=factor > 0, lag_of_plain=0.0 if factor else lags(beta1, beta2, step, falls, _is_plain)[0],
+    )  # fmt: skip
+
+
+def _radam(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: RectifiedConstants, clamps: bool
+) -> Updated:
+    import torch
+
+    if c.divides:
+        return _adamw(w, g, m, v, c, clamps)
+    decays = only_decays(g, m)
+    m, v, root = _averages(g, m, v, c)
+    if not clamps:
+        return w * c.decay + m * c.step_size, m, v, decays
+    m, held = _clamped(m, root, c)
+    rate = torch.full_like(root, c.step_size) / (root * c.correction + c.eps)
+    lag = rate * torch.where(decays, torch.full_like(root, c.lag_of_decay), c.lag)
+    return w * c.decay + m * c.step_size, m, v, decays | held, lag + c.step_size * c.lag_of_plain
+
+
 ADAMW = Rule(
     name="adamw", moments=("exp_avg", "exp_avg_sq"), constants=_adamw_constants, update=_adamw,
     weight_decay=0.01, options={"betas": (0.9, 0.999), "eps": 1e-8}, run_options={"betas": (0.9, 0.95)}, lags=True,
@@ -338,8 +427,12 @@ SGD = Rule(
     name="sgd", moments=("momentum_buffer",), constants=_sgd_constants, update=_sgd,
     options={"momentum": 0.9, "nesterov": False}, lags=True, kernel=2,
 )  # fmt: skip
+RADAM = Rule(
+    name="radam", moments=("exp_avg", "exp_avg_sq"), constants=_radam_constants, update=_radam,
+    options={"betas": (0.9, 0.999), "eps": 1e-8}, lags=True,
+)  # fmt: skip
 # Rules with a name in groups, settings and saved states. BUILT_IN: those that kernels compute.
-RULES = {rule.name: rule for rule in (ADAMW, LION, SGD)}
+RULES = {rule.name: rule for rule in (ADAMW, LION, SGD, RADAM)}
 BUILT_IN = {name: rule for name, rule in RULES.items() if rule.kernel is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.optim import AdamW, Lion, rules, state_bytes
+from narrowgauge.optim import AdamW, Lion, RAdam, rules, state_bytes
 from narrowgauge.optim.masters import KINDS
 from narrowgauge.optim.moments import STATES
 from narrowgauge.optim.optimizers import OPTIMIZERS
@@ -183,6 +184,66 @@ def test_the_lag_falls_with_the_learning_rate():
         assert lags[-1] == 0.0
     # K = sum 0.9^j max(0, 1 - 0.6 j): one term.
     assert found[3].lag == pytest.approx(0.9 * 0.4, rel=1e-6)
+
+
+def _radams_rate(beta2: float, step: int) -> float | None:
+    """Algorithm 2 of arXiv 1908.03265: r_t, or None where the variance is intractable; with 5 for its 4, as its authors' code."""
+    most = 2 / (1 - beta2) - 1
+    rho = most - 2 * step * beta2**step / (1 - beta2**step)
+    if rho <= 5:
+        return None
+    return math.sqrt((rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho))
+
+
+@pytest.mark.parametrize("beta2", [0.6, 0.95, 0.999])
+def test_radam_is_its_formula_and_torchs(beta2):
+    """Steps before and after the first that divides by sqrt(v), of which 0.6 has none; weight decay is decoupled (bounded)."""
+    ours, theirs = matrix(16), matrix(16)
+    w, m, v = ours.detach().double(), *(torch.zeros(2, 16, 301, dtype=torch.float64))
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, beta2), "weight_decay": 0.1}
+    mine = RAdam([ours], **settings, backend="torch")
+    torchs = torch.optim.RAdam([theirs], **settings, decoupled_weight_decay=True, foreach=False)
+    kinds = set()
+    for step in range(1, 11):
+        run(mine, step, step + 1)
+        run(torchs, step, step + 1)
+        g = ours.grad.double()
+        m, v = 0.9 * m + 0.1 * g, beta2 * v + (1 - beta2) * g * g
+        change, rate = m / (1 - 0.9**step), _radams_rate(beta2, step)
+        if rate is not None:
+            change = change * rate * math.sqrt(1 - beta2**step) / (v.sqrt() + 1e-8)
+        w = w * (1 - 1e-3) - 1e-2 * change
+        kinds.add(rate is None)
+    assert kinds == ({True} if beta2 == 0.6 else {True, False})
+    torch.testing.assert_close(ours.detach().double(), w, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    for name, truth in (("exp_avg", m), ("exp_avg_sq", v)):
+        torch.testing.assert_close(mine.state[ours][name].double(), truth, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("beta2", [0.6, 0.95, 0.999])
+@pytest.mark.parametrize("step", [1, 4, 5, 6, 40])
+def test_the_lag_of_radam_is_what_later_steps_return(step, beta2, stops):
+    """The sum over 1,000 later steps of their rates times 0.9^j, at a constant v or one that decays (bounded)."""
+    group = {"lr": 1e-2, "betas": (0.9, beta2), "eps": 1e-8, "weight_decay": 0.0}
+    # A gradient of 0 beside a moment: it only decays.
+    g, m = (0.0, 1e-3) if stops else (0.02, 0.0)
+    v = 4e-4 * (1 - beta2**step)
+    before = (v - (1 - beta2) * g * g) / beta2
+    tensors = [torch.tensor([x]) for x in (0.0, g, m, before)]
+    *_, lag = rules.RADAM.update(*tensors, rules.RADAM.constants(group, step), True)
+    truth = 0.0
+    # If b1^2 >= b2 the sum over a decaying v has no limit, and v is taken as constant.
+    decays = stops and beta2 > 0.9**2
+    for j in range(1, 1001):
+        rate = _radams_rate(beta2, step + j)
+        later = v * beta2**j if decays else v * (1 - beta2 ** (step + j)) / (1 - beta2**step)
+        divisor = 1.0
+        if rate is not None:
+            divisor = math.sqrt(later / (1 - beta2 ** (step + j))) / rate
+        truth -= 1e-2 / (1 - 0.9 ** (step + j)) * 0.9**j / divisor
+    assert float(lag) == pytest.approx(truth, rel=1e-3)
 
 
 def test_the_previous_learning_rate_is_saved_and_a_damaged_one_is_refused():

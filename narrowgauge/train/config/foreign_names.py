@@ -359,7 +359,7 @@ FOREIGN: Mapping[str, Meaning] = (
     | _all("adam_epsilon adam_eps eps", Same("optimizer.epsilon"))
     | _all("optim optimizer_type optimizer_name", Depends(
         _of_values(_OPTIMIZERS),
-        Answer("--optimizer.name is adamw, lion or sgd, and --optimizer.states 8bit holds its moments in 8 bits; none of them is paged"),
+        Answer("--optimizer.name is adamw, lion, sgd or radam; --optimizer.states 8bit holds its moments in 8 bits; none of them is paged"),
         "`--optimizer`; `adamw_bnb_8bit`, `adamw_8bit`: with `--optimizer.states 8bit`",
     ))
     | _all("optim_args optim_target_modules", Answer("Each argument is a setting of [optimizer]: see narrowgauge train --help"))
