@@ -3,14 +3,15 @@
     input_ids       [rows, width] int64, padded with `pad_id`
     labels          the same shape, padded with -100; [rows] class ids for classification; the
                     decoder's width for seq2seq; [rows, 2] for spans; [rows, columns] float32 for
-                    regression
+                    regression; [pairs, 1] float32 for sentence similarity
     attention_mask  [rows, width] int64, 1 on tokens of the example; from lengths, not from ids,
                     because the padding id may equal the end-of-text id
     position_ids    [rows, width] int64, continued through the padding
     token_type_ids  as in the examples
 
 Multiple-choice examples have one row per choice: inputs [choices of all, 1, width], labels [choices
-of all] (see `heads`).
+of all] (see `heads`). Examples of texts to compare have one row per text: inputs [texts of all,
+width], labels one row per example.
 
 Packed rows (items are lists of examples) have another attention_mask or none; see
 `Collator.attention`. `check_packing` tests if a model respects the borders between packed
@@ -96,11 +97,11 @@ class Collator:
             return self._packed(packed)
         examples = [item for item in items if isinstance(item, dict)]
         first = examples[0]["input_ids"]
-        return (
-            self._choice_rows(examples)
-            if len(first) and np.ndim(first[0])
-            else self._padded(examples)
-        )
+        if not len(first) or not np.ndim(first[0]):
+            return self._padded(examples)
+        # The kind of task shows in the labels: floats = a score of several texts, else a choice.
+        is_scored = np.asarray(examples[0].get("labels", 0)).dtype.kind == "f"
+        return self._text_rows(examples) if is_scored else self._choice_rows(examples)
 
     def _padded(self, examples: Sequence[Example]) -> Batch:
         sizes = [len(example["input_ids"]) for example in examples]
@@ -125,11 +126,7 @@ class Collator:
         IGNORED.
         """
         counts = [len(example["input_ids"]) for example in examples]
-        rows = [
-            {name: parts[place] for name, parts in example.items() if name != "labels"}
-            for example, count in zip(examples, counts, strict=True)
-            for place in range(count)
-        ]
+        rows = _rows_of(examples)
         batch = {name: values[:, None] for name, values in self._padded(rows).items()}
         firsts = torch.tensor([0, *counts[:-1]]).cumsum(0)
         batch["labels"] = torch.full((len(rows),), IGNORED)
@@ -138,6 +135,10 @@ class Collator:
                 [int(example["labels"]) for example in examples]
             )
         return batch
+
+    def _text_rows(self, examples: Sequence[Example]) -> Batch:
+        """Batch with one row per text of an example, and one row of labels per example."""
+        return self._padded(_rows_of(examples)) | {"labels": self._labels(examples, [], 0)}
 
     def _width(self, longest: int, rows: int) -> int:
         widths = (
@@ -203,6 +204,15 @@ class Collator:
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             batch |= {"max_length_q": longest, "max_length_k": longest}  # type: ignore[dict-item]  # numbers, as kernels want
         return batch
+
+
+def _rows_of(examples: Sequence[Example]) -> list[Example]:
+    """Each text of each example as an example of its own, without labels."""
+    return [
+        {name: parts[place] for name, parts in example.items() if name != "labels"}
+        for example in examples
+        for place in range(len(example["input_ids"]))
+    ]
 
 
 def _padded_rows(rows: Sequence[Any], width: int, filler: int) -> Tensor:

@@ -56,6 +56,7 @@ class Examples(ExampleArrays):
     classification  input_ids, labels (one int), token_type_ids if the tokenizer has them
     seq2seq         input_ids, labels (with a length of their own)
     regression      as classification, with labels [columns] float64
+    sentence-similarity  lists of input_ids and token_type_ids, one for each text; labels [1] float64
     """
 
     def __init__(

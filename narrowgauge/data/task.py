@@ -83,7 +83,8 @@ class Task(ABC):
         The collator pads `labels` by their kind (`collate.Collator._labels`):
 
             a scalar         a class
-            floats           numbers of the row, such as targets of a regression
+            floats           numbers of the row, such as targets of a regression; one for each pair
+                             where `input_ids` is a list, one array for each text
             a tuple          positions of a span
             other integers   one class per token, padded as the tokens are
         """

@@ -159,9 +159,12 @@ def refuse_quantized(where: str, given: Any, known: tuple[str, ...] = ()) -> Non
 def _is_of_the_head(model: Any, name: str) -> bool:
     """True if a weight belongs to the task head.
 
-    A pooler counts as well: some encoders were saved without one.
+    A pooler counts as well: some encoders were saved without one. It is all that counts of a model
+    without a head, whose names have no prefix.
     """
-    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+    has_head = model.base_model is not model
+    of_head = has_head and not name.startswith(f"{model.base_model_prefix}.")
+    return of_head or ".pooler." in f".{name}"
 
 
 def _cannot_load(where: str, model_class: ModelClass, error: Exception) -> ConfigError:

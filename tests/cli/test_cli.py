@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from narrowgauge import cli
+from narrowgauge.diagnose.former_settings import FORMER
 from narrowgauge.errors import BusyError, CheckpointError, ConfigError
 from narrowgauge.train.config import toml
 from narrowgauge.train.config.rules import has_effect
@@ -329,16 +330,17 @@ COLUMNS = [(task, name) for task, entry in TASKS.items() for name in entry.colum
 
 @pytest.mark.parametrize(("task", "name"), COLUMNS)
 def test_every_flag_of_a_column_reaches_its_task(loop, capsys, task, name):
-    """By its own flag, by its former one and in a table; another task refuses it with its columns."""
+    """By its own flag, by its former one if it had one, and in a table; another task refuses it with its columns."""
     flags = ["--model", "m", "--data", "a.csv"]
     needed = {"spans": "s"} if (task, name) == ("tagging", "text") else {}
     flags += [f"--data.columns.{other}={column}" for other, column in needed.items()]
     columns = {**needed, name: "x y=z é"}
     expected = TrainConfig(task=task, model="m", data="a.csv", columns=columns)
     assert expected.column_of(name) == "x y=z é"
+    former = [f"--{name}-column", "x y=z é"]
     for given in (
         [f"--data.columns.{name}", "x y=z é"],
-        [f"--{name}-column", "x y=z é"],
+        *([former] if f"{name}_column" in FORMER else []),
         ["--data.columns", f"{name}=x y=z é"],
     ):
         assert cli.main(["train", "--task", task, *flags, *given]) == 0

@@ -195,6 +195,17 @@ TASKS: dict[str, TaskEntry] = {
             loss_unit="squared error",
         ),
         TaskEntry(
+            name="sentence-similarity",
+            columns={
+                "text": _TEXTS["text"],
+                "pair": Column("pair", "the text to compare with"),
+                "score": Column("score", "how alike both are, from 0 to 1"),
+            },
+            metrics=("pearson", "spearman"),
+            default_metric="spearman",
+            loss_unit="squared error",
+        ),
+        TaskEntry(
             name="image-classification",
             columns={
                 "image": Column("image", "paths from the table's folder, or bytes"),

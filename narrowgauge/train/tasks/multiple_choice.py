@@ -260,6 +260,25 @@ def padding_of(
     )
 
 
+def recounted(
+    plan: data.EpochPlan, stored: ExampleArrays, batching: data.Batching, micro_batches: int
+) -> data.EpochPlan:
+    """The same plan, with its padding counted over the rows of all choices.
+
+    The generic planner counts one row for each example.
+    """
+    steps: Any = plan.steps
+    padding = padding_of(
+        stored,
+        steps,
+        plan.widths,
+        batching.multiple,
+        batching.tokens_multiple,
+        micro_batches,
+    )
+    return replace(plan, padding=padding)
+
+
 CHOOSER = ModelClass(AutoModelForMultipleChoice, "model that chooses among several texts", new=True)
 USUAL = 4  # choices of a question in a plan without data, as in SWAG, RACE and ARC
 
@@ -304,19 +323,8 @@ class ChoicesTask(TableTask):
         return {"input_ids": [ids] * self.rows_per_example, "labels": 0}
 
     def epoch(self, number: int) -> data.EpochPlan:
-        plan, batching = super().epoch(number), self._batching
-        steps: Any = plan.steps
-        # The generic planner counts one row for each example, so padding is counted again over the
-        # rows of all choices.
-        padding = padding_of(
-            self.train,
-            steps,
-            plan.widths,
-            batching.multiple,
-            batching.tokens_multiple,
-            self.config.micro_batches,
-        )
-        return replace(plan, padding=padding)
+        plan = super().epoch(number)
+        return recounted(plan, self.train, self._batching, self.config.micro_batches)
 
     @staticmethod
     def scores(output: Any, batch: Batch) -> Tensor:

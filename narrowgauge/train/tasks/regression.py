@@ -86,14 +86,18 @@ class Regression(Task):
         )
 
 
-def number_of(row: Record, column: str) -> float:
-    """Number in this column, also if it is written as text. Raises DataError for anything else."""
+def number_of(row: Record, column: str, setting: str = "label") -> float:
+    """Number in this column, also if it is written as text. Raises DataError for anything else.
+
+    setting  name of the column among `data.columns`, for the message
+    """
     value = row.values[column]
     # DECIMAL first: float() also accepts "nan", "inf" and underscores.
     number = float(value) if isinstance(value, str) and DECIMAL.fullmatch(value) else value
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise DataError(
-            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name other columns in data.columns.label.",
+            f"{row.origin}: {value!r} in column {column!r} is no number. Correct the row, or name another column in "
+            f"data.columns.{setting}.",
             code="regression.not-a-number",
         )
     if not math.isfinite(number) or abs(number) > LARGEST:
@@ -230,16 +234,24 @@ def scale_notes(names: list[str], numbers: Numbers, where: str) -> Iterator[str]
 
     Raises DataError for a constant column, which has no correlation.
     """
+    refuse_constant(names, numbers, where)
+    # A separate generator: the checks above must run when `scale_notes` is called, not when it is
+    # iterated.
+    return _scales(names, numbers)
+
+
+def refuse_constant(names: list[str], numbers: Numbers, where: str, setting: str = "label") -> None:
+    """Raises DataError for a column whose numbers are all equal.
+
+    setting  name of the column among `data.columns`, for the message
+    """
     for name, column in zip(names, numbers.T, strict=True):
         if np.ptp(column) == 0:
             raise DataError(
                 f"{where}: every number in column {name!r} is {column[0]:g} ({len(column)} rows), so there is nothing to learn or to "
-                "correlate with. Pass other data, a larger data.validation_fraction or another data.columns.label.",
+                f"correlate with. Pass other data, a larger data.validation_fraction or another data.columns.{setting}.",
                 code="regression.constant",
             )
-    # A separate generator: the checks above must run when `scale_notes` is called, not when it is
-    # iterated.
-    return _scales(names, numbers)
 
 
 def _scales(names: list[str], numbers: Numbers) -> Iterator[str]:
