@@ -38,7 +38,7 @@ def test_a_kind_has_files_an_example_and_tests(kind):
     text = section(kind)
     assert re.search(r"^\|.*`(narrowgauge|tests)/", text, re.M)
     assert re.search(r"^- Example: `git show [0-9a-f]{8}`", text, re.M)
-    assert re.search(r"^- Tests: `python -m pytest -q -n 2 ", text, re.M)
+    assert re.search(r"^- Tests: `python -m pytest -n 2 ", text, re.M)
 
 
 def test_every_path_exists():
