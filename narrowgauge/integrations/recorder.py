@@ -4,7 +4,7 @@ A callback calls, in this order:
 
     begin         the model, the steps of the run and those that are done
     begin_watch   before the forward passes of a step: statistics of operands, if they are due
-    end_watch     after its backward passes
+    end_watch     after its backward passes, and before an evaluation, whose operands would count too
     write_step    loss, learning rate, gradient norm
     evaluation, checkpoint
     end           the reason; or close: the folder then says that the run is unfinished
@@ -185,6 +185,7 @@ class FolderRecorder:
         """Takes the statistics of operands until `end_watch`, if they are due in the next step."""
         if self._log is None or not self.tensor_every or (self.number + 1) % self.tensor_every:
             return
+        self._watch.close()  # of a step that ended without `end_watch`
         self._watch, self._watched_step = ExitStack(), self.number + 1
         self._events = self._watch.enter_context(tensor_stats.watched(self._model))
 

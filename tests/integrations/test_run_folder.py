@@ -212,6 +212,20 @@ def test_a_loop_by_hand_and_accelerate_write_the_same(tmp_path, with_accelerate)
     assert shown["status"]["word"] == "finished" and shown["tensors"]
 
 
+def test_a_watch_that_was_not_ended_does_not_disturb_the_next(tmp_path):
+    """A framework may begin a step twice, as after a batch that was skipped."""
+    net = model("fp8-row")
+    with RunFolder(tmp_path, tensor_every=1).recording(net, steps=1) as run:
+        for _ in range(2):
+            run.begin_watch()
+        loss = net(IDS[:2], labels=IDS[:2]).loss
+        loss.backward()
+        run.end_watch()
+        run.step(loss.detach())
+    assert {each["step"] for each in events(tmp_path, "tensor")} == {1}
+    assert all(each.observer is None for each in net.modules() if isinstance(each, QLinear))
+
+
 def test_a_loop_that_ends_early_or_fails_is_not_finished(tmp_path):
     by_hand(tmp_path / "early", 2)
     assert [each["reason"] for each in events(tmp_path / "early", "done")] == ["interrupted"]
