@@ -411,6 +411,7 @@ def of_others(
     beside = _beside(typed)
     for each in typed:
         if not each.name:
+            _refuse_of_train(verb, each.words[0].partition("=")[0], known)
             found += each.words
             continue
         given = f"{each.words[0].partition('=')[0]} {each.value}".strip()
@@ -431,6 +432,17 @@ def of_others(
             found += [flag_and_value] if flag_and_value not in found else []
         told.append(f"{given} as {ours or 'what happens anyway'}")
     return found, told
+
+
+def _refuse_of_train(verb: str, typed: str, known: Collection[str]) -> None:
+    """Raises ConfigError for the flag of a setting that the verb does not take."""
+    key = typed.removeprefix("--").replace("-", "_")
+    name = toml.NAMES.get(FORMER.get(key, key), "") if typed.startswith("--") else ""
+    if name and name.replace(".", PART) not in known:
+        raise ConfigError(
+            f"{verb}: {typed} is a flag of narrowgauge train, which {verb} decides itself. Leave it out. See narrowgauge {verb} --help.",
+            code="cli.of-train",
+        )
 
 
 def _typed(arguments: list[str]) -> Iterator[Typed]:

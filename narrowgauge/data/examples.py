@@ -316,7 +316,7 @@ class _ExamplesJob:
                 other = NO_CUT if self.task.splits_into_windows else "'truncate' or 'skip'"
                 raise DataError(
                     f"{source}: {count} of {rows} rows are longer than max_length {limits.max_length}; the longest has {self.longest} "
-                    f"tokens, the first is {self.first['too_long']}. Raise max_length, or set too_long to {other}.",
+                    f"tokens, the first is {self.first['too_long']}. Raise data.max_length, or set data.too_long to {other}.",
                     code="examples.too-long",
                 )
             done = "cut" if limits.too_long == "truncate" else "left out"

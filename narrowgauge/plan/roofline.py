@@ -125,6 +125,10 @@ def as_dict(found: Time, card: Card, tokens: int, messages: float = 0.0) -> dict
         f"A step takes {found.seconds:.3g} s in eager mode, predicted, {bound}; likely {low:.2g} to {high:.2g} s, {rate}.",
         f"Of the device's time: {shares}.",
     ]
+    if found.is_launch_bound:
+        lines.append(
+            "Launches cost the same for larger micro-batches and wider layers; --device.cuda-graph launches a step at once."
+        )
     if messages:
         lines.append(
             f"Messages between ranks take {messages:.2g} s, of which the device's work hides what it can."

@@ -10,7 +10,7 @@ import pytest
 from narrowgauge import cli
 from narrowgauge.cli import flags
 from narrowgauge.cli.plan import plan
-from narrowgauge.cli.study import study
+from narrowgauge.cli.study import OF_STUDY, study
 from narrowgauge.cli.train import train
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import toml
@@ -24,6 +24,7 @@ from narrowgauge.train.config.foreign_names import (
     understood,
 )
 from narrowgauge.train.config.rules import former_path
+from narrowgauge.train.config.settings import TrainConfig, path_of
 from tests.processes import ROOT
 from tests.raising import raises
 
@@ -348,3 +349,11 @@ def test_a_file_is_answered_with_keys(name, tmp_path):
     flags_here = {"--" + key.replace("_", "-") for key in toml.NAMES}
     assert f"{path}:2: " in said and repr(name) in said
     assert not flags_here & {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", said)}
+
+
+@pytest.mark.parametrize("name", sorted({*OF_STUDY} - {"parallel", "output"}))  # flags of its own
+def test_a_setting_that_a_study_decides_is_named_as_such(name):
+    """Not as an unknown flag with a neighbour's name: --compare is none of --compile's."""
+    typed = flags.flag(path_of(TrainConfig.__dataclass_fields__[name]))
+    with raises(ConfigError, "cli.of-train", typed):
+        flags.of_others("study", [typed, "1"], inspect.signature(study).parameters)
