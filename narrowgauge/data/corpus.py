@@ -246,8 +246,8 @@ class _CorpusJob:
         for side, name in ((TRAIN, "training"), (VALIDATION, "validation")):
             if int(counts[side].sum()) == ends[side] and (side == TRAIN or self.split.fraction > 0):
                 raise DataError(
-                    f"{self.source}: 0 {name} tokens with validation_fraction {self.split.fraction} (split {self.split.words}). "
-                    "Pass more text, or another validation_fraction.",
+                    f"{self.source}: 0 {name} tokens with data.validation_fraction {self.split.fraction} (split {self.split.words}). "
+                    "Pass more text, or another data.validation_fraction.",
                     code="corpus.no-tokens",
                 )
         total = counts[TRAIN] + counts[VALIDATION]

@@ -41,6 +41,7 @@ UNPACK = {
     ".zst": "unzstd",
     ".zip": "unzip",
 }
+OF_OFFICE = {".xlsx", ".xls", ".ods", ".docx", ".doc", ".odt", ".pdf", ".pptx"}
 MAGIC = {  # first bytes of files that are not UTF-8 text
     b"\x1f\x8b": "a gzip file; gunzip it first",
     b"PK\x03\x04": "a zip file; unzip it first",
@@ -88,6 +89,11 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
     Raises DataError for a compressed or binary file, StorageError if it cannot be read.
     """
+    if path.suffix.lower() in OF_OFFICE:
+        raise DataError(
+            f"{shown(path)}: {path.suffix} files are not read. Save its text as .txt, or its table as .csv.",
+            code="text.office",
+        )
     if path.suffix.lower() in UNPACK:
         raise DataError(
             f"{shown(path)}: compressed files are not read. Run '{UNPACK[path.suffix.lower()]}' on it first.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from narrowgauge.diagnose import compare, format_text
 from narrowgauge.diagnose.format_text import count
 from narrowgauge.diagnose.metrics_table import SCORES, loss_unit_of, metric_of
+from narrowgauge.diagnose.sensitivity import trivial_of
 
 if TYPE_CHECKING:
     from narrowgauge.diagnose.compare import Comparison
@@ -60,7 +61,7 @@ def gain_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
 def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[dict[str, str]]:
     """Yield cards for the validation loss, the reference's loss, their difference, and the entropy.
 
-    The last card gives the loss as a percentage of the unigram entropy of the training tokens.
+    The last card gives the loss as a percentage of the loss that token frequencies alone reach.
     """
     evaluations = compare.evaluations(recorded.events)
     if not evaluations:
@@ -91,14 +92,16 @@ def loss_cards(recorded: Recorded, comparison: Comparison | None) -> Iterator[di
         recorded.model.get("vocab_size") or 0,
     )
     if entropy and math.isfinite(loss):
-        note = f"of the unigram entropy, {entropy:.2f}"
+        # On the validation tokens; older folders know it of the training tokens alone.
+        trivial = trivial_of(recorded.run)["loss"]
+        note = f"of {trivial:.2f}, which token frequencies alone reach"
         if vocabulary > 1:
             guess = math.log(vocabulary)
             share = f"{100 * loss / guess:.0f}{format_text.PERCENT}"
             note += f"; {share} of a blind guess, ln {count(vocabulary)} = {guess:.2f}"
         yield card(
             "Against token frequencies",
-            f"{100 * loss / entropy:.0f}{format_text.PERCENT}",
+            f"{100 * loss / trivial:.0f}{format_text.PERCENT}",
             "",
             note,
         )

@@ -122,9 +122,7 @@ def loss_curves(
         axes.set_xlim(*step_limits(step for curve, _ in curves for step, _ in curve.training))
         if unigram_entropy is not None:
             axes.axhline(unigram_entropy, color=THEME["muted"], linewidth=1.2, dashes=(1.2, 2.4))
-            known = (
-                f"unigram entropy {unigram_entropy:.2f}: knowing only how often each token occurs"
-            )
+            known = f"unigram entropy of the training tokens {unigram_entropy:.2f}: knowing only how often each occurs"
             note(axes, known, (1, unigram_entropy), (-4, 4), axes.get_yaxis_transform(), ha="right")
         draw_marks(axes, marks)
         label_axes(axes, f"loss, {unit.replace('/', ' per ')}")

@@ -72,7 +72,7 @@ def _refuse_data(config: TrainConfig, key: str, source: str) -> None:
     try:
         first = sources.files_of(source)[0]
     except DataError as error:
-        raise _of_setting(key, source, error) from None
+        raise of_setting(key, source, error) from None
     if not _is_table(first) or (entry.source == "table" and _has_other_form(config)):
         return
     for setting, column in _columns(config):
@@ -82,7 +82,7 @@ def _refuse_data(config: TrainConfig, key: str, source: str) -> None:
             raise (
                 error
                 if error.code != "table.no-column"
-                else _of_setting(setting, column, error, f"no column {column!r}")
+                else of_setting(setting, column, error, f"no column {column!r}")
             ) from None
 
 
@@ -118,7 +118,7 @@ def _has_other_form(config: TrainConfig) -> bool:
     )
 
 
-def _of_setting(key: str, value: str, error: DataError, doubled: str = "") -> DataError:
+def of_setting(key: str, value: str, error: DataError, doubled: str = "") -> DataError:
     """The same error, which names the setting to change and the value once."""
     words = str(error).removeprefix(f"{value}: ")
     if doubled:

@@ -8,7 +8,8 @@ is the same and many times faster.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,18 @@ from narrowgauge.train.recipe_schedule import chosen_recipe
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
+
+
+@contextmanager
+def _naming_layers() -> Iterator[None]:
+    """Names the setting where a pattern of recipe.layers matches nothing."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.code != "pattern.no-match":
+            raise
+        words = str(error).removeprefix("convert: ")
+        raise ConfigError(f"recipe.layers: {words}", code=error.code) from None
 
 
 def build(
@@ -73,7 +86,8 @@ def build(
         # `run_metadata.emulated_on_gpu` prints this before the first step
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="convert: products of recipe .* are emulated")
-            convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
+            with _naming_layers():
+                convert(model, patterns, tokens=tokens, compiled=config.compile, choices=choices)
     if config.embedding_codes:
         embeddings.quantize_embeddings(model, config.embedding_codes)  # type: ignore[arg-type]
         step_end.follow_model(model)

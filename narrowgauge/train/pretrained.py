@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from narrowgauge.data import hub
+from narrowgauge.data import hub, load
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.storage import reading
 from narrowgauge.train import coded_base
 from narrowgauge.train.checkpoint.store import nonfinite
 from narrowgauge.train.console import tell
-from narrowgauge.train.first_look import refuse_place
+from narrowgauge.train.first_look import of_setting, refuse_place
 from narrowgauge.train.model_files import OF_MODELS, quiet, refuse_foreign_code
 
 if TYPE_CHECKING:
@@ -136,6 +136,17 @@ def pretrained(
                 code="weights.not-finite",
             )
     return model
+
+
+def tokenizer_of(config: TrainConfig) -> Any:
+    """The tokenizer that the settings name, or that of the model. Errors name the setting."""
+    key, name = (
+        ("data.tokenizer", config.tokenizer) if config.tokenizer else ("model", config.model)
+    )
+    try:
+        return load(name)
+    except DataError as error:
+        raise of_setting(key, name, error) from None
 
 
 def refuse_quantized(where: str, given: Any, known: tuple[str, ...] = ()) -> None:

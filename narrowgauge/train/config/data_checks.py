@@ -16,7 +16,7 @@ def task_checks(c: DataSettings) -> list[Check]:
          "model.from_scratch = true: needs model. Without it the model always starts from random weights."),
         # Rotary embeddings rotate pairs of features, so a head's width must be even.
         (not c.model and c.hidden_size % (2 * c.heads), "hidden_size heads",
-         f"model.hidden_size = {c.hidden_size}: must be a multiple of 2 * model.heads = {2 * c.heads}."),
+         f"model.hidden_size = {c.hidden_size}: must be a multiple of {2 * c.heads}, twice model.heads."),
         (not c.model and c.kv_heads and c.heads % c.kv_heads, "kv_heads heads",
          f"model.kv_heads = {c.kv_heads}: must divide model.heads = {c.heads}."),
         (c.best not in ("", "none", "loss", *entry.metrics), "best",

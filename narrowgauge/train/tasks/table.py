@@ -20,7 +20,7 @@ from narrowgauge import data
 from narrowgauge.data.rows import round_up
 from narrowgauge.errors import Reason
 from narrowgauge.nn.converted_model import suspended
-from narrowgauge.train.pretrained import ModelClass, check_sizes, pretrained
+from narrowgauge.train.pretrained import ModelClass, check_sizes, pretrained, tokenizer_of
 from narrowgauge.train.tasks.feed import TableFeed
 from narrowgauge.train.tasks.reading import header, longest_example, read
 from narrowgauge.train.tasks.task import Readings, Shape, TrainTask
@@ -73,7 +73,7 @@ class TableTask(TrainTask):
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> Self:
-        tokenizer = data.load(config.tokenizer or config.model)
+        tokenizer = tokenizer_of(config)
         columns, model_class = cls.columns_and_model(config, tokenizer)
         longest = longest_example(config, model_class, tokenizer)
         columns, notes = cls.columns_of_data(config, tokenizer, columns)

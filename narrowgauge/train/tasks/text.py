@@ -20,7 +20,7 @@ import torch
 from narrowgauge import data
 from narrowgauge.diagnose.format_text import plural
 from narrowgauge.train.config.settings import TrainConfig, resolved
-from narrowgauge.train.pretrained import CAUSAL_LM, ModelClass, language_model
+from narrowgauge.train.pretrained import CAUSAL_LM, ModelClass, language_model, tokenizer_of
 from narrowgauge.train.tasks import trivial
 from narrowgauge.train.tasks.task import SPLIT_SEED, Feed, Shape, StepBatch, TrainTask
 
@@ -63,7 +63,7 @@ class TextTask(TrainTask):
         """Loads or trains the tokenizer, and tokenizes the corpus; both are cached by content."""
         cache, column, notes = Path(resolved(config).cache), config.column or None, list[str]()
         if config.tokenizer or config.model:
-            tokenizer = data.load(config.tokenizer or config.model)
+            tokenizer = tokenizer_of(config)
         else:
             texts = (document.text for document in data.documents(config.data, column=column))
             trained = data.train_bpe(texts, config.vocab_size, cache)

@@ -124,9 +124,9 @@ def test_a_value_outside_its_rule_is_refused_with_value_and_rule(each):
     [
         (
             {"hidden_size": 100},
-            "model.hidden_size = 100: must be a multiple of 2 * model.heads = 16",
+            "model.hidden_size = 100: must be a multiple of 16, twice model.heads",
         ),
-        ({"hidden_size": 24, "heads": 8}, "multiple of 2 * model.heads = 16"),
+        ({"hidden_size": 24, "heads": 8}, "multiple of 16, twice model.heads"),
         ({"heads": 8, "kv_heads": 3}, "model.kv_heads = 3: must divide model.heads = 8"),
         (
             {"batch_size": 16, "micro_batches": 3},
@@ -254,7 +254,7 @@ def test_every_rule_with_two_moments_may_give_each_its_format(monkeypatch):
         ("training.steps = 1\r\nmodel.layers = 0\r\n", "tiny.toml:2: model.layers = 0"),
         (
             "model.heads = 7\nmodel.hidden_size = 256",
-            "tiny.toml:2: model.hidden_size = 256: must be a multiple of 2 * model.heads = 14",
+            "tiny.toml:2: model.hidden_size = 256: must be a multiple of 14, twice model.heads",
         ),
         (
             "model.layers = 1\ntraining.steps = 2\nmodel.layers = 2",
