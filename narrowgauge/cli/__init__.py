@@ -92,7 +92,7 @@ def as_typed(message: str, arguments: Sequence[str]) -> str:
     """
     flags = sys.modules.get(f"{__name__}.flags")  # imported by the verbs that have such flags
     if flags is not None and arguments and arguments[0] in OF_SETTINGS:
-        return str(flags.with_flags(message, arguments[1:]))
+        message = str(flags.with_flags(message, arguments[1:]))  # then the verb's own flags
     typed = {
         _path(found[1].replace("-", "_")): found[0]
         for each in arguments
@@ -171,6 +171,9 @@ def _call(function: Callable[..., int], verb: str, arguments: list[str]) -> int:
     except CycloptsError as error:
         # cyclopts breaks its messages into lines; an error is one line.
         words = " ".join(str(error).split())
+        # It names a parameter of a dataclass by its name in capitals: TEMPERATURE.
+        for typed in (each.partition("=")[0] for each in arguments if each.startswith("--")):
+            words = words.replace(f"for {typed[2:].upper()}:", f"for {typed}:")
         stop = "" if words.endswith((".", "?")) else "."
         raise ConfigError(
             f"{verb}: {words}{stop} See narrowgauge {verb} --help.", code="cli.arguments"

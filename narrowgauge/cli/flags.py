@@ -66,16 +66,23 @@ def refuse_unknown_recipes(settings: TrainConfig) -> None:
         "recipe.switch": {entry.recipe for entry in switch_syntax.parse(settings.switch)},
     }
     for key, names in of_setting.items():
-        for name in sorted({*names} - {NO_RECIPE}):
-            try:
-                recipes.get(name)
-            except ConfigError as error:
-                words = (
-                    str(error)
-                    .removeprefix("recipes.get: ")
-                    .replace(f"no recipe {name!r}", "no such recipe")
-                )
-                raise ConfigError(f"{key} = {name!r}: {words}", code=error.code) from None
+        refuse_unknown_names(key, {*names} - {NO_RECIPE})
+
+
+def refuse_unknown_names(key: str, names: Collection[str]) -> None:
+    """Raises ConfigError, which names the setting or parameter `key`, for a name of no recipe."""
+    from narrowgauge import recipes
+
+    for name in sorted(names):
+        try:
+            recipes.get(name)
+        except ConfigError as error:
+            words = (
+                str(error)
+                .removeprefix("recipes.get: ")
+                .replace(f"no recipe {name!r}", "no such recipe")
+            )
+            raise ConfigError(f"{key} = {name!r}: {words}", code=error.code) from None
 
 
 def configuration(path: str, given: Mapping[str, Any]) -> TrainConfig:
@@ -439,8 +446,10 @@ def _refuse_of_train(verb: str, typed: str, known: Collection[str]) -> None:
     key = typed.removeprefix("--").replace("-", "_")
     name = toml.NAMES.get(FORMER.get(key, key), "") if typed.startswith("--") else ""
     if name and name.replace(".", PART) not in known:
+        # A study has --recipes and --seeds.
+        step = f"Write {flag(name)}s" if f"{name}s" in known else "Leave it out"
         raise ConfigError(
-            f"{verb}: {typed} is a flag of narrowgauge train, which {verb} decides itself. Leave it out. See narrowgauge {verb} --help.",
+            f"{verb}: {typed} is a flag of narrowgauge train, which {verb} decides itself. {step}. See narrowgauge {verb} --help.",
             code="cli.of-train",
         )
 

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from narrowgauge.cli.flags import flag_of, shared_settings, signature_of
+from narrowgauge.cli.flags import flag_of, refuse_unknown_names, shared_settings, signature_of
 from narrowgauge.errors import ConfigError
 from narrowgauge.train import first_look
+from narrowgauge.train.config.settings import NO_RECIPE
 
 STUDY = Group("study", sort_key=0)
 SOURCES = Parameter(
@@ -78,6 +79,8 @@ def study(
     left_out = {*OF_STUDY} - {"layers_recipe", "parallel"}
     settings = shared_settings(sources[0] if sources else "", given, left_out)
     first_look.refuse(settings)
+    # "auto" and "none" have answers of their own.
+    refuse_unknown_names("recipes", {*_names(recipes)} - {"auto", NO_RECIPE})
     from narrowgauge.lab.study import plan, runner
 
     asked = plan.Study(

@@ -133,7 +133,7 @@ def card(name: str) -> Card:
     if found is None:
         near = closest(key, [*CARDS, *_OTHER_NAMES])
         raise ConfigError(
-            f"card = {name!r} is not known{f'; closest: {near}' if near else ''}. "
+            f"card = {name!r}: not known{f'; closest: {near}' if near else ''}. "
             f"Choose one of {', '.join(CARDS)}, or say how much memory yours has: --memory 24GiB.",
             code="card.unknown",
         )
@@ -182,7 +182,7 @@ def _bytes_of(size: str) -> int:
     unit = (found[2] or "b").lower() if found else ""
     if found is None or (unit != "b" and unit not in _UNITS):
         raise ConfigError(
-            f"memory = {size!r} is no size. Write a number and its unit, as in --memory 24GiB.",
+            f"memory = {size!r}: no size. Write a number and its unit, as in --memory 24GiB.",
             code="card.memory",
         )
     return int(float(found[1]) * _UNITS.get(unit, 1))

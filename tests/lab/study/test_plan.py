@@ -59,7 +59,7 @@ def test_what_cannot_be_a_study_is_refused(make_study, changes, said):
         (["--parallel=0"], coded("study.parallel", "'0'")),
         (["--parallel=all"], coded("study.parallel", "'all'")),
         (["--training.steps=0"], coded("config.steps", "training.steps = 0")),
-        (["--recipe=bf16"], coded("cli.arguments", "--recipe")),
+        (["--recipe=bf16"], coded("cli.of-train", "--recipe", "--recipes")),
         (["--metric=bleu"], coded("study.best", "bleu")),
     ],
 )
