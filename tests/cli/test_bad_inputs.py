@@ -168,11 +168,7 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     printed = capsys.readouterr().err
     assert code not in (0, 1) and "Traceback" not in printed, f"{arguments}: {code}\n{printed}"
     lines = printed.splitlines()
-    [begin] = [
-        place
-        for place, line in enumerate(lines)
-        if line.startswith("narrowgauge: ") and "former names of settings" not in line
-    ]
+    begin = max(place for place, line in enumerate(lines) if line.startswith("narrowgauge: "))
     # A further line of an error is a further broken rule.
     message = "\n".join(lines[begin:]).removeprefix("narrowgauge: ")
     assert message.rstrip().endswith((".", "?")), message
