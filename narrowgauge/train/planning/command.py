@@ -61,7 +61,12 @@ def answered(
     answer = Answers(config, room, counts).answer(table)
     answer["notes"] += [why] if why else []
     if "time" in answer and config.recipe not in (NO_RECIPE, recipes.BF16.name):
-        answer["wide"] = _wide(config, room, counts, answer["time"]["seconds"])
+        try:
+            answer["wide"] = _wide(config, room, counts, answer["time"]["seconds"])
+        except ConfigError as error:  # a setting that needs the recipe
+            answer["notes"].append(
+                f"the step without low precision is not predicted: {str(error).rstrip('.')}"
+            )
     if measure:
         answer["measured"] = measured(config)
     answer["text"] = rendered(answer)
@@ -73,7 +78,8 @@ def _wide(config: TrainConfig, room: Room, counts: Counts, own_s: float) -> dict
 
     Costs a trace more. own_s: predicted seconds of the step of `config`
     """
-    wide = Answers(probe_in_bf16(config), room, counts)
+    # A frozen base of codes is low precision as well.
+    wide = Answers(probe_in_bf16(replace(config, base="")), room, counts)
     found = counts.of(wide.config)
     assert room.card is not None
     sizes = parallel_syntax.named(config.parallel)

@@ -30,6 +30,7 @@ from narrowgauge.train.planning.techniques import CHEAPEST_FIRST, lines
 from tests.plan.test_sharding import MIB, moment, of
 from tests.raising import cli_raises, coded, raises
 from tests.selection import quick, slow_on_a_plain_cpu
+from tests.train.tasks import folders
 
 transformers = pytest.importorskip("transformers")
 
@@ -253,6 +254,22 @@ def test_the_step_without_low_precision_stands_beside_it(capsys, own_cache):
     gain = plain["time"]["seconds"] / own["time"]["seconds"]
     assert own["wide"]["times_as_fast"] == list(rates.likely_gain(gain, "step"))
     assert "wide" not in plain and "wide" not in answers["fp8-current", ""]
+
+
+@pytest.mark.slow
+def test_beside_adapters_over_codes_stand_adapters_over_16_bits(tmp_path, capsys, own_cache):
+    base = folders.llama(tmp_path / "base", folders.byte_tokenizer())
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    flags = [
+        "plan", "--task=causal-lm", f"--model={base}", f"--data={tmp_path / 'pairs.jsonl'}", "--lora=r=4", "--card=h100", "--json",
+    ]  # fmt: skip
+    answers = []
+    for numbers in (["--base=int8"], ["--recipe=none"]):
+        main([*flags, *numbers])
+        answers.append(json.loads(capsys.readouterr().out))
+    own, plain = answers
+    assert own["wide"]["allocated_bytes"] == plain["allocated_bytes"]
+    assert own["wide"]["seconds"] == plain["time"]["seconds"]
 
 
 @pytest.mark.parametrize("fixed", [0.0, 0.3])
