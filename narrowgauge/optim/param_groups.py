@@ -134,7 +134,7 @@ def check(kind: str, group: Mapping[str, Any], known: Mapping[str, Any], rule: r
     for name in group:
         if name in known or name in _ADDED_BY_TORCH:
             continue
-        if reason := refuse_word(name, group[name]):
+        if reason := refuse_word(name, group[name], group):
             raise OptionError(
                 f"{kind}: a group has {name} = {group[name]!r}, {reason}", code="optim.group-value"
             )
@@ -169,8 +169,8 @@ def _words_of_torch() -> frozenset[str]:
     return frozenset(name for parameters in found for name in parameters)
 
 
-def refuse_word(name: object, value: object) -> str:
-    """Reason why a group may not contain this option of torch.optim, or ''.
+def refuse_word(name: object, value: object, group: Mapping[str, Any]) -> str:
+    """Reason why this group may not contain this option of torch.optim, or ''.
 
     Options of narrowgauge.optim are checked elsewhere. A value that disables the option (False,
     None, 0) is accepted, because groups saved by torch contain all of its options. Names unknown to
@@ -178,10 +178,17 @@ def refuse_word(name: object, value: object) -> str:
     """
     if name in _KNOWN or name not in _words_of_torch():
         return ""
-    if value is None or (isinstance(value, bool | int | float) and not value):
-        return ""
     if name == "decoupled_weight_decay":
-        # AdamW's decay is decoupled.
+        # Adam and RAdam of torch have False by default: their decay enters the moments.
+        is_decoupled = "momentum" not in group  # SGD's is coupled
+        if not group.get("weight_decay") or bool(value) == is_decoupled:
+            return ""
+        here = "decoupled" if is_decoupled else "coupled"
+        return (
+            f"with weight_decay = {group['weight_decay']}: the decay is {here} here. Set weight_decay = 0, or take the optimizer of "
+            "torch.optim."
+        )
+    if value is None or (isinstance(value, bool | int | float) and not value):
         return ""
     hint = _INSTEAD.get(
         str(name), "Leave it out, or take the optimizer of torch.optim that has it."

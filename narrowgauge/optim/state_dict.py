@@ -215,7 +215,7 @@ def _other_options(
             f"previous_lr={rate!r}, which is no learning rate. The state is damaged: load another checkpoint, or start with a fresh state."
         )
     for name, value in saved.items():
-        if reason := param_groups.refuse_word(name, value):
+        if reason := param_groups.refuse_word(name, value, saved):
             yield f"{name}={value!r}, {reason}"
 
 

@@ -14,6 +14,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,9 +25,12 @@ from narrowgauge import optim
 from narrowgauge.errors import NarrowgaugeError
 from tests.torch_databases import torch_databases
 
-pytestmark = pytest.mark.slow  # the import of the database alone takes 4 s
+pytestmark = [
+    pytest.mark.slow,  # the import of the database alone takes 4 s
+    pytest.mark.filterwarnings("ignore:narrowgauge.optim steps in plain torch"),  # RAdam
+]
 
-NAMES = ("AdamW", "SGD")
+NAMES = ("AdamW", "SGD", "RAdam")
 STEPS = 8
 # Ten steps round a weight of magnitude below 4 twice each, by at most 2**-23 of it; both add the same update to a few ulps.
 ATOL, RTOL = 2 * STEPS * 4 * 2.0**-23, 1e-5
@@ -50,10 +54,19 @@ def ours(name: str) -> Any:
     return getattr(optim, name)
 
 
+def of_torch(name: str) -> Any:
+    """Torch's, with the weight decay of ours: torch's RAdam couples it unless it is told otherwise."""
+    kind = getattr(torch.optim, name)
+    return partial(kind, decoupled_weight_decay=True) if name == "RAdam" else kind
+
+
 def build(name: str, params: Any, **options: Any) -> optim.base.LowPrecisionOptimizer:
     """With torch's default where ours is another."""
     if name == "SGD":
         options.setdefault("momentum", 0.0)
+    if name == "RAdam":
+        options.setdefault("weight_decay", 0.0)
+        assert options.pop("decoupled_weight_decay", True), "the only decay that ours has"
     return ours(name)(params, **options)
 
 
@@ -112,7 +125,7 @@ def test_arguments_of_the_database_are_followed_or_refused(name: str, in_group: 
     for entry in entries:
         first, second = weights(), weights()
         options = dict(entry.kwargs)
-        theirs = getattr(torch.optim, name)(first, **options)
+        theirs = of_torch(name)(first, **options)
         given = [{"params": second, **options}] if in_group else second
 
         def trained(given: Any = given, options: Any = options, second: Any = second) -> None:
@@ -165,7 +178,7 @@ def test_groups_have_their_own_numbers(name: str) -> None:
     """lr and weight_decay of a group go before those of the optimizer."""
     found = []
     for kind in (
-        getattr(torch.optim, name),
+        of_torch(name),
         lambda params, **options: build(name, params, **options),
     ):
         params = weights()
@@ -242,7 +255,7 @@ def test_schedulers_of_the_database_move_the_learning_rate(name: str) -> None:
     for makers in info(name).scheduler_inputs:
         found = []
         for kind in (
-            getattr(torch.optim, name),
+            of_torch(name),
             lambda params, **options: build(name, params, **options),
         ):
             params = weights()
@@ -265,15 +278,17 @@ def test_schedulers_of_the_database_move_the_learning_rate(name: str) -> None:
     [
         ("AdamW", "torch's in ours"),
         ("SGD", "torch's in ours"),
+        ("RAdam", "torch's in ours"),
         ("AdamW", "ours in torch's"),
         ("SGD", "ours in torch's"),
+        # Not RAdam's: torch takes a group that does not say "decoupled" for coupled (docs/optimizers.md).
     ],
 )
 def test_states_pass_between_torch_and_ours(name: str, direction: str) -> None:
     """They go on with the other's numbers, or the state is refused in a sentence."""
     options = {"lr": 0.02, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
     whole, params = weights(), weights()
-    theirs = getattr(torch.optim, name)
+    theirs = of_torch(name)
     run(theirs(whole, **options), whole)
     kinds: list[Any] = [theirs, lambda params, **options: build(name, params, **options)]
     first, second = kinds if direction == "torch's in ours" else reversed(kinds)
@@ -307,3 +322,17 @@ def test_a_step_as_a_python_number_is_taken(name: str) -> None:
         assert "step" in str(error) and "missing" not in str(error)
         return
     run(other, params, range(2, 4))
+
+
+def test_a_decay_that_is_not_ours_is_refused() -> None:
+    """As a word of a group and in a saved state: RAdam's and Adam's decay enters the moments in torch, unless it is decoupled."""
+    for name, theirs in (("RAdam", torch.optim.RAdam), ("AdamW", torch.optim.Adam)):
+        params = weights()
+        before = theirs(params, weight_decay=0.1)
+        run(before, params)
+        with pytest.raises(NarrowgaugeError, match="decoupled_weight_decay"):
+            build(name, params, weight_decay=0.1).load_state_dict(before.state_dict())
+        group = {"params": weights(), "weight_decay": 0.1, "decoupled_weight_decay": False}
+        with pytest.raises(NarrowgaugeError, match="decoupled_weight_decay"):
+            build(name, [group])
+        build(name, [group | {"params": weights(), "weight_decay": 0.0}])
