@@ -177,6 +177,7 @@ def test_the_suite_ends_where_one_of_its_processes_is_stopped(tmp_path, who):
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "CI_SILENT_S": "90",
+        "CI_STEPS": "check test test-slow",  # whatever the suite around was asked for
         "PYTHON": sys.executable,
     }
     done = subprocess.run(
