@@ -85,8 +85,7 @@ def _rates_of_cpu() -> list[str]:
     """Rates of the CPU's units, measured now, and the recipes that are faster than plain torch.
 
     Plain torch is the faster of bf16 autocast and float32. A CPU without bfloat16 instructions
-    emulates bf16 in ten to twenty times float32's time, so there float32 alone is measured. Recipes
-    are compared round by round.
+    emulates bf16 slowly, so there float32 alone is measured. Recipes are compared round by round.
     """
     cpu = torch.device("cpu")
     plain = PLAIN_TORCH if device_facts("cpu", None).bf16_gemm else (FLOAT32,)
