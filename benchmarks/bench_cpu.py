@@ -171,6 +171,10 @@ def main() -> None:
         help="no autocast, torch-fp32 is the baseline: the default on CPUs without bfloat16 instructions, which emulate autocast",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=6, help="even")
+    parser.add_argument(
+        "--warmup", type=int, default=3,
+        help="steps before the first round; learned steps read their scales from the data for 16",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=0, help="0: as torch has them")
     parser.add_argument(
         "--processor", action="store_true", help="seconds of the processor, beside other work"
@@ -186,7 +190,7 @@ def main() -> None:
         setting = SETTINGS[model]
         plain, batch = setting.build(), setting.batch()
         steps = {name: step_of(name, plain, batch, not options.float32) for name in names}
-        timings = measure(steps, rounds=options.rounds, warmup=3, **clock)
+        timings = measure(steps, rounds=options.rounds, warmup=options.warmup, **clock)
         print(f"{model}, {torch.get_num_threads()} threads")
         print(table(timings, baseline=baseline), end="\n\n", flush=True)
         lines = rows(timings, baseline=baseline)
