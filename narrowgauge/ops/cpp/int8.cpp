@@ -346,7 +346,8 @@ void narrowgauge_int8_pack(int64_t first, int64_t last, const int8_t* x, int64_t
 // operand (by_columns). Packed operands hold this part alone, all others the whole.
 //
 // left_stride   bytes from row to row of the left operand; -1: it is packed
-// codes         the right operand, which a thread that has all units packs first, with its strides; null: it is packed
+// codes         the right operand with its strides; null: it is packed. A thread packs the panels that it multiplies first: its own
+//               ones (by_columns), or all of them, if it has all units
 // bias          [n] float32 or null
 // output        FLOAT32, BFLOAT16, or SUMS, which are int32 and not scaled
 // out_stride    elements from row to row of out
@@ -356,7 +357,8 @@ void narrowgauge_int8_multiply(int64_t first, int64_t last, const uint8_t* left,
                                const float* right_scale, int32_t right_rows, const float* bias, int32_t output, uint8_t* out,
                                int64_t out_stride) {
   const int64_t panels = (n + width_of(Form(form)) - 1) / width_of(Form(form));
-  if (codes) narrowgauge_int8_pack(0, panels, codes, column, n, inner, row_stride, stride, form, 1, right);
+  if (codes)
+    narrowgauge_int8_pack(by_columns ? first : 0, by_columns ? last : panels, codes, column, n, inner, row_stride, stride, form, 1, right);
   if (left_stride >= 0) left += row * left_stride;
   if (left_rows) left_scale += row;
   if (right_rows) right_scale += column;

@@ -236,19 +236,30 @@ def multiply(
             words, row_stride = _packed(left, i, height, LEFT_WIDTH, number, row_bytes, "left"), -1
         for j in range(0, n, columns):
             across = min(columns, n - j)
-            units, of_columns = -(-height // TILE), False
-            if units < 4 * torch.get_num_threads() and -(-across // width) > units:
-                units, of_columns = -(-across // width), True  # few rows: threads share the panels
+            panels, count, of_columns = (
+                _panels(across, width, row_bytes, "right"),
+                -(-across // width),
+                False,
+            )
+            units, codes = -(-height // TILE), (right, *right.stride())
             work = height * across * max(inner // 64, 1)
-            if parts(work) == 1:  # a single thread packs by itself
-                codes, panels = (right, *right.stride()), _panels(across, width, row_bytes, "right")
-            else:
+            shares = parts(work)
+            if shares > 1 and _divides(count, shares):
+                units, of_columns = count, True  # each thread packs its own panels
+            elif shares > 1:
                 codes = None, 0, 0
                 panels = _packed(right, j, across, width, number, row_bytes, "right")
+                if units < 4 * shares and count > units:
+                    units, of_columns = count, True  # few rows: threads share the panels
             LIBRARY.call(
                 "int8_multiply", units, work, words, row_stride, *codes, panels, i, j, height, across, inner,
                 number, of_columns, *epilogue,
             )  # fmt: skip
+
+
+def _divides(panels: int, shares: int) -> bool:
+    """Return True if the largest of so many equal shares is at most an eighth above the average."""
+    return 8 * -(-panels // shares) * shares <= 9 * panels
 
 
 _MEMORY = threading.local()
