@@ -147,7 +147,9 @@ class QTensor:
         """
         if self.data.dtype in _VALUES:
             return self.data
-        return self.cast.format.decode(self.one_to_a_byte())
+        if self.is_packed:
+            return self.cast.format.decode_packed(self.data, self.inner)
+        return self.cast.format.decode(self.data)
 
     def expanded(self, dtype: torch.dtype) -> QTensor:
         """The same tensor with decoded values in `dtype`, float32 or bfloat16.
@@ -170,7 +172,7 @@ class QTensor:
         codes = (
             self.data.to(format.storage)
             if format.storage != torch.uint8
-            else format.encode(self.data)
+            else format.codes_of(self.data)
         )
         return replace(
             self, data=format.pack(codes) if format.codes_per_byte > 1 else codes, checked=True

@@ -218,6 +218,29 @@ def test_round_is_decode_of_encode(format):
 
 
 @every_element_format
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_codes_of_representable_values_are_those_of_encode(format, dtype):
+    """The sign of zero too, in both orders of memory."""
+    x = torch.cat((random_bit_patterns(20_000, seed=2), torch.tensor([0.0, -0.0, INF, -INF])))
+    values = format.round(x).to(dtype)
+    values = values[format.round(values) == values].reshape(
+        1, -1
+    )  # tables are not exact in bfloat16
+    for each in (values, values.expand(3, -1).T):
+        assert_same(format.codes_of(each), format.encode(each))
+
+
+@pytest.mark.parametrize(
+    "format", [each for each in formats.ALL if each.codes_per_byte == 2], ids=str
+)
+@pytest.mark.parametrize("length", (31, 32))
+def test_packed_codes_decode_as_unpacked_ones(format, length):
+    packed = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    for each in (packed, packed.T, packed[3:3]):
+        assert_same(format.decode_packed(each, length), format.decode(format.unpack(each, length)))
+
+
+@every_element_format
 def test_infinity_saturates_and_nan_is_kept_where_there_is_one(format):
     ends = torch.tensor([INF, -INF, 3.4e38, -3.4e38])
     levels = finite_values(format)

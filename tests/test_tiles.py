@@ -65,6 +65,10 @@ def test_each_element_meets_the_scale_of_its_tile(shape, tile):
         for values in (ones, torch.ones(shape[::-1], dtype=dtype).T):
             found = times_scale(values, scale, tile)
             assert_same(found.contiguous(), expected.to(dtype))
+            fits = padded_to_tiles(values, tile) is values
+            # Columns lie together only where those of the values do, and the tiles divide them.
+            if min(shape) > 1:
+                assert found.stride(0) > found.stride(1) or (fits and values is not ones)
 
 
 @every_shape

@@ -44,31 +44,33 @@ template <typename In> void amax_of(const In* x, const Matrix& matrix, int64_t f
 // Replace each amax of the tiles `first` to `last` of rows of tiles by the scale of one of two factors
 // of amax, whichever has the smaller squared error (`least_error` in quantize/definition.py).
 //
+// known       elements of a tile, a power of two that the compiler then knows; 0: any other number
 // transposed  the elements of a tile are added up column by column
-template <bool integers, typename In>
+template <int64_t known, bool integers, typename In>
 void choose_scales(const In* x, const Matrix& matrix, int64_t first, int64_t last, float whole, bool transposed, float* amax,
                    const Cast& cast) {
     const Format format = cast.format;
-    const int64_t height = matrix.tile_rows, width = matrix.tile_columns;
-    std::vector<float> values(height * width);
-    std::vector<double> squares(height * width);
+    const int64_t height = matrix.tile_rows, width = matrix.tile_columns, count = known ? known : height * width;
+    std::vector<float> values(count);
+    std::vector<double> squares(count);
+    float* const value = values.data();
+    double* const square = squares.data();
+    const auto error = [=](float scale) {
+        const float reciprocal = reciprocal_of(scale, whole, true), full = scale * whole;
+        for (int64_t i = 0; i < count; ++i) square[i] = square_of(value[i] - rounded<integers, false>(value[i] * reciprocal, 0.f, format) * full);
+        if constexpr (known > 0) return halved<known>(square);
+        else return halved_sum(square, count);
+    };
     for (int64_t row = first; row < last; ++row) {
         for (int64_t tile = 0; tile < matrix.tiles_per_row(); ++tile, ++amax) {
             const int64_t rows = std::min(height, matrix.rows - row * height);
             const int64_t columns = std::min(width, matrix.columns - tile * width);
-            std::fill(values.begin(), values.end(), 0.f);  // a short tile is padded with zeros
+            if (rows * columns < count) std::fill(value, value + count, 0.f);  // a short tile is padded with zeros
             for (int64_t i = 0; i < rows; ++i) {
                 const In* from = x + (row * height + i) * matrix.stride + tile * width;
-                for (int64_t j = 0; j < columns; ++j) values[transposed ? j * height + i : i * width + j] = load(from + j);
+                if (transposed) for (int64_t j = 0; j < columns; ++j) value[j * height + i] = load(from + j);
+                else for (int64_t j = 0; j < columns; ++j) value[i * width + j] = load(from + j);
             }
-            const auto error = [&](float scale) {
-                const float reciprocal = reciprocal_of(scale, whole, true), full = scale * whole;
-                for (int64_t i = 0; i < height * width; ++i) {
-                    const float off = values[i] - rounded<integers, false>(values[i] * reciprocal, 0.f, format) * full;
-                    squares[i] = std::fabs(off) < float_of(SMALLEST_NORMAL) ? 0. : double(off) * double(off);
-                }
-                return halved_sum(squares.data(), height * width);
-            };
             const float six = relative_scale(*amax, whole, cast, cast.factors[0]), four = relative_scale(*amax, whole, cast, cast.factors[1]);
             *amax = error(four) < error(six) ? four : six;
         }
@@ -187,8 +189,13 @@ void narrowgauge_four_over_six(int64_t first, int64_t last, const Cast* given, c
     const float whole = whole_scale(bits_of(*largest), cast);
     with_dtype(x, cast, [&](const auto* from) {
         float* scales = amax + first * matrix.tiles_per_row();
-        if (cast.format.whole) choose_scales<true>(from, matrix, first, last, whole, transposed, scales, cast);
-        else choose_scales<false>(from, matrix, first, last, whole, transposed, scales, cast);
+        const auto choose = [&](auto known) {
+            if (cast.format.whole) choose_scales<known.value, true>(from, matrix, first, last, whole, transposed, scales, cast);
+            else choose_scales<known.value, false>(from, matrix, first, last, whole, transposed, scales, cast);
+        };
+        if (tile_rows * tile_columns == 16) choose(std::integral_constant<int64_t, 16>());
+        else if (tile_rows * tile_columns == 256) choose(std::integral_constant<int64_t, 256>());
+        else choose(std::integral_constant<int64_t, 0>());
     });
     if (first == 0) *shared = whole * cast.headroom;
 }

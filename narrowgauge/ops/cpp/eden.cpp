@@ -79,13 +79,6 @@ inline uint32_t largest_of(const float* y, int64_t n) {
     return largest;
 }
 
-// `halved_sum` of a number of elements that is a power of two and known to the compiler.
-template <int64_t n> inline double halved(double* left) {
-    for (int64_t half = n / 2; half > 0; half /= 2)
-        for (int64_t i = 0; i < half; ++i) left[i] += left[i + half];
-    return left[0];
-}
-
 // A tile under one scale: its codes, their values, and the squared error of the rule that compares.
 template <int64_t width> struct Candidate {
     float scale, codes[width], values[width];
@@ -102,10 +95,8 @@ template <int64_t width> struct Candidate {
 
     double error(const float* y) const {
         double squares[width];
-        for (int64_t i = 0; i < width; ++i) {
-            const float off = y[i] - values[i];
-            squares[i] = std::fabs(off) < float_of(SMALLEST_NORMAL) ? 0. : double(off) * double(off);
-        }
+#pragma GCC unroll 1
+        for (int64_t i = 0; i < width; ++i) squares[i] = square_of(y[i] - values[i]);
         return halved<width>(squares);
     }
 };
@@ -122,7 +113,7 @@ template <int64_t width, bool integers>
 void cast_row(const float* y, int64_t tiles, int64_t number, float* scale, const Cast& cast, const Correction& of, float* codes) {
     const int64_t per_block = of.block / width;
     double squares[LARGEST_BLOCK], along[LARGEST_BLOCK], products[width];
-    Candidate<width> found, other;
+    Candidate<width> candidates[2];
     for (int64_t first = 0; first < tiles; first += per_block) {
         const int64_t last = std::min(first + per_block, tiles);
         for (int64_t tile = first; tile < last; ++tile) {
@@ -130,15 +121,19 @@ void cast_row(const float* y, int64_t tiles, int64_t number, float* scale, const
             float made = scale[tile];
             if (!of.is_given && cast.two_level) made = relative_scale(scale[tile], of.shared, cast, cast.factors[0]);
             else if (!of.is_given) made = scale_of(largest_of(from, width), cast);
-            found.template round<integers>(from, made, of.shared, cast);
+            candidates[0].template round<integers>(from, made, of.shared, cast);
+            int best = 0;
             if (!of.is_given && cast.tries == 2) {
                 made = relative_scale(scale[tile], of.shared, cast, cast.factors[1]);
-                other.template round<integers>(from, made, of.shared, cast);
-                if (other.error(from) < found.error(from)) found = other;
+                candidates[1].template round<integers>(from, made, of.shared, cast);
+                best = candidates[1].error(from) < candidates[0].error(from);
             }
+            const Candidate<width>& found = candidates[best];
             scale[tile] = found.scale;
+#pragma GCC unroll 1
             for (int64_t i = 0; i < width; ++i) products[i] = double(from[i]) * double(found.values[i]);
             along[tile - first] = halved<width>(products);
+#pragma GCC unroll 1
             for (int64_t i = 0; i < width; ++i) products[i] = double(from[i]) * double(from[i]);
             squares[tile - first] = halved<width>(products);
             std::memcpy(codes + tile * width, found.codes, sizeof found.codes);

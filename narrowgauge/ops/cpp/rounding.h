@@ -168,4 +168,22 @@ inline double halved_sum(double* left, int64_t count) {
     return left[0];
 }
 
+// The same of a power of two that the compiler knows. Loops of few steps that GCC unrolls first, it
+// no longer makes vectors of, hence `unroll 1` here and in eden.cpp.
+template <int64_t count> inline double halved(double* left) {
+    if constexpr (count == 1) return left[0];
+    else {
+#pragma GCC unroll 1
+        for (int64_t i = 0; i < count / 2; ++i) left[i] += left[i + count / 2];
+        return halved<count / 2>(left);
+    }
+}
+
+// The square of a difference. Subnormals count as zero, whether or not the subtraction flushes them.
+inline double square_of(float off) {
+    // Chosen on the bits: a comparison of floats keeps GCC from making vectors of the loop around it.
+    const float kept = float_of(magnitude(&off) < SMALLEST_NORMAL ? 0u : bits_of(off));
+    return double(kept) * double(kept);
+}
+
 }  // namespace
