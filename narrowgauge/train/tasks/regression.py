@@ -116,7 +116,33 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass
-class RegressionTask(TableTask):
+class NumberTask(TableTask):
+    """Base of tasks whose targets are numbers: their loss, their scores, and what the mean scores.
+
+    `labels` of an example is a float vector.
+    """
+
+    @staticmethod
+    def criterion(scores: Tensor, labels: Tensor) -> Tensor:
+        return squared_loss(scores, labels)
+
+    def trivial(self) -> dict[str, Any]:
+        return of_numbers(numbers_of(self.evaluation_set))
+
+    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
+        found = readings(self.evaluation(model), answered)
+        answers, targets = (
+            np.concatenate(part) for part in zip(*(pair for _, pair in found), strict=True)
+        )
+        return {
+            "loss": total_of(found) / targets.size,
+            "tokens": targets.size,
+            **correlations(answers, targets),
+        }
+
+
+@dataclass
+class RegressionTask(NumberTask):
     """Task "regression"; `labels` of an example is a float vector with one number per column."""
 
     name: ClassVar[str] = "regression"
@@ -148,30 +174,12 @@ class RegressionTask(TableTask):
             "labels": np.zeros(self.model_class.options["num_labels"])
         }
 
-    @staticmethod
-    def criterion(scores: Tensor, labels: Tensor) -> Tensor:
-        return squared_loss(scores, labels)
-
     def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         text = data.coloured_sample(self.tokenizer, example["input_ids"], None)
         text.append(
             f"  -> {', '.join(f'{number:g}' for number in example['labels'])}", "bold green"
         )
         return [text]
-
-    def trivial(self) -> dict[str, Any]:
-        return of_numbers(numbers_of(self.evaluation_set))
-
-    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
-        found = readings(self.evaluation(model), answered)
-        answers, targets = (
-            np.concatenate(part) for part in zip(*(pair for _, pair in found), strict=True)
-        )
-        return {
-            "loss": total_of(found) / targets.size,
-            "tokens": targets.size,
-            **correlations(answers, targets),
-        }
 
 
 def squared_loss(values: Tensor, targets: Tensor) -> Tensor:

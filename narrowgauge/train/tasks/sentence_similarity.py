@@ -32,17 +32,7 @@ from narrowgauge.data.task import Encoded, Item, Notes, Task
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.train.pretrained import ModelClass, own_configuration
 from narrowgauge.train.tasks.multiple_choice import LONGEST, SIZES, Choices, recounted
-from narrowgauge.train.tasks.regression import (
-    answered,
-    correlations,
-    number_of,
-    numbers_of,
-    of_numbers,
-    refuse_constant,
-    squared_loss,
-)
-from narrowgauge.train.tasks.table import TableTask
-from narrowgauge.train.tasks.task import Readings, total_of
+from narrowgauge.train.tasks.regression import NumberTask, number_of, numbers_of, refuse_constant
 
 if TYPE_CHECKING:
     from narrowgauge.data.batches import Indices
@@ -142,7 +132,7 @@ ENCODER = ModelClass(AutoModel, "model that gives hidden states of texts", new=T
 
 
 @dataclass
-class SimilarityTask(TableTask):
+class SimilarityTask(NumberTask):
     """Task "sentence-similarity"; `labels` of an example is a float vector with its score."""
 
     name: ClassVar[str] = "sentence-similarity"
@@ -210,28 +200,10 @@ class SimilarityTask(TableTask):
         hidden = output["last_hidden_state"]
         return cosines(hidden, batch["attention_mask"])
 
-    @staticmethod
-    def criterion(scores: Tensor, labels: Tensor) -> Tensor:
-        return squared_loss(scores, labels)
-
     def show_example(self, example: Mapping[str, Any]) -> list[Any]:
         shown = [data.coloured_sample(self.tokenizer, ids, None) for ids in example["input_ids"]]
         shown[-1].append(f"  -> {example['labels'][0]:g}", "bold green")
         return shown
-
-    def trivial(self) -> dict[str, Any]:
-        return of_numbers(numbers_of(self.evaluation_set))
-
-    def evaluate(self, model: Any, readings: Readings) -> dict[str, Any]:
-        found = readings(self.evaluation(model), answered)
-        answers, targets = (
-            np.concatenate(part) for part in zip(*(pair for _, pair in found), strict=True)
-        )
-        return {
-            "loss": total_of(found) / targets.size,
-            "tokens": targets.size,
-            **correlations(answers, targets),
-        }
 
 
 def cosines(hidden: Tensor, mask: Tensor) -> Tensor:
