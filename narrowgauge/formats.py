@@ -260,7 +260,7 @@ class FloatFormat(Format):
             and values.dtype == torch.bfloat16
             and not torch.compiler.is_compiling()
         )
-        if not looks_up or self.nan_code is not None or self.storage != torch.uint8:
+        if not looks_up or self.has_nan or self.storage != torch.uint8:
             return super().codes_of(values)
         # The sign, the exponent and as many bits of the mantissa as the format has: a tenth of the
         # time of `encode`, which rounds. A NaN may have no bit there, hence formats without one.

@@ -436,27 +436,24 @@ def halved_sum(tiles: Tensor) -> Tensor:
     return left[:, :, 0]
 
 
-def _is_below_a_vector(tile: tuple[int, int], values: Tensor) -> bool:
-    """True where torch multiplies a run of elements by one number element by element.
-
-    On a CPU, runs of fewer than 32 bfloat16 numbers take four times as long as a factor for each element.
-    """
-    return values.dtype == torch.bfloat16 and values.device.type == "cpu" and 1 < tile[1] < 32
-
-
 def times_scale(values: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
     """values [outer, inner] times the scale of their tile, in the dtype of values.
 
     Row-major if the tiles do not divide values, else in the memory order of values.
     """
-    eager = not torch.compiler.is_compiling()
-    if values.stride(0) < values.stride(1) and eager:
-        # As rows: torch pads a transposed matrix element by element, which takes four times as long.
+    is_transposed = values.stride(0) < values.stride(1)
+    if is_transposed and tile not in _ONE_SCALE and not torch.compiler.is_compiling():
+        # As rows: torch pads a transposed matrix element by element, and multiplies one with runs of
+        # scales so, which takes four times as long.
         scaled = times_scale(values.T, scale.T.contiguous(), (tile[1], tile[0])).T
         return scaled if _divides(tile, values) else scaled.contiguous()
+    # On a CPU torch multiplies a run of fewer than 32 bfloat16 numbers by one number element by
+    # element. A factor for each takes a quarter of the time.
+    is_short = 1 < tile[1] < 32 and tile[0] > 0 and values.dtype == torch.bfloat16
+    is_short = is_short and values.is_cpu and not torch.compiler.is_compiling()
     full = padded_to_tiles(values, tile)
     tiles, factors = as_tiles(full, tile), per_tile(scale, tile).to(values.dtype)
-    if eager and _is_below_a_vector(tile, values):
-        factors = torch.broadcast_tensors(factors, tiles)[0].contiguous()
+    if is_short:
+        factors = factors.expand(tiles.shape).contiguous()
     scaled = tiles * factors
     return from_tiles(scaled, full, values.shape[0], values.shape[1])

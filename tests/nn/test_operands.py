@@ -35,7 +35,8 @@ CALLS = {
     "fp8-current-fast": (140, 57),
     "fp8-row": (155, 68),
     "fp8-block": (148, 63),
-    "mxfp8": (182, 76),
+    # Scales of a transposed matrix multiply it as rows: a call more, and a fifth of the time.
+    "mxfp8": (183, 76),
     # The packing of left operands is a call of C++: on CPUs without VNNI, of each product. It is
     # counted in `int8` and `int4-lsq-luq`.
     "int8": (145, 75),
@@ -92,8 +93,8 @@ def test_importing_the_linear_brings_few_statements():
     # correct its scales, and a recipe cast decoded operands. 3,195 before kernels of casts rotated, and
     # wrote scales in cuBLAS' layout. 3,290 before C++ kernels ran on torch's threads and multiplied INT8.
     # 3,345 before a CPU's GEMM added a bias, rotations were vectors, and `tetrajet2`, two statements.
-    # 3,358 before sums for biases. Docstrings and comments may grow.
-    assert int(done.stdout) <= 3375
+    # 3,358 before sums for biases. 3,370 before codes were read from tables. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3391
 
 
 class Gathered:
