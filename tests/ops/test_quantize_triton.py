@@ -19,7 +19,14 @@ from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key, draw
 from narrowgauge.ops.registry import Device
 from narrowgauge.recipe import WHOLE, Cast, ClippedRms
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
+from narrowgauge.scaling import (
+    E4M3_EDEN,
+    E4M3_TWO_LEVEL,
+    E4M3_TWO_LEVEL_CEIL,
+    E8M0_CEIL,
+    E8M0_FLOOR,
+    POW2,
+)
 from tests.compare import assert_same
 from tests.raising import coded, raises, refusal_of, require
 
@@ -86,6 +93,31 @@ def test_refusals_say_why(triton_installed, given, expected):
     require(refusal := refusal_of(KERNELS, "triton", given), expected.code, *expected.values)
     with raises(BackendError, "kernel.refused", refusal.text):
         KERNELS.choose(given, "triton")
+
+
+EDEN = Cast(format=E2M1, tile=(1, 16), scale=E4M3_EDEN, rounding="eden", block=128)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (spec(EDEN, Device("cpu")), coded("device", "cpu")),
+        (spec(EDEN, Device("cuda", (7, 5))), coded("capability", "7.5", "8.0")),
+        (spec(Cast(format=E4M3)), coded("rounding", "'nearest'")),
+        (spec(EDEN, in_operator=True), coded("compiling")),
+        (spec(EDEN, noise="tensor"), coded("noise")),
+        (spec(EDEN, shape=(0, 5)), coded("shape")),
+        (spec(EDEN, amax=True), coded("calibration")),
+        (spec(Cast(format=INT4, tile=(1, 8), rounding="eden", block=16)), coded("tile", "16, 32, 64, 128")),
+    ],
+)  # fmt: skip
+def test_refusals_of_corrected_casts_say_why(triton_installed, given, expected):
+    require(refusal_of(KERNELS, "triton-eden", given), expected.code, *expected.values)
+
+
+def test_a_gpu_corrects_scales_by_a_kernel_of_its_own(triton_installed):
+    assert KERNELS.choose(spec(EDEN)).kernel.name == "triton-eden"
+    require(refusal_of(KERNELS, "triton", spec(EDEN)), "rounding")
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)

@@ -73,6 +73,13 @@ KERNELS.register(
         check=check_of("quantize"),
         replays=True,
     ),
+    Kernel(
+        "triton-eden",
+        imported(TRITON, "refuse_eden"),
+        imported(LAUNCHES, "eden"),
+        "cuda",
+        check=check_of("quantize"),
+    ),
     Kernel("native-cpp", cpp.refuse, cpp.run, check=check_of("quantize")),
     Kernel(
         "native-eden",
@@ -149,8 +156,8 @@ def quantize(
 ) -> QTensor:  # fmt: skip
     """Quantize x [outer, inner]; see the module for the contract.
 
-    backend  name of the kernel: "triton", "native-cpp", "native-eden" or "reference"; None: the
-             first one that does not refuse
+    backend  name of the kernel: "triton", "triton-eden", "native-cpp", "native-eden" or "reference";
+             None: the first one that does not refuse
     """
     if not isinstance(x, Tensor) or not isinstance(cast, Cast):
         raise ConfigError(

@@ -9,6 +9,7 @@ Results are bit-identical to the reference, in one or two launches.
     row, with x.T    one, like a tensor               2, like a tensor
     blocks           one                              1
     blocks, 2 level  maxima, cast                     2, like a tensor
+    EDEN             one; maxima, cast under 2 levels 1; 2
 
 Two launches, maxima and cast, replace one that would exceed its limit of 64 registers: for
 stochastic rounding, for sides that are no multiple of 16, and for rows with x.T in formats outside
@@ -23,6 +24,7 @@ Sizes of the pieces, none measured on a GPU:
     squares    64 x 64 in 8 warps: the runs of x.T are 64 bytes. 64 x 128 takes 228 registers with
                Triton 3.6, i.e. one program per multiprocessor
     blocks     one block of 128 in both directions: 128 x 128 in 16 warps, 32 elements per thread
+    EDEN       rows of one corrected block, 2,048 elements in 4 warps
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.addresses import dry_run_on
+from narrowgauge.formats import E4M3
 from narrowgauge.ops.quantize.spec import empty_scales, empty_units
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
@@ -47,18 +50,20 @@ from narrowgauge.ops.triton.launch import (
     zeroed_workspace,
 )
 from narrowgauge.qtensor import QTensor, SwizzledQTensor
+from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape
 
 if TYPE_CHECKING:
     from narrowgauge.ops.triton.cast_constants import CastConstants
-    from narrowgauge.recipe import Cast
 
 triton_block = Kernels("narrowgauge.ops.quantize.triton_block")
+triton_eden = Kernels("narrowgauge.ops.quantize.triton_eden")
 triton_transpose = Kernels("narrowgauge.ops.quantize.triton_transpose")
 
 RUN, RUN_WARPS = 4096, 4
 SQUARE, SQUARE_WARPS = 64, 8
 LONGEST_ROW, ROW_PIECE, ROW_WARPS = 8192, 4096, 8
+CORRECTED, CORRECTED_WARPS = 2048, 4
 LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # for tiles with a side above 64; other tiles take squares
 # Number of programs that compute a maximum: the smallest that suffices, so that few variants are
 # compiled. 512 programs of 4 warps keep 64 KB in flight per multiprocessor of an H200.
@@ -71,6 +76,8 @@ COOPERATIVE: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": 64}
 THREADS = 1024
 FEW = 32  # size for small grids, see `_cooperative_grid`
 SHARED_PARTS = 64  # slots for the maximum: few enough to read, enough to avoid contention
+
+_SCALES = Cast(format=E4M3, rounding="stochastic")  # of corrected scales under two-level rules
 
 Dtype = torch.dtype | None
 Amax = Tensor | None
@@ -95,6 +102,23 @@ def both(x: Tensor, cast: Cast, cols: bool, amax: Amax) -> tuple[QTensor, QTenso
     amax  [1, 1] amax of the tensor, or None: computed here
     """
     return cast_pair(x, cast, cols=cols, amax=amax, in_operator=True)
+
+
+def eden(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) -> QTensor:
+    """See `ops.quantize`; of casts with rounding "eden", for an x that is rotated already. No amax."""
+    x = x.detach()
+    x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    output = Output(tuple(x.shape), cast, x.device, expand, noise, for_units=True)
+    maxima = _tensor_maxima(x) if cast.scale.two_level else None
+    rows = max(CORRECTED // cast.block, 1)
+    first, *others = cast.scale.tries
+    launch(
+        triton_eden.cast_eden, -(-x.shape[0] // rows) * -(-x.shape[1] // cast.block), Matrix.of(x),
+        _orientation(output, maxima), output.shared, C=constants(x, cast, expand), OF_SCALES=constants(x, _SCALES),
+        FIRST=first, SECOND=others[0] if others else 0.0, PARTS=0 if maxima is None else maxima.numel(),
+        BLOCK=cast.block, TILE=cast.tile[1], ROWS=rows, warps=CORRECTED_WARPS,
+    )  # fmt: skip
+    return output.finished()
 
 
 def empty(x: Tensor, cast: Cast) -> QTensor:

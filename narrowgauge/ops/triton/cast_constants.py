@@ -61,6 +61,7 @@ class CastConstants:
     lowest_exponent: int
     headroom: float  # factor of the scale before its reciprocal is taken
     two_level: bool  # True if scales are e4m3 numbers beside a float32 scale of the tensor
+    largest_tile: float  # number of the tile with the largest amax under two-level rules
     ceils: bool  # True if the e4m3 scales are rounded up
 
     @property
@@ -113,5 +114,6 @@ def constants_of(cast: Cast, capability: tuple[int, int], decoded: bool = False)
         - 1,
         headroom=float(cast.headroom),
         two_level=cast.scale.two_level,
+        largest_tile=cast.scale.largest_tile,
         ceils=cast.scale == E4M3_TWO_LEVEL_CEIL,
     )

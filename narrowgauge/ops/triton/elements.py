@@ -39,7 +39,7 @@ def encode(y, noise, C: tl.constexpr):
     noise  float32 in [0, 1) if C.stochastic, else unused
     """
     if C.stochastic and C.exponent > 0:
-        y = _round_stochastically(y, noise, C)
+        y = round_stochastically(y, noise, C)
     if C.exponent == 0:
         codes = _encode_integer(y, noise, C)
     elif C.hardware:
@@ -105,7 +105,7 @@ def _encode_float(y, C: tl.constexpr):
 
 
 @triton.jit
-def _round_stochastically(y, noise, C: tl.constexpr):
+def round_stochastically(y, noise, C: tl.constexpr):
     """Round up with the probability of the distance from the neighbour below.
 
     NaN and the sign of zero are kept.

@@ -54,22 +54,25 @@ def scale_of(amax_bits, C: tl.constexpr):
         scale = tl.maximum(exponent, (C.lowest_exponent + 127) << 23).to(tl.float32, bitcast=True)
     else:
         amax = amax_bits.to(tl.float32, bitcast=True)
-        largest = 448.0 * C.largest if C.two_level else C.largest
+        largest = C.largest_tile * C.largest if C.two_level else C.largest
         scale = tl.maximum(_over(amax, largest, C), 2.0**C.lowest_exponent)
     scale = tl.where(amax_bits < 0x00800000, 1.0, scale)
     return tl.where((amax_bits & 0x7FFFFFFF) < 0x7F800000, scale, float("nan"))
 
 
 @triton.jit
-def e4m3_scale_of(amax_bits, shared, C: tl.constexpr):
+def e4m3_scale_of(amax_bits, shared, C: tl.constexpr, factor: tl.constexpr = 1.0):
     """Return e4m3 scales, as float32, for the bits of amax, int32 of any shape.
 
     shared  `scale_of` the tensor
+    factor  multiplies amax (`ScaleRule.tries`)
     """
     amax = amax_bits.to(tl.float32, bitcast=True)
     wanted = _over(amax, C.largest, C)
     # Otherwise rounding up would turn the rest into 2^-9.
     wanted = tl.where(wanted < 2.0**-126, 0.0, wanted)
+    if factor != 1.0:
+        wanted = wanted * factor
     wanted = tl.div_rn(wanted, tl.zeros_like(wanted) + shared)
     y = tl.where(wanted > 448.0, 448.0, wanted)
     bits = y.to(tl.int32, bitcast=True)

@@ -12,7 +12,15 @@ from narrowgauge import formats
 from narrowgauge.formats import E2M1, E4M3, E5M2, INT4, INT8
 from narrowgauge.ops.random import Key
 from narrowgauge.recipe import WHOLE, Cast, Hadamard
-from narrowgauge.scaling import E4M3_TWO_LEVEL, E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, E8M0_FLOOR, POW2
+from narrowgauge.scaling import (
+    E4M3_EDEN,
+    E4M3_EDEN_FOUR_OVER_SIX,
+    E4M3_TWO_LEVEL,
+    E4M3_TWO_LEVEL_CEIL,
+    E8M0_CEIL,
+    E8M0_FLOOR,
+    POW2,
+)
 from tests.ops.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
 from tests.selection import quick
 
@@ -195,6 +203,31 @@ def test_the_rotation_uses_tensor_cores(order, dtype, sm):
     )["rotate_and_encode"]
     assert found.spills == 0, found.usage
     assert any("mma" in name and "f32.bf16.bf16" in name for name in found.instructions())
+
+
+EDEN = {
+    "two levels": Cast(format=E2M1, tile=(1, 16), scale=E4M3_EDEN, rounding="eden", block=128),
+    "the better of two": Cast(
+        format=E2M1, tile=(1, 16), scale=E4M3_EDEN_FOUR_OVER_SIX, rounding="eden", block=128
+    ),
+    "one level": Cast(format=INT4, tile=(1, 128), rounding="eden", block=128),
+}
+
+
+@pytest.mark.parametrize(
+    ("cast", "sm"),
+    quick([("the better of two", 90)], [(cast, sm) for cast in EDEN for sm in TARGETS]),
+)
+def test_corrected_casts_compile_without_spills(cast, sm):
+    """Their sums are float64, quotients exact."""
+    key = Key((1, 2)) if EDEN[cast].draws else None
+    x = torch.empty(512, 4096, dtype=torch.float32)
+    found = compiled([casting], sm, lambda: casting.eden(x, EDEN[cast], None, key, None))
+    assert set(found) == {"cast_eden", *(["amax"] if EDEN[cast].scale.two_level else [])}
+    assert all(each.spills == 0 for each in found.values()), found
+    names = set(found["cast_eden"].instructions())
+    assert {"add.rn.f64", "div.rn.f64"} <= names, sorted(each for each in names if "f64" in each)
+    assert not any("div.full" in name for name in names)
 
 
 @pytest.mark.parametrize(("cast", "scales"), [("tensor", 1), ("row", 512)])
