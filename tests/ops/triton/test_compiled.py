@@ -207,7 +207,7 @@ def test_the_rotation_uses_tensor_cores(order, dtype, sm):
 
 EDEN = {
     "two levels": Cast(format=E2M1, tile=(1, 16), scale=E4M3_EDEN, rounding="eden", block=128),
-    "the better of two": Cast(
+    "two candidates": Cast(
         format=E2M1, tile=(1, 16), scale=E4M3_EDEN_FOUR_OVER_SIX, rounding="eden", block=128
     ),
     "one level": Cast(format=INT4, tile=(1, 128), rounding="eden", block=128),
@@ -216,7 +216,7 @@ EDEN = {
 
 @pytest.mark.parametrize(
     ("cast", "sm"),
-    quick([("the better of two", 90)], [(cast, sm) for cast in EDEN for sm in TARGETS]),
+    quick([("two candidates", 90)], [(cast, sm) for cast in EDEN for sm in TARGETS]),
 )
 def test_corrected_casts_compile_without_spills(cast, sm):
     """Their sums are float64, quotients exact."""
