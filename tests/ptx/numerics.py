@@ -5,7 +5,8 @@ of at most 24 bits is exact. A sum is rounded to odd there: its last bit is set 
 off, so that the later rounding to fewer bits decides as the exact sum would (Boldo and Melquiond,
 "Emulation of FMA and correctly rounded sums", 2008).
 
-NaN results are the canonical ones of PTX: 0x7fffffff in float32, 0x7fff in 16 bits, 0x7f in FP8.
+NaN results are the canonical ones of PTX: 0x7fffffff in float32, 0x7fff in 16 bits, 0x7f in FP8. PTX
+leaves those of float64 open; here they are 0x7fffffffffffffff. float64 is numpy's, which rounds once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ F64 = NDArray[np.float64]
 
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+NAN64 = np.uint64(0x7FFFFFFFFFFFFFFF)
 NAN32, NAN16, NAN8 = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF), 0x7F
 
 
@@ -32,6 +34,15 @@ def f32(bits: Bits) -> F32:
 def bits32(x: F32) -> Bits:
     """Bits of float32, with the canonical NaN."""
     return np.where(np.isnan(x), NAN32, np.ascontiguousarray(x, np.float32).view(np.uint32))
+
+
+def f64(bits: Bits) -> F64:
+    return np.ascontiguousarray(bits, np.uint64).view(np.float64)
+
+
+def bits64(x: F64) -> Bits:
+    """Bits of float64, with the NaN of this file."""
+    return np.where(np.isnan(x), NAN64, np.ascontiguousarray(x, np.float64).view(np.uint64))
 
 
 def flushed(bits: Bits) -> Bits:
@@ -105,11 +116,12 @@ class Float:
     """A float type of PTX. encode takes float64 that is exact or rounded to odd."""
 
     bits: int
-    decode: Callable[[Bits], F32]
+    decode: Callable[[Bits], F32 | F64]
     encode: Callable[[F64], Bits]
 
 
 FLOATS = {
+    "f64": Float(64, f64, bits64),
     "f32": Float(32, f32, lambda x: bits32(x.astype(np.float32))),
     "bf16": Float(
         16, lambda bits: f32(bits.astype(np.uint32) << np.uint32(16)), lambda x: bf16_bits(odd32(x))

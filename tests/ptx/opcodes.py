@@ -26,7 +26,9 @@ from tests.ptx.numerics import (
     UNSIGNED,
     Bits,
     bits32,
+    bits64,
     f32,
+    f64,
     flushed,
     odd_sum,
     ordered,
@@ -301,6 +303,13 @@ _ROUNDED: dict[str, tuple[int, Callable[..., Any]]] = {
     "ex2": (1, lambda a: np.exp2(a.astype(np.float64)).astype(np.float32)),
     "lg2": (1, lambda a: np.log2(a.astype(np.float64)).astype(np.float32)),
 }
+# float64 -> float64: numpy rounds each once.
+_OF_FLOAT64: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+}
 _BY_SIGN = ("abs", "neg", "copysign")
 _FLOATING = {*_EXACT, *_ROUNDED, *_BY_SIGN, "min", "max"}
 
@@ -312,6 +321,9 @@ def _floating(name: str, words: list[str]) -> Operation:
     bits, flushes = FLOATS[kind].bits, "ftz" in words
     if name in _BY_SIGN:
         return _with_flush(_signs(name, bits), flushes)
+    if kind == "f64":
+        function = _OF_FLOAT64[name]
+        return Operation((64,), (64, 64), lambda a, b: bits64(function(f64(a), f64(b))))
     if name in ("min", "max"):
         return _with_flush(_extremum(name, kind, "NaN" in words), flushes)
     if name in _ROUNDED:

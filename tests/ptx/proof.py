@@ -6,6 +6,7 @@
     casts       every cast of tests/ops/triton/test_compiled.py, x alone and with x.T, on a ragged shape
                 and on one of multiples of 16, on which one cooperative launch does all; bits
     delayed     by the scale of earlier steps and at the first step, with NaN, at an odd address; bits
+    corrected   casts that correct their scales (EDEN), on ragged and even shapes; bits
     strided     a view with gaps, x.T in memory, float32; bits
     precast     codes that the optimizer wrote, still right or not; bits
     norms       norms and activations, forward and backward, with their casts; as their self-check asks
@@ -43,7 +44,7 @@ from narrowgauge.ops.triton import has_conversions
 from narrowgauge.optim import backends, selfcheck
 from narrowgauge.optim.triton import launch as optim_launch
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard
-from tests.ops.triton.test_compiled import CASTS
+from tests.ops.triton.test_compiled import CASTS, EDEN
 from tests.ptx.launching import CAPABILITIES, Interpretation, interpreted
 from tests.ptx.memory import Fault
 from tests.ptx.parser import PtxError
@@ -100,6 +101,7 @@ def cases(sm: int) -> Iterator[Case]:
     Not the products of sm_100, whose tensor cores are asked by tcgen05, which `machine` does not know.
     """
     yield from _casts()
+    yield from _corrected()
     yield from _delayed()
     yield from _strided()
     multiplies = sm != 100
@@ -170,6 +172,24 @@ def _casts() -> Iterator[Case]:
             for cols in (False, True):
                 label = f"{name} {shape[0]}x{shape[1]}{' and x.T' if cols else ''}"
                 yield Case("casts", label, partial(compare_cast, cast, sample(shape), cols))
+
+
+def _corrected() -> Iterator[Case]:
+    for name, cast in EDEN.items():
+        for shape in (RAGGED, EVEN):
+            for dtype in (torch.float32, torch.bfloat16):
+                run = partial(compare_corrected, cast, sample(shape, dtype))
+                label = f"{name} {shape[0]}x{shape[1]} {_named(dtype)}"
+                yield Case("corrected", label, run)
+        run = partial(compare_corrected, cast, sample(RAGGED, torch.float32, poisoned=True))
+        yield Case("corrected", f"{name}, NaN and infinity", run)
+
+
+def compare_corrected(cast: Cast, x: Tensor) -> str:
+    noise = KEYS[0] if cast.draws else None
+    got = triton_launch.eden(x, cast, None, noise, None)
+    truth = definition.quantize(x, cast, None, noise, None)
+    return _differences(of_casts.compared(got, truth, None, False))
 
 
 def compare_cast(cast: Cast, x: Tensor, cols: bool) -> str:

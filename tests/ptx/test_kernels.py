@@ -22,7 +22,7 @@ GPUS = tuple(CAPABILITIES)
 QUICK = ("tensor 80x144 and x.T", "e4m3 later and x.T")
 # Family -> one case in so many, on each GPU; the cases differ from GPU to GPU.
 SHARES = {
-    "casts": 9, "delayed": 5, "strided": 10, "precast": 2, "norms": 24, "rotary": 8, "optimizer": 4,
+    "casts": 9, "corrected": 7, "delayed": 5, "strided": 10, "precast": 2, "norms": 24, "rotary": 8, "optimizer": 4,
     "hadamard": 9, "block mm": 4, "attention": 4,
 }  # fmt: skip
 # Programs that wait for each other, count their ends, or share maxima.

@@ -23,8 +23,9 @@ from tests.ptx.numerics import SIGNED, UNSIGNED
 from tests.ptx.opcodes import operation
 from tests.ptx.parser import PtxError
 
-FORMATS = {"f32": (8, 23), "bf16": (8, 7), "f16": (5, 10)}  # bits of exponent and of fraction
-NAN = {"f32": 0x7FFFFFFF, "bf16": 0x7FFF, "f16": 0x7FFF}
+NARROW = {"f32": (8, 23), "bf16": (8, 7), "f16": (5, 10)}  # bits of exponent and of fraction
+FORMATS = {"f64": (11, 52), **NARROW}
+NAN = {"f64": 0x7FFFFFFFFFFFFFFF, "f32": 0x7FFFFFFF, "bf16": 0x7FFF, "f16": 0x7FFF}
 Value = Fraction | float  # a float for infinities and NaN, and for -0
 
 
@@ -68,6 +69,13 @@ def encoded(value: Value, kind: str) -> int:
 
 
 SPECIAL = {
+    "f64": [
+        0, 1 << 63, 1, (1 << 63) + 1, (1 << 52) - 1, 1 << 52, (1 << 63) + (1 << 52), 0x3FF0000000000000,
+        0xBFF0000000000000, 0x3FF0000000000001, 0x3FEFFFFFFFFFFFFF, 0x400921FB54442D18, 0x7FEFFFFFFFFFFFFF,
+        0xFFEFFFFFFFFFFFFF, 0x7FF0000000000000, 0xFFF0000000000000, 0x7FF8000000000000, 0x3CA0000000000000,
+        0x3CB0000000000000, 0x4330000000000001, 0x380FFFFFFFFFFFFF, 0x47EFFFFFE0000000, 0x3FF0000010000000,
+        0x3FF0000030000000, 0x369FFFFFFFFFFFFF,
+    ],
     "f32": [
         0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800000, 0x3F800000, 0xBF800000,
         0x3F800001, 0x3F7FFFFF, 0x40490FDB, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
@@ -142,13 +150,18 @@ def total(a: Value, b: Value) -> Value:
     return a + b or 0.0
 
 
+def sign_of(value: Value) -> int:
+    """-1 or 1. No Fraction becomes a float: the reciprocal of a subnormal float64 is none."""
+    return int(math.copysign(1, value)) if isinstance(value, float) else 1 - 2 * (value < 0)
+
+
 def product(a: Value, b: Value) -> Value:
-    if isinstance(a, float) or isinstance(b, float):
-        signs = math.copysign(1, a) * math.copysign(1, b)
-        if math.isnan(a) or math.isnan(b) or (0 in (a, b) and math.inf in (abs(a), abs(b))):
-            return math.nan
-        return signs * (0.0 if 0 in (a, b) else math.inf)
-    return a * b
+    specials = [each for each in (a, b) if isinstance(each, float)]
+    if not specials:
+        return a * b
+    if any(map(math.isnan, specials)) or (0 in (a, b) and any(map(math.isinf, specials))):
+        return math.nan
+    return sign_of(a) * sign_of(b) * (0.0 if 0 in (a, b) else math.inf)
 
 
 def negated(a: Value) -> Value:
@@ -171,7 +184,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", NARROW)
 @pytest.mark.parametrize("name", EXACT)
 def test_sums_and_products_are_rounded_once(name, kind):
     count, exact = EXACT[name]
@@ -187,6 +200,26 @@ def test_sums_and_products_are_rounded_once(name, kind):
     halves = [[low | high << 16 for low, high in zip(x, x[::-1], strict=True)] for x in sources]
     pairs = [low | high << 16 for low, high in zip(expected, expected[::-1], strict=True)]
     compare(f"{name}.rn.{kind}x2", halves, pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [("add", total), ("sub", EXACT["sub"][1]), ("mul", product), ("div", quotient)],
+)
+def test_float64_is_rounded_once(name, exact):
+    sources = columns("f64", 2)
+    expected = [
+        encoded(exact(*(decoded(each, "f64") for each in given)), "f64")
+        for given in zip(*sources, strict=True)
+    ]
+    compare(f"{name}.rn.f64", sources, expected)
+
+
+def test_conversions_of_float64():
+    """Widened exactly, and narrowed with one rounding: ties, overflow and subnormals are among the values."""
+    [wide], [narrow] = columns("f64", 1), columns("f32", 1)
+    compare("cvt.rn.f32.f64", [wide], [encoded(decoded(each, "f64"), "f32") for each in wide])
+    compare("cvt.f64.f32", [narrow], [encoded(decoded(each, "f32"), "f64") for each in narrow])
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -274,7 +307,7 @@ def test_powers_and_logarithms_are_near(opcode):
         )
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", NARROW)
 def test_signs_and_extremes(kind):
     a, b = columns(kind, 2)
     sign = 1 << (width(kind) - 1)
