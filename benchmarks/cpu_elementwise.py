@@ -1,4 +1,4 @@
-"""Norms, activations, rotary embeddings and cross-entropy on a CPU: beside torch's code, beside a copy of the bytes, and in a step.
+"""Norms, activations, rotary embeddings, the loss and INT8 casts on a CPU: beside torch's code and a copy of the bytes, and in a step.
 
     python -m benchmarks.cpu_elementwise                         functions alone
     python -m benchmarks.cpu_elementwise --step                  a step of a Llama, 1,024 wide, 2 layers, 2 x 512 tokens, AdamW
@@ -34,6 +34,8 @@ from narrowgauge.fuse.rotary import FusedAttention
 from narrowgauge.fuse.values import ValueKernels
 from narrowgauge.ops import rotary
 from narrowgauge.ops.norm_act import Kind, value
+from narrowgauge.ops.quantize import definition
+from narrowgauge.ops.quantize.pair import quantize_pair
 
 FLOAT, NARROW = torch.float32, torch.bfloat16
 # Rows and columns: in the last-level cache of a server CPU, and beyond it.
@@ -123,7 +125,21 @@ def of_logits(tokens: int, words: int) -> dict[str, Any]:
     }
 
 
+def of_cast(rows: int, columns: int) -> dict[str, Any]:
+    """Cases of the cast of an INT8 Linear, codes of x and of x.T, against its definition in torch."""
+    cast = ng.recipes.INT8_ROW.output.lhs
+    assert cast is not None
+    x = torch.randn(rows, columns).to(NARROW)
+    return {
+        "torch": lambda: [definition.quantize(each, cast, None, None, None) for each in (x, x.T)],
+        "own": partial(quantize_pair, x, cast),
+        "bytes": x.nbytes + 2 * x.numel(),
+    }
+
+
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    for rows, columns in SHAPES:
+        yield f"int8 cast bfloat16 {rows} x {columns}", of_cast(rows, columns)
     for rows, columns in SHAPES:
         for name, dtype in (*NORMS, *((each, NARROW) for each in ACTIVATIONS)):
             if (columns == 1024) == name.endswith("norm"):
@@ -135,9 +151,12 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"cross-entropy bfloat16 1024 x {words}", of_logits(1024, words)
 
 
-def functions() -> list[dict[str, Any]]:
+def functions(only: str) -> list[dict[str, Any]]:
+    """Rows of the cases whose names begin with `only`."""
     found = []
     for name, made in cases():
+        if not name.startswith(only):
+            continue
         size = made.pop("bytes")
         source, target = torch.ones(size // 8), torch.empty(size // 8)
         made["copy"] = partial(target.copy_, source)
@@ -209,12 +228,13 @@ def steps(width: int, layers: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_elementwise")
     parser.add_argument("--step", action="store_true", help="a whole step")
+    parser.add_argument("--only", default="", help="functions whose names begin so, as int8")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file to append the rows to")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = steps(options.width, options.layers) if options.step else functions()
+    found = steps(options.width, options.layers) if options.step else functions(options.only)
     if options.json is not None:
         harness.record("cpu_elementwise", found, options.json)
 
