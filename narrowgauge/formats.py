@@ -76,7 +76,7 @@ class Format:
         return table[codes.to(torch.int64)]
 
     def codes_of(self, values: Tensor) -> Tensor:
-        """Encode values that are representable, in float32 or bfloat16. The result is that of `encode`."""
+        """Encode representable values, in float32 or bfloat16, to the codes of `encode`."""
         return self.encode(values)
 
     def decode_packed(self, packed: Tensor, length: int) -> Tensor:

@@ -18,11 +18,19 @@ from narrowgauge.ops.triton.scales import e4m3_scale_of, reciprocal_of, scale_of
 
 
 @triton.jit
-def _halved(values, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
-    """Sum values [A, B, N] over the last axis -> [A, B]; N is a power of two of at most 64.
+def _halved_sum(values, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
+    """Sum values [A, B, N] over the last axis -> [A, B]; N is a power of two of at most 1,024.
 
     The later half is added to the earlier one until one is left.
     """
+    if N >= 1024:
+        values = tl.sum(tl.reshape(values, (A, B, 2, 512)), axis=2)
+    if N >= 512:
+        values = tl.sum(tl.reshape(values, (A, B, 2, 256)), axis=2)
+    if N >= 256:
+        values = tl.sum(tl.reshape(values, (A, B, 2, 128)), axis=2)
+    if N >= 128:
+        values = tl.sum(tl.reshape(values, (A, B, 2, 64)), axis=2)
     if N >= 64:
         values = tl.sum(tl.reshape(values, (A, B, 2, 32)), axis=2)
     if N >= 32:
@@ -36,21 +44,6 @@ def _halved(values, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
     if N >= 2:
         values = tl.sum(tl.reshape(values, (A, B, 2, 1)), axis=2)
     return tl.reshape(values, (A, B))
-
-
-@triton.jit
-def _halved_sum(values, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
-    """The same for N of at most 1,024."""
-    if N >= 1024:
-        values = tl.sum(tl.reshape(values, (A, B, 2, 512)), axis=2)
-    if N >= 512:
-        values = tl.sum(tl.reshape(values, (A, B, 2, 256)), axis=2)
-    if N >= 256:
-        values = tl.sum(tl.reshape(values, (A, B, 2, 128)), axis=2)
-    if N >= 128:
-        values = tl.sum(tl.reshape(values, (A, B, 2, 64)), axis=2)
-    REST: tl.constexpr = 64 if N > 64 else N
-    return _halved(tl.reshape(values, (A, B, REST)), A, B, REST)
 
 
 @triton.jit

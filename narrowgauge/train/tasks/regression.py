@@ -117,7 +117,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass
 class NumberTask(TableTask):
-    """Base of tasks whose targets are numbers: their loss, their scores, and what the mean scores.
+    """Base of tasks whose targets are numbers. It computes their loss and their correlations.
 
     `labels` of an example is a float vector.
     """
