@@ -30,7 +30,13 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.nn import step_end
-from narrowgauge.nn.grouped_linear import ExpertLinear, Routing, Slice, grouped_linear
+from narrowgauge.nn.grouped_linear import (
+    ExpertLinear,
+    Routing,
+    RowCounts,
+    Slice,
+    grouped_linear,
+)
 
 # Functions of transformers that compute what a GroupedExperts computes, in the weights' dtype.
 SAME = (None, "eager", "grouped_mm", "batched_mm")
@@ -62,7 +68,7 @@ class GroupedExperts(nn.Module):
         experts = (each for key, each in self._modules.items() if key.isdigit())
         return [each._modules[name] for each in experts]  # type: ignore[union-attr, misc]
 
-    def product(self, name: str, x: Tensor, counts: list[int]) -> Tensor:
+    def product(self, name: str, x: Tensor, counts: RowCounts) -> Tensor:
         """Multiply x [S, K] by the matrices of parameter `name`, as grouped_linear."""
         layers = self.slices(name)
         # By attribute: parametrizations (PEFT), pruning and DataParallel's replicas keep the tensor
@@ -127,7 +133,8 @@ class StackedExperts(GroupedExperts):
         """hidden_states [E T, K], expert by expert -> [E T, K]."""
         module: Any = self
         experts = len(self.slices("down_proj"))
-        counts = [hidden_states.shape[0] // experts] * experts
+        rows = hidden_states.shape[0] // experts
+        counts = RowCounts.equal(rows, experts, hidden_states.device)
         gate, up = self.product("gate_up_proj", hidden_states, counts).chunk(2, dim=-1)
         return self.product("down_proj", up * module.act_fn(gate), counts)
 

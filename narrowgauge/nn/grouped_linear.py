@@ -19,20 +19,23 @@ contributions of a token's experts in the order of a loop over experts, forward 
 expert and backward from the last one. Without a recipe the results thus equal transformers' loop
 bit for bit, and no sum depends on the order of threads.
 
-Left out: one kernel for all experts. The products run one after another. The host must know the
-number of rows of each expert, so on a GPU it waits once per layer for the router.
+On a GPU, `grouped_function` multiplies all experts of a stack in one launch, where its kernels take
+the recipe. Elsewhere the products run one after another. The host must then know the number of rows
+of each expert, so on a GPU it waits once per layer for the router.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
+from narrowgauge.nn.grouped_function import grouped_products
 from narrowgauge.nn.linear import QLinear, called_with, views_of
 from narrowgauge.nn.suspended_linear import suspended_linear
 
@@ -150,7 +153,7 @@ class ExpertLinear(QLinear):
 def grouped_linear(
     layers: Sequence[ExpertLinear],
     x: Tensor,
-    counts: Sequence[int],
+    counts: RowCounts,
     stack: Tensor,
     biases: Tensor | None,
 ) -> Tensor:
@@ -160,6 +163,20 @@ def grouped_linear(
     counts  rows of each expert; further rows of x belong to no expert here and become zero
     stack   their weights as the module stores or computes them; biases [E, N] or None
     """
+    for layer in layers:
+        layer.state.was_called = True  # an expert without rows is idle, not bypassed
+    y = grouped_products(layers, x, counts.on_device, stack, biases)
+    return _looped(layers, x, counts.on_host, stack, biases) if y is None else y
+
+
+def _looped(
+    layers: Sequence[ExpertLinear],
+    x: Tensor,
+    counts: Sequence[int],
+    stack: Tensor,
+    biases: Tensor | None,
+) -> Tensor:
+    """`grouped_linear`, expert by expert."""
     weights = stack.unbind(0)  # one gradient for the stack, from E of its matrices
     each_bias = [None] * len(layers) if biases is None else biases.unbind(0)
     rest = x.shape[0] - sum(counts)
@@ -169,12 +186,48 @@ def grouped_linear(
         for layer, rows, weight, bias in zip(layers, groups, weights, each_bias, strict=True)
         if rows.shape[0]
     ]
-    for layer in layers:
-        layer.state.was_called = True  # an expert without rows is idle, not bypassed
     if rest or not made:
         dtype = made[0].dtype if made else x.dtype
         made.append(last.new_zeros(rest, layers[0].out_features, dtype=dtype))
     return made[0] if len(made) == 1 else torch.cat(made)
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows of each of E experts.
+
+    on_device  int32 [E + 1]; the last number counts the rows of experts of other ranks
+    is_known   False without numbers, as in a plan: then all experts have equally many
+    """
+
+    on_device: Tensor
+    is_known: bool
+    rows: int
+
+    @classmethod
+    def of(cls, experts: Tensor, count: int) -> RowCounts:
+        """experts: [S] integer, expert of each row; `count` and above stand for none."""
+        zeros = torch.zeros(count + 1, dtype=torch.int32, device=experts.device)
+        places = experts.long().clamp(max=count)
+        found = zeros.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        return cls(found, holds_numbers(experts), experts.shape[0])
+
+    @classmethod
+    def equal(cls, each: int, count: int, device: torch.device) -> RowCounts:
+        """`count` experts have `each` rows, and no row is left over."""
+        found = torch.full((count + 1,), each, dtype=torch.int32, device=device)
+        found[-1:].zero_()
+        return cls(found, False, each * count)
+
+    @cached_property
+    def on_host(self) -> list[int]:
+        """The numbers without the last one. On a GPU the host waits for them."""
+        count = self.on_device.shape[0] - 1
+        if not self.is_known:
+            share, more = divmod(self.rows, count)
+            return [share + (index < more) for index in range(count)]
+        found: list[int] = self.on_device[:-1].tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -190,7 +243,7 @@ class Routing:
     order: Tensor
     tokens: Tensor
     rows: Tensor
-    counts: list[int]
+    counts: RowCounts
 
     @classmethod
     def of(cls, experts: Tensor, count: int) -> Routing:
@@ -203,7 +256,7 @@ class Routing:
         rows = rows.view(places, tokens)
         # The rows of a token ascend with its experts.
         rows = rows if places == 1 else rows.sort(dim=0).values
-        return cls(order, order % max(tokens, 1), rows, _counts(flat, count))
+        return cls(order, order % max(tokens, 1), rows, RowCounts.of(flat, count))
 
     def gather(self, x: Tensor) -> Tensor:
         """x [T, K] -> [S, K]: the token of each row."""
@@ -218,15 +271,6 @@ class Routing:
         """y [S, K] -> [T, K]: the sum of each token's rows."""
         found: Tensor = _Combine.apply(y, self.tokens, self.rows)
         return found
-
-
-def _counts(experts: Tensor, count: int) -> list[int]:
-    """Rows of each expert. Without numbers, as in a plan, all experts have equally many."""
-    if not holds_numbers(experts):
-        share, more = divmod(experts.shape[0], count)
-        return [share + (index < more) for index in range(count)]
-    found: list[int] = torch.bincount(experts, minlength=count)[:count].tolist()
-    return found
 
 
 class _Gather(torch.autograd.Function):

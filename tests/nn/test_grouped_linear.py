@@ -91,7 +91,7 @@ class Loop(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         routing = Routing.of(index, E)
-        rows = routing.gather(x).split(routing.counts)
+        rows = routing.gather(x).split(routing.counts.on_host)
         for number, name in enumerate(self.names):
             layers = self.get_submodule(name)
             rows = [

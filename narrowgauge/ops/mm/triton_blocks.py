@@ -23,22 +23,65 @@ def _scales(
     index,
     length,
     first,
-    start,
-    K,
+    column,
+    width,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Load the scales of the rows `index` [BLOCK], which start at `first`, for the column `start`.
+    """Load the scales of the rows `index` [BLOCK], which start at `first`, in a column of tiles.
 
-    Returns [BLOCK], or [1] if the rows lie within one row of tiles.
+    width  columns of tiles in a row. Returns [BLOCK], or [1] if the rows lie in one row of tiles.
     """
-    width, column = tl.cdiv(K, COLUMNS), start // COLUMNS
     if ROWS % BLOCK == 0:
         found = tl.load(scale + (first // ROWS).to(tl.int64) * width + column + tl.arange(0, 1))
     else:
         found = tl.load(scale + index // ROWS * width + column, index < length, other=0.0)
     return found
+
+
+@triton.jit
+def place_of_program(program, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Return (tile_m, tile_n): GROUP tiles of rows are numbered consecutively, see the module."""
+    group = program // (GROUP * tiles_n)
+    rows_in_group = min(tiles_m - group * GROUP, GROUP)
+    tile_m = group * GROUP + (program % (GROUP * tiles_n)) % rows_in_group
+    return tile_m, (program % (GROUP * tiles_n)) // rows_in_group
+
+
+@triton.jit
+def sum_of_blocks(
+    lhs, lhs_scale, m, first_m, M, lhs_stride, lhs_width,
+    rhs, rhs_scale, n, first_n, N, rhs_stride, rhs_width,
+    begin, end, B: tl.constexpr,
+):  # fmt: skip
+    """Return the sum over [begin, end) of lhs times rhs, both multiplied by their scales.
+
+    m, first_m, M   int64 [B.m], rows of lhs from `first_m`; those from M on count as zero
+    lhs_stride      elements from a row of lhs to the next
+    lhs_width       tiles from a row of lhs_scale to the next
+    begin           a multiple of B.k; the same for n and rhs
+    """
+    k = tl.arange(0, B.k)
+    lhs_rows, rhs_rows = lhs + m[:, None] * lhs_stride, rhs + n[:, None] * rhs_stride
+    total = tl.zeros((B.m, B.n), dtype=tl.float32)
+    for start in range(begin, end, B.k):
+        inside = start + k < end
+        left = tl.load(
+            lhs_rows + (start + k)[None, :], (m < M)[:, None] & inside[None, :], other=0.0
+        )
+        right = tl.load(
+            rhs_rows + (start + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0
+        )
+        # Starts from zero, without the total as accumulator, see the module.
+        part = tl.dot(left, tl.trans(right))
+        of_rows = _scales(
+            lhs_scale, m, M, first_m, start // B.lhs_columns, lhs_width, B.lhs_rows, B.m
+        )
+        of_columns = _scales(
+            rhs_scale, n, N, first_n, start // B.rhs_columns, rhs_width, B.rhs_rows, B.n
+        )
+        total += part * (of_rows[:, None] * of_columns[None, :])
+    return total
 
 
 @triton.jit
@@ -54,39 +97,17 @@ def block_mm(
     K,
     B: tl.constexpr,  # triton.Blocks
 ):
-    BLOCK_M: tl.constexpr = B.m
-    BLOCK_N: tl.constexpr = B.n
-    BLOCK_K: tl.constexpr = B.k
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    program = tl.program_id(0)
-    group = program // (B.group_m * tiles_n)
-    rows_in_group = min(tiles_m - group * B.group_m, B.group_m)
-    tile_m = group * B.group_m + (program % (B.group_m * tiles_n)) % rows_in_group
-    tile_n = (program % (B.group_m * tiles_n)) // rows_in_group
-
+    tile_m, tile_n = place_of_program(
+        tl.program_id(0), tl.cdiv(M, B.m), tl.cdiv(N, B.n), B.group_m
+    )
     # int64: 65536 x 32768 elements are 2**31.
-    m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    lhs_rows, rhs_rows = lhs + m[:, None] * K, rhs + n[:, None] * K
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inside = start + k < K
-        left = tl.load(
-            lhs_rows + (start + k)[None, :], (m < M)[:, None] & inside[None, :], other=0.0
-        )
-        right = tl.load(
-            rhs_rows + (start + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0
-        )
-        # Starts from zero, without the total as accumulator, see the module.
-        part = tl.dot(left, tl.trans(right))
-        of_rows = _scales(
-            lhs_scale, m, M, tile_m * BLOCK_M, start, K, B.lhs_rows, B.lhs_columns, BLOCK_M
-        )
-        of_columns = _scales(
-            rhs_scale, n, N, tile_n * BLOCK_N, start, K, B.rhs_rows, B.rhs_columns, BLOCK_N
-        )
-        total += part * (of_rows[:, None] * of_columns[None, :])
+    m = (tile_m * B.m + tl.arange(0, B.m)).to(tl.int64)
+    n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)
+    total = sum_of_blocks(
+        lhs, lhs_scale, m, tile_m * B.m, M, K, tl.cdiv(K, B.lhs_columns),
+        rhs, rhs_scale, n, tile_n * B.n, N, K, tl.cdiv(K, B.rhs_columns),
+        0, K, B,
+    )  # fmt: skip
     if bias is not None:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(

@@ -1,0 +1,189 @@
+"""Triton kernels of `triton.py`: casts and products of rows sorted by expert.
+
+The number of rows of each expert is in device memory, so no program can know its place from its
+number alone. Each one reads the E numbers and finds the tile of TILE rows that is its own
+(`place_of_tile`). The grid has a place for every tile that could exist; programs without a tile end
+at once.
+
+    cast_groups    codes of x and of x.T, in tiles of 1 x 128 along either axis. A tile of x.T never
+                   holds tokens of two experts
+    grouped_mm     the product of each expert's rows with its matrix
+    grouped_grad   the product of two operands over the tokens of each expert
+    sum_groups     the sum of each expert's rows
+
+The codes of x.T of tile t begin at column t * TILE, so each tile is aligned. Rows beyond an expert's
+last one are zero codes there.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from narrowgauge.ops.mm.triton_blocks import place_of_program, sum_of_blocks
+from narrowgauge.ops.quantize.triton_block import cast_block
+
+
+@triton.jit
+def _counts(counts, G: tl.constexpr):
+    """Return (index, rows of each expert, tiles of each expert), each int32 [G.wide].
+
+    counts has G.experts + 1 numbers; the last one counts rows without an expert.
+    """
+    index = tl.arange(0, G.wide)
+    rows = tl.load(counts + index, index <= G.experts, other=0)
+    return index, rows, (rows + (G.tile - 1)) // G.tile
+
+
+@triton.jit
+def place_of_tile(counts, tile, G: tl.constexpr):
+    """Return (expert, its first row in this tile, rows of the tile).
+
+    The expert is G.experts for rows without one. There are no rows if the tile does not exist.
+    """
+    index, rows, tiles = _counts(counts, G)
+    expert = tl.sum((tl.cumsum(tiles, axis=0) <= tile).to(tl.int32), axis=0)
+    is_before = index < expert
+    begin = tl.sum(tl.where(is_before, rows, 0), axis=0)
+    within = tile - tl.sum(tl.where(is_before, tiles, 0), axis=0)
+    own = tl.sum(tl.where(index == expert, rows, 0), axis=0)
+    return expert, begin + within * G.tile, max(min(own - within * G.tile, G.tile), 0)
+
+
+@triton.jit
+def cast_groups(
+    x,  # a `Matrix`
+    codes,  # uint8 [S, K], or None
+    scales,  # float32 [S, ceil(K / TILE)]
+    turned,  # uint8 [K, slots * TILE], or None
+    turned_scales,  # float32 [K, slots]
+    counts,
+    slots,
+    G: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Cast a tile of TILE tokens and TILE columns."""
+    width = tl.cdiv(x.columns, G.tile)
+    tile, across = tl.program_id(0) // width, tl.program_id(0) % width
+    expert, first, count = place_of_tile(counts, tile, G)
+    if (expert < G.experts) & (count > 0):
+        place = tl.arange(0, G.tile)
+        row, column = (first + place).to(tl.int64), across * G.tile + place
+        inside, is_column = place < count, column < x.columns
+        mask = inside[:, None] & is_column[None, :]
+        values = tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0)
+        shared = tl.zeros((1, 1), tl.float32)
+        if codes is not None:
+            found, scale = cast_block(
+                values, shared, None, row[:, None], column[None, :], x.columns, C, 1, G.tile
+            )
+            tl.store(codes + row[:, None] * x.columns + column[None, :], found, mask=mask)
+            one = tl.arange(0, 1)
+            tl.store(scales + row[:, None] * width + across + one[None, :], scale, inside[:, None])
+        if turned is not None:
+            found, scale = cast_block(
+                values, shared, None, column[None, :], row[:, None], x.rows, C, G.tile, 1
+            )
+            line, start = column.to(tl.int64)[:, None], tile * G.tile
+            to = turned + line * (slots * G.tile) + (start + place)[None, :]
+            tl.store(to, tl.trans(found), mask=is_column[:, None])
+            one = tl.arange(0, 1)
+            tl.store(
+                turned_scales + line * slots + tile + one[None, :], tl.trans(scale), is_column[:, None]
+            )
+
+
+@triton.jit
+def grouped_mm(
+    x,  # [S, K] e4m3
+    x_scale,  # float32 [S, ceil(K / TILE)]
+    w,  # e4m3, element (n, k) of expert e at w.expert * e + w.stride * n + k
+    w_scale,  # float32, the same in tiles
+    bias,  # [E, N] or None
+    out,  # [S, N]; rows without an expert become zero
+    counts,
+    tiles,
+    N,
+    K,
+    shape,  # `Place`
+    G: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Multiply a tile of rows by columns of their expert's matrix."""
+    tile_m, tile_n = place_of_program(tl.program_id(0), tiles, tl.cdiv(N, B.n), B.group_m)
+    expert, first, count = place_of_tile(counts, tile_m, G)
+    if count > 0:
+        m = (first + tl.arange(0, B.m)).to(tl.int64)
+        n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)
+        is_known = expert < G.experts
+        of = tl.where(is_known, expert, 0).to(tl.int64)
+        total = sum_of_blocks(
+            x, x_scale, m, first, first + count, K, tl.cdiv(K, B.lhs_columns),
+            w + of * shape.expert, w_scale + of * shape.scale_expert, n, tile_n * B.n, N, shape.stride, shape.scale_stride,
+            0, tl.where(is_known, K, 0), B,
+        )  # fmt: skip
+        if bias is not None:
+            known = tl.where(is_known, N, 0)
+            total += tl.load(bias + of * N + n, n < known, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            out + m[:, None] * N + n[None, :],
+            total.to(out.dtype.element_ty),
+            (m < first + count)[:, None] & (n < N)[None, :],
+        )
+
+
+@triton.jit
+def grouped_grad(
+    lhs,  # [M, slots * TILE] e4m3, as `cast_groups` writes `turned`
+    lhs_scale,  # float32 [M, slots]
+    rhs,  # [N, slots * TILE]
+    rhs_scale,  # [N, slots]
+    out,  # [E, M, N]; zero for an expert without rows
+    counts,
+    slots,
+    M,
+    N,
+    G: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Multiply M by N elements of one expert's result."""
+    tiles_m, tiles_n = tl.cdiv(M, B.m), tl.cdiv(N, B.n)
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    tile_m, tile_n = place_of_program(
+        tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, B.group_m
+    )
+    index, _, tiles = _counts(counts, G)
+    begin = tl.sum(tl.where(index < expert, tiles, 0), axis=0)
+    own = tl.sum(tl.where(index == expert, tiles, 0), axis=0)
+    m = (tile_m * B.m + tl.arange(0, B.m)).to(tl.int64)
+    n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)
+    total = sum_of_blocks(
+        lhs, lhs_scale, m, tile_m * B.m, M, slots * G.tile, slots,
+        rhs, rhs_scale, n, tile_n * B.n, N, slots * G.tile, slots,
+        begin * G.tile, (begin + own) * G.tile, B,
+    )  # fmt: skip
+    tl.store(
+        out + expert.to(tl.int64) * M * N + m[:, None] * N + n[None, :],
+        total.to(out.dtype.element_ty),
+        (m < M)[:, None] & (n < N)[None, :],
+    )
+
+
+@triton.jit
+def sum_groups(x, out, counts, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum the rows of an expert in float32: x, a `Matrix` [S, N] -> out [E, N]."""
+    width = tl.cdiv(x.columns, COLUMNS)
+    expert, across = tl.program_id(0) // width, tl.program_id(0) % width
+    index, rows, _ = _counts(counts, G)
+    begin = tl.sum(tl.where(index < expert, rows, 0), axis=0)
+    end = begin + tl.sum(tl.where(index == expert, rows, 0), axis=0)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(begin, end, ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (row < end)[:, None] & (column < x.columns)[None, :]
+        place = x.data + row[:, None] * x.stride + column[None, :]
+        total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    found = tl.sum(total, axis=0).to(out.dtype.element_ty)
+    tl.store(out + expert.to(tl.int64) * x.columns + column, found, column < x.columns)
