@@ -2,20 +2,25 @@
 
     python -m benchmarks.planned_time            minutes; rows appended to benchmarks/results/planned_time.jsonl
     python -m benchmarks.planned_time b200       one card
+    python -m benchmarks.planned_time h100 --only experts
 
 layer     the 12 products of hidden 4096, FFN 16384, 15,872 tokens with their casts: four Linears forward and backward, counted
 compiled  4 layers of 8B's shape, 8,192 tokens, vocabulary 32,000, head in bfloat16, torch's AdamW; work from benchmarks.compiled_work
 eager     Llama 3 8B, one row, counted with 3 and 4 layers; their work lies on a line with the number of layers (`plan.tally`)
+
+experts   the experts of one layer of a mixture, forward and backward, 16,384 tokens, beside torch's grouped products in bf16; and the
+          fewest tokens at which the recipe is predicted to be no slower
 
 How far predictions of published times are off is what `benchmarks.calibration` says.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import argparse
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,8 +28,9 @@ import torch
 from benchmarks.harness import RESULTS, record
 from benchmarks.published import Done, compiled, compiled_rows, deep, llama
 from benchmarks.steps_of_llamas import LLAMA_8B, Run
+from narrowgauge import convert
 from narrowgauge.conversion.measure import LinearWorkload
-from narrowgauge.conversion.predict import counted
+from narrowgauge.conversion.predict import counted, counted_step
 from narrowgauge.errors import ConfigError
 from narrowgauge.ops.timing.cards import Card, card
 from narrowgauge.ops.timing.rates import RATES, Rates, likely_gain, seconds
@@ -43,6 +49,15 @@ ONE_LINEAR = (
     "nvfp4",
     "int8",
 )
+PARTS = ("layers", "experts", "steps", "eager")
+# Experts, hidden size, inner size, experts of a token: configurations of Mixtral 8x7B, Llama 4 Scout, Qwen3-30B-A3B and DeepSeek-V3.
+MIXTURES = {
+    "mixtral-8x7b": (8, 4096, 14_336, 2),
+    "llama-4-scout": (16, 5120, 8192, 1),
+    "qwen3-30b-a3b": (128, 2048, 768, 8),
+    "deepseek-v3": (256, 7168, 2048, 8),
+}
+MIXTURE_TOKENS = 16_384
 # A defect as it was found, and what of the model it changes: its cost is the layer with it less the layer without.
 DEFECTS: list[tuple[str, dict[str, Any]]] = [
     ("661 instructions in 16 elements of a cast", {"instructions": 661}),
@@ -94,6 +109,59 @@ def layers(on: Card) -> Iterator[dict[str, Any]]:
             "case": f"layer, {name}", "card": on.name, "ms": round(1e3 * found, 3), "gain_over_bf16": round(plain / found, 3),
             "likely_gain": _likely(plain / found, "layer"),
             "casts_ms": round(1e3 * casts, 3), "beside_ms": round(1e3 * beside, 3), "launches": len(done), "defects_ms": costs,
+        }  # fmt: skip
+
+
+def _experts(model: str, recipe: str, tokens: int, on: Card) -> Done:
+    """Work of the experts of one layer, their router left out."""
+    count, hidden, inner, chosen = MIXTURES[model]
+
+    def made() -> Callable[[int], object]:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        config = MixtralConfig(
+            hidden_size=hidden, intermediate_size=inner, num_local_experts=count
+        )  # fmt: skip
+        config._experts_implementation = "grouped_mm"
+        own = MixtralExperts(config)
+        for name, parameter in list(own.named_parameters()):  # fake tensors refuse `.to`
+            narrow = torch.empty(parameter.shape, dtype=torch.bfloat16)
+            setattr(own, name, torch.nn.Parameter(narrow))
+        module = torch.nn.ModuleList([own])
+        if recipe != "bf16":
+            convert(module, recipe)
+        x = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        index = torch.zeros(tokens, chosen, dtype=torch.int64)
+        weights = torch.empty(tokens, chosen, dtype=torch.bfloat16, requires_grad=True)
+        return lambda _: module[0](x, index, weights).backward(torch.empty_like(x))
+
+    return [(each, 1) for each in counted_step(made, on)]
+
+
+def experts(on: Card) -> Iterator[dict[str, Any]]:
+    """Each mixture at 16,384 tokens, and its bound."""
+    if on.device is None or "fp8" not in on.peak:
+        return
+    for model, (count, _, _, chosen) in MIXTURES.items():
+
+        def gain(tokens: int, model: str = model) -> float:
+            return taken(_experts(model, "bf16", tokens, on), on) / taken(
+                _experts(model, "fp8-block", tokens, on), on
+            )
+
+        done = _experts(model, "fp8-block", MIXTURE_TOKENS, on)
+        found, own = taken(done, on), gain(MIXTURE_TOKENS)
+        parts = {
+            kind: round(1e3 * sum(seconds(each, on) for each, _ in done if each.kind == kind), 3)
+            for kind in ("products", "casts", "elementwise")
+        }
+        bound = next((t for t in (2**k for k in range(7, 18)) if gain(t) >= 1), None)
+        yield {
+            "case": f"experts of {model}, fp8-block", "card": on.name, "tokens": MIXTURE_TOKENS,
+            "tokens_an_expert": MIXTURE_TOKENS * chosen // count, "ms": round(1e3 * found, 3),
+            "gain_over_bf16": round(own, 3), "likely_gain": _likely(own, "layer"), "by_kind_ms": parts,
+            "launches": len(done), "fewest_tokens_an_expert": bound and bound * chosen // count,
         }  # fmt: skip
 
 
@@ -168,10 +236,17 @@ def _row(found: Time, on: Card, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    for key in sys.argv[1:] or CARDS:
+    options = _options()
+    for key in options.cards:
         on = card(key)
         lines: list[dict[str, Any]] = []
-        for line in (*layers(on), *(steps(on) if compiled_rows() else ()), *eager(on, 4096)):
+        parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+            "layers": lambda on=on: layers(on),
+            "experts": lambda on=on: experts(on),
+            "steps": lambda on=on: steps(on) if compiled_rows() else iter(()),
+            "eager": lambda on=on: eager(on, 4096),
+        }  # fmt: skip
+        for line in chain.from_iterable(parts[name]() for name in options.only):
             lines.append(line)
             told = {
                 name: value
@@ -180,6 +255,15 @@ def main() -> None:
             }
             print(f"{on.name:9} {line['case']:34} {line['ms']:9.2f} ms  {told}", flush=True)
         record("planned_time", lines, RESULTS / "planned_time.jsonl")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.planned_time", description=__doc__.splitlines()[0]
+    )  # type: ignore[union-attr]
+    parser.add_argument("cards", nargs="*", default=list(CARDS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

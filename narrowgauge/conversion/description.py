@@ -209,6 +209,18 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
     return f"emulated exactly in {dtype} ({reasons or why_emulated(gemm, layer.weight.device)})"
 
 
+def _of_experts(model: nn.Module, name: str) -> Note:
+    """How the stack of the expert "mlp.experts.3.down_proj" is multiplied on a GPU."""
+    from narrowgauge.nn.grouped_function import why_looped  # only for mixtures of experts
+
+    path, _, own = name.rpartition(".")
+    module: Any = model.get_submodule(path.rpartition(".")[0])
+    reason = why_looped(module.slices(own), getattr(module, own))
+    if reason is None:
+        return Note("all experts of the stack are multiplied in one launch", code="experts-grouped")
+    return Note(f"experts are multiplied one after another: {reason}", code="experts-loop")
+
+
 def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
     if layer.reason:
         yield Note.of(layer.reason)
@@ -221,10 +233,7 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         also = (getattr(decision, key, "") for key in ("times", "no_candidates"))
         yield from (Note(words, code="auto") for words in (own, *also) if words)
     if layer.is_expert and layer.weight.is_cuda:
-        yield Note(
-            "experts are multiplied one after another, without a grouped kernel",
-            code="experts-loop",
-        )
+        yield _of_experts(model, name)
     if layer.is_suspended:
         yield Note("suspended", code="suspended")
     # Of one scale per tensor or row without a history: these casts find maxima before they cast.

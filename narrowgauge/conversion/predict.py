@@ -7,7 +7,7 @@ hidden behind large GEMMs, is left out. Cost: some tens of milliseconds per cand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,14 @@ def predicted(workload: LinearWorkload, names: Sequence[str], card: Card) -> dic
 
 def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
     """List the work of one forward and backward pass, the cast of the weight included."""
+    return counted_step(lambda: step(workload, name, [inputs(workload, HOST)], HOST), card)
+
+
+def counted_step(made: Callable[[], Callable[[int], object]], card: Card) -> list[Work]:
+    """List the work of one step on a card, under fake tensors on the CPU.
+
+    made  builds the model, and returns a function of the number of the step
+    """
     done: list[Work] = []
 
     class Noting(TorchDispatchMode):
@@ -76,7 +84,7 @@ def counted(workload: LinearWorkload, name: str, card: Card) -> list[Work]:
             Noting(),
         ):
             stack.enter_context(mode)
-        run = step(workload, name, [inputs(workload, HOST)], HOST)
+        run = made()
         run(0)  # the first pass creates state of the recipe; count the second one
         done.clear()
         run(1)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from narrowgauge.nn.linear_context import LinearContext
     from narrowgauge.qtensor import QTensor
 
-_KERNELS = "narrowgauge.ops.grouped.triton"
+_KERNELS = "narrowgauge.ops.grouped.launches"
 _operand, _product, _gradient, _sums = (
     imported(_KERNELS, name) for name in ("operand", "product", "gradient", "sums")
 )
@@ -41,11 +41,11 @@ _HOOKS = (
 
 
 def why_looped(
-    layers: Sequence[ExpertLinear], stack: Tensor, dtype: torch.dtype | None = None
+    layers: Sequence[ExpertLinear], stack: Tensor, x: Tensor | None = None
 ) -> Reason | None:
     """Return why the experts of a stack are multiplied one after another; None if they are not.
 
-    dtype  of the rows; None: the stack's
+    x  their rows; None: rows like the stack
     """
     first = layers[0].state
     recipe = first.recipe
@@ -55,13 +55,12 @@ def why_looped(
         return Reason("experts-recipes", "its experts have no recipe in common")
     if recipe.has_state or recipe.backward != "recast" or _rotates(layers[0]):
         return Reason("experts-state", f"{recipe.name} keeps state or rotates for each expert")
-    if type(stack).__name__ == "DTensor" or wrapper(stack) or not stack.is_contiguous():
-        return Reason("experts-memory", "its memory is sharded, wrapped or strided")
-    outer, experts = stack.shape[1], stack.shape[0]
-    facts = facts_of(stack.device, "")
-    x, w = recipe.output.lhs, recipe.output.rhs
-    spec = GroupSpec(x, w, facts, stack.dtype if dtype is None else dtype, experts, outer)
-    choice = choose(spec)
+    if type(stack).__name__ == "DTensor" or not stack.is_contiguous():
+        return Reason("experts-memory", "its memory is sharded or strided")
+    facts = facts_of(stack.device, wrapper(stack, x))
+    casts = recipe.output.lhs, recipe.output.rhs
+    dtype = stack.dtype if x is None else x.dtype
+    choice = choose(GroupSpec(*casts, facts, dtype, stack.shape[0], stack.shape[1]))
     if choice.kernel.name == "loop":
         return Reason("experts-loop", "; ".join(choice.reasons))
     for each in layers:
@@ -86,7 +85,7 @@ def grouped_products(
     counts  int32 [E + 1] on the device, rows of each expert and rows without one
     """
     fits = not is_compiling() and x.ndim == 2 and 0 not in (*x.shape, *stack.shape)
-    if not fits or wrapper(x) or why_looped(layers, stack, x.dtype) is not None:
+    if not fits or why_looped(layers, stack, x) is not None:
         return None
     first = layers[0]
     reads = torch.is_grad_enabled()

@@ -21,6 +21,7 @@ FOLDER = Path(__file__).resolve().parent / "counts"
 PARTS = (
     "linear",
     "layer",
+    "experts",
     "optimizer",
     "trainer",
     "b200",

@@ -15,6 +15,8 @@
     optimizer   the examples of its self-check, three steps; bits
     hadamard    rotation and encoding; half a code, and bits on whole numbers
     block mm    FP8 products; 2**-20 of the sum of magnitudes, and bits on small whole numbers
+    groups      casts of rows sorted by expert, x and x.T; bits. Products of a stack of experts, both
+                passes, as their self-check asks
 
 Shapes are the smallest that use more pieces than programs and leave a ragged edge.
 """
@@ -32,6 +34,8 @@ from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2, INT4
 from narrowgauge.ops import attention, rotary
+from narrowgauge.ops.grouped import launches as grouped
+from narrowgauge.ops.grouped import selfcheck as of_groups
 from narrowgauge.ops.hadamard import encoding
 from narrowgauge.ops.mm import triton as block_mm
 from narrowgauge.ops.norm_act import selfcheck as of_norms
@@ -104,6 +108,7 @@ def cases(sm: int) -> Iterator[Case]:
     yield from _corrected()
     yield from _delayed()
     yield from _strided()
+    yield from _groups()
     multiplies = sm != 100
     for family, op, run, check in (
         ("norms", "forward", norms.forward, of_norms.FORWARD),
@@ -129,6 +134,9 @@ def _products(has_fp8: bool) -> Iterator[Case]:
             yield Case("block mm", f"{tiles}", partial(_product, tiles, 100, 70, 200))
         exact = partial(_product, (1, 128, 128, 128), 40, 70, 200, exact=True)
         yield Case("block mm", "whole numbers", exact)
+        for kind in map(of_groups.CHECK.kind, of_groups.CHECK.examples()):
+            run = partial(_examined, "grouped", grouped.passes, of_groups.CHECK, kind)
+            yield Case("groups", "both passes", run)
         # Two heads that share one of keys, and two blocks of keys of which the second is ragged.
         of_few = replace(attention.CHECK, compare=partial(attention._compare, sizes=(1, 2, 1, 140)))
         for kind in dict.fromkeys(map(of_few.kind, of_few.examples())):
@@ -246,6 +254,53 @@ def compare_delayed(
     counters = triton_launch.zeroed_workspace(triton_launch.SHARED_PARTS + 1, CPU)
     left = "" if not counters.any() else "counters are left that are not zero"
     return _differences(of_casts.compared(got, truth, window, poisoned)) or left
+
+
+# --- experts
+
+
+def _groups() -> Iterator[Case]:
+    """Experts without rows, with one, with a whole tile and with one row more; rows without an expert."""
+    for counts in ((0, 1, 127, 128, 129, 20, 14), (5, 0), (0, 0, 0, 3), (130, 0)):
+        for rows, cols in ((True, True), (True, False), (False, True)):
+            name = f"{counts}{' x' * rows}{' x.T' * cols}"
+            yield Case("groups", name, partial(compare_groups, counts, rows, cols))
+
+
+def compare_groups(counts: tuple[int, ...], rows: bool, cols: bool) -> str:
+    """The casts of each expert's rows by themselves."""
+    cast = CASTS["vector"]
+    x = sample((max(sum(counts), 50), 144))[: sum(counts)]
+    got = grouped.operand(x, cast, torch.tensor(counts, dtype=torch.int32), rows, cols)
+    return _differences(_compared_groups(got, x, counts, cast))
+
+
+def _compared_groups(
+    got: grouped.Codes, x: Tensor, counts: tuple[int, ...], cast: Cast
+) -> Comparisons:
+    first = tile = 0
+    for count in counts[:-1]:
+        own = x[first : first + count]
+        if got.rows is not None and count:
+            truth = definition.quantize(own, cast, None, None, None)
+            part = slice(first, first + count)
+            yield OutputComparison("codes", _bytes(got.rows.data[part]), _bytes(truth.data))
+            yield OutputComparison("scales", got.rows.scale[part], truth.scale)
+        if got.cols is not None and got.scales is not None and count:
+            truth = definition.quantize(own.T, cast, None, None, None)
+            tiles, start = truth.scale.shape[1], tile * grouped.TILE
+            whole = torch.zeros(x.shape[1], tiles * grouped.TILE, dtype=torch.uint8)
+            whole[:, :count] = _bytes(truth.data)
+            found = _bytes(got.cols[:, start : start + whole.shape[1]])
+            yield OutputComparison("codes of x.T", found, whole)
+            yield OutputComparison(
+                "scales of x.T", got.scales[:, tile : tile + tiles], truth.scale
+            )
+        first, tile = first + count, tile + -(-count // grouped.TILE)
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.uint8)
 
 
 # --- products

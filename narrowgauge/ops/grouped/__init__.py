@@ -96,7 +96,7 @@ def _loop(*_: object) -> None:
 
 KERNELS: Registry[GroupSpec] = Registry("grouped")
 KERNELS.register(
-    Kernel("triton", refuse, imported("narrowgauge.ops.grouped.triton", "passes"), check=check_of_groups),
+    Kernel("triton", refuse, imported("narrowgauge.ops.grouped.launches", "passes"), check=check_of_groups),
     Kernel("loop", lambda spec: None, _loop, by_torch=True),
 )  # fmt: skip
 

@@ -61,13 +61,16 @@ def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Bloc
 
     9.x and 10.x multiply from shared memory (227 KiB): 128 x 128 results, and a stage of both
     operands is 32 KiB. Ada and Blackwell 12.x multiply from registers and have 99 KiB: 128 x 128
-    would spill there. Few rows get a lower tile.
+    would spill there. So it would, from 10.0 on and in grouped products, where both operands have a
+    scale for each row: their products take 64 registers more. Few rows get a lower tile.
     """
     m, n, warps, stages = 128, 128, 8, 4
     if capability[0] not in (9, 10):
         n, stages = 64, 3
     elif rows <= 64:
         m, warps = 64, 4
+    elif max(tiles[0], tiles[2]) < n:
+        n = 64
     step = min(tiles[1], tiles[3], LONGEST_STEP)
     return Blocks(*tiles, m=m, n=n, k=step, warps=warps, stages=stages)  # type: ignore[misc]
 

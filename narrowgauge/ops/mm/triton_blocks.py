@@ -61,9 +61,14 @@ def sum_of_blocks(
     lhs_width       tiles from a row of lhs_scale to the next
     begin           a multiple of B.k; the same for n and rhs
     """
+    # Constants of their own: Triton 3.7 passes no number of a structure to a device function.
+    BLOCK_M: tl.constexpr = B.m
+    BLOCK_N: tl.constexpr = B.n
+    LEFT: tl.constexpr = B.lhs_rows
+    RIGHT: tl.constexpr = B.rhs_rows
     k = tl.arange(0, B.k)
     lhs_rows, rhs_rows = lhs + m[:, None] * lhs_stride, rhs + n[:, None] * rhs_stride
-    total = tl.zeros((B.m, B.n), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(begin, end, B.k):
         inside = start + k < end
         left = tl.load(
@@ -75,10 +80,10 @@ def sum_of_blocks(
         # Starts from zero, without the total as accumulator, see the module.
         part = tl.dot(left, tl.trans(right))
         of_rows = _scales(
-            lhs_scale, m, M, first_m, start // B.lhs_columns, lhs_width, B.lhs_rows, B.m
+            lhs_scale, m, M, first_m, start // B.lhs_columns, lhs_width, LEFT, BLOCK_M
         )
         of_columns = _scales(
-            rhs_scale, n, N, first_n, start // B.rhs_columns, rhs_width, B.rhs_rows, B.n
+            rhs_scale, n, N, first_n, start // B.rhs_columns, rhs_width, RIGHT, BLOCK_N
         )
         total += part * (of_rows[:, None] * of_columns[None, :])
     return total
@@ -97,9 +102,8 @@ def block_mm(
     K,
     B: tl.constexpr,  # triton.Blocks
 ):
-    tile_m, tile_n = place_of_program(
-        tl.program_id(0), tl.cdiv(M, B.m), tl.cdiv(N, B.n), B.group_m
-    )
+    GROUP: tl.constexpr = B.group_m
+    tile_m, tile_n = place_of_program(tl.program_id(0), tl.cdiv(M, B.m), tl.cdiv(N, B.n), GROUP)
     # int64: 65536 x 32768 elements are 2**31.
     m = (tile_m * B.m + tl.arange(0, B.m)).to(tl.int64)
     n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)

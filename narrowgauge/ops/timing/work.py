@@ -50,6 +50,8 @@ PRODUCTS = {
     "scaled_mm_blocks": "blocks",
     "scaled_mm_mx": "mx",
 }
+# Products of all experts, whose rows are told by `_of_groups`.
+GROUPED = {"grouped_mm": "triton", "grouped_grad": "triton"}
 # It reads its first argument for the maximum, and again to cast it.
 READS_TWICE = ("amax_and_cast",)
 # Our kernels that receive whole matrices and usually read none.
@@ -136,6 +138,9 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
         operands = "int4" if name == "int4_mm" else OPERANDS[tensors[0].dtype]
         # Packed operands have two codes per byte.
         flops = 2 * m * n * k * (2 if operands in ("fp4", "int4") else 1)
+    elif name in GROUPED:
+        m, n, k = _of_groups(name, tensors)
+        operands, flops = OPERANDS[tensors[0].dtype], 2 * m * n * k
     nbytes = (
         0
         if name in SETTLES
@@ -145,12 +150,12 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
         "products"
         if flops
         else "casts"
-        if ".quantize." in kernel or ".hadamard." in kernel
+        if ".quantize." in kernel or ".hadamard." in kernel or name == "cast_groups"
         else "elementwise"
     )
     is_cast = kind == "casts" and nbytes > 0 and name not in MAXIMA
     cast = max((each.numel() for each in tensors), default=0) if is_cast else 0
-    sums, own = PRODUCTS.get(name, "fast"), not name.startswith("scaled_mm")
+    sums, own = (PRODUCTS | GROUPED).get(name, "fast"), not name.startswith("scaled_mm")
     return Work(
         phase,
         name,
@@ -164,6 +169,20 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
         columns=n,
         elements=cast,
     )
+
+
+def _of_groups(name: str, tensors: list[Tensor]) -> tuple[int, int, int]:
+    """Return rows and columns of the result, and the contracted length, of a product of all experts.
+
+    tensors  the arguments of `ops.grouped.kernels`: both operands with their scales, then a bias or
+             none, the result and the counts. Each row of `grouped_grad` contracts its own expert's
+             tokens, so together the experts contract all tokens once.
+    """
+    *_, out, _ = tensors
+    if name == "grouped_mm":
+        return out.shape[0], out.shape[1], tensors[0].shape[1]
+    experts, rows, columns = out.shape
+    return experts * rows, columns, tensors[0].shape[1] // experts
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,8 @@ def caught(modules: list[Any], sm: int, found: list[Compiled]) -> Iterator[None]
         reached: Any = None,
         **constants: Any,
     ) -> None:
-        made = kernel.warmup(
-            *arguments, grid=(programs,), num_warps=warps, enable_fp_fusion=False, **constants
-        )
+        options = {"num_warps": warps, "enable_fp_fusion": False, **constants}
+        made = kernel.warmup(*arguments, grid=(programs,), **options)
         found.append(
             Compiled(
                 kernel.__name__,

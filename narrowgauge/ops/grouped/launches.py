@@ -1,4 +1,4 @@
-"""Launches of the grouped kernels (triton_groups.py), one for all experts each.
+"""Launches of the grouped kernels (kernels.py), one for all experts each.
 
     operand      x [S, K] -> codes of x and of x.T                     one launch, one read of x
     product      x [S, K] times each expert's matrix -> [S, N]         one launch
@@ -29,14 +29,14 @@ from narrowgauge.recipe import Cast
 TILE = 128  # tokens, and elements of a tile along either axis
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 32, 128, 4
 
-triton_groups = Kernels("narrowgauge.ops.grouped.triton_groups")
+kernels = Kernels("narrowgauge.ops.grouped.kernels")
 
 
 class Codes(NamedTuple):
     """The codes of x [S, K] and of x.T; None where they were not asked for.
 
     rows    QTensor [S, K] with one scale per 1 x TILE
-    cols    codes [K, slots * TILE], see triton_groups.py
+    cols    codes [K, slots * TILE], see kernels.py
     scales  float32 [K, slots], those of `cols`
     """
 
@@ -85,7 +85,7 @@ def operand(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool) -> Co
     turned_scales = empty(inner, slots, dtype=torch.float32) if cols else None
     as_bytes = [None if each is None else each.view(torch.uint8) for each in (codes, turned)]
     launch(
-        triton_groups.cast_groups, slots * width, Matrix.of(x), as_bytes[0], scales, as_bytes[1], turned_scales,
+        kernels.cast_groups, slots * width, Matrix.of(x), as_bytes[0], scales, as_bytes[1], turned_scales,
         counts, slots, G=groups, C=constants(x, cast), warps=LARGE_BLOCK_WARPS,
     )  # fmt: skip
     made = None
@@ -109,7 +109,7 @@ def product(
     blocks = _blocks(x.cast.tile, w.cast.tile, x.data.device)
     tiles = slots_for(rows, groups.experts + 1)
     _launch_product(
-        triton_groups.grouped_mm, tiles * -(-columns // blocks.n), blocks,
+        kernels.grouped_mm, tiles * -(-columns // blocks.n), blocks,
         x.data, x.scale, w.data.contiguous(), w.scale.contiguous(), None if bias is None else bias.contiguous(), out, counts,
         tiles, columns, inner, shape, G=groups,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def gradient(
     blocks = _blocks((1, TILE), (1, TILE), lhs.device)
     tiles = -(-rows // blocks.m) * -(-columns // blocks.n)
     _launch_product(
-        triton_groups.grouped_grad, groups.experts * tiles, blocks,
+        kernels.grouped_grad, groups.experts * tiles, blocks,
         lhs, lhs_scales, rhs, rhs_scales, out, counts, slots, rows, columns, G=groups,
     )  # fmt: skip
     return out
@@ -142,7 +142,7 @@ def sums(x: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     x, groups = x if x.stride(1) == 1 else x.contiguous(), Groups.of(counts)
     out = x.new_empty(groups.experts, x.shape[1], dtype=dtype)
     launch(
-        triton_groups.sum_groups, groups.experts * -(-x.shape[1] // SUM_COLUMNS), Matrix.of(x), out, counts,
+        kernels.sum_groups, groups.experts * -(-x.shape[1] // SUM_COLUMNS), Matrix.of(x), out, counts,
         G=groups, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, warps=SUM_WARPS,
     )  # fmt: skip
     return out

@@ -64,7 +64,8 @@ def cast_groups(
     C: tl.constexpr,
 ):
     """Cast a tile of TILE tokens and TILE columns."""
-    width = tl.cdiv(x.columns, G.tile)
+    TILE: tl.constexpr = G.tile
+    width = tl.cdiv(x.columns, TILE)
     tile, across = tl.program_id(0) // width, tl.program_id(0) % width
     expert, first, count = place_of_tile(counts, tile, G)
     if (expert < G.experts) & (count > 0):
@@ -76,14 +77,14 @@ def cast_groups(
         shared = tl.zeros((1, 1), tl.float32)
         if codes is not None:
             found, scale = cast_block(
-                values, shared, None, row[:, None], column[None, :], x.columns, C, 1, G.tile
+                values, shared, None, row[:, None], column[None, :], x.columns, C, 1, TILE
             )
             tl.store(codes + row[:, None] * x.columns + column[None, :], found, mask=mask)
             one = tl.arange(0, 1)
             tl.store(scales + row[:, None] * width + across + one[None, :], scale, inside[:, None])
         if turned is not None:
             found, scale = cast_block(
-                values, shared, None, column[None, :], row[:, None], x.rows, C, G.tile, 1
+                values, shared, None, column[None, :], row[:, None], x.rows, C, TILE, 1
             )
             line, start = column.to(tl.int64)[:, None], tile * G.tile
             to = turned + line * (slots * G.tile) + (start + place)[None, :]
@@ -111,7 +112,8 @@ def grouped_mm(
     B: tl.constexpr,
 ):
     """Multiply a tile of rows by columns of their expert's matrix."""
-    tile_m, tile_n = place_of_program(tl.program_id(0), tiles, tl.cdiv(N, B.n), B.group_m)
+    GROUP: tl.constexpr = B.group_m
+    tile_m, tile_n = place_of_program(tl.program_id(0), tiles, tl.cdiv(N, B.n), GROUP)
     expert, first, count = place_of_tile(counts, tile_m, G)
     if count > 0:
         m = (first + tl.arange(0, B.m)).to(tl.int64)
@@ -150,9 +152,9 @@ def grouped_grad(
     """Multiply M by N elements of one expert's result."""
     tiles_m, tiles_n = tl.cdiv(M, B.m), tl.cdiv(N, B.n)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
-    tile_m, tile_n = place_of_program(
-        tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, B.group_m
-    )
+    GROUP: tl.constexpr = B.group_m
+    within = tl.program_id(0) % (tiles_m * tiles_n)
+    tile_m, tile_n = place_of_program(within, tiles_m, tiles_n, GROUP)
     index, _, tiles = _counts(counts, G)
     begin = tl.sum(tl.where(index < expert, tiles, 0), axis=0)
     own = tl.sum(tl.where(index == expert, tiles, 0), axis=0)

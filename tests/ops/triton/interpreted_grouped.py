@@ -1,0 +1,120 @@
+"""Products of all experts in one launch, under Triton's interpreter; a process of its own.
+
+    TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted_grouped      cases.py says what is printed
+
+Casts have the bits of each expert's own casts (tests/ptx/proof.py compares the compiled ones likewise). A layer of experts is compared
+with its loop over experts: the same codes, sums in another order. Compiled products are asked by tests/ptx/proof.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.nn import grouped_function
+from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.grouped import KERNELS, launches, selfcheck
+from narrowgauge.ops.registry import KernelChoice
+from narrowgauge.ops.selfcheck import examine
+from tests.nn.test_grouped_linear import gradients
+from tests.ops.triton.cases import Case
+from tests.ptx.proof import compare_groups
+
+COUNTS = ((0, 1, 127, 128, 129, 20, 14), (5, 0), (0, 0, 0, 3))
+KINDS = ("casts ", "check ", "layer ")
+E, HIDDEN, INNER = 3, 128, 256
+
+
+def is_quick(name: str) -> bool:
+    return name.startswith(("casts (5", "layer mixtral"))
+
+
+def cases() -> Iterator[Case]:
+    for counts in COUNTS:
+        yield f"casts {counts}", lambda counts=counts: compare_casts(counts)
+    yield "check of the products", check_products
+    for kind in ("mixtral", "gpt_oss"):
+        yield f"layer {kind}", lambda kind=kind: compare_layer(kind)
+        yield f"layer {kind}, rows of other ranks", lambda kind=kind: compare_layer(kind, E)
+    yield "layer mixtral, frozen", lambda: compare_layer("mixtral", frozen=True)
+
+
+def compare_casts(counts: tuple[int, ...]) -> None:
+    for rows, cols in ((True, True), (True, False), (False, True)):
+        words = compare_groups(counts, rows, cols)
+        assert not words, words
+
+
+def check_products() -> None:
+    kind = selfcheck.CHECK.kind(next(iter(selfcheck.CHECK.examples())))
+    result = examine("grouped", launches.passes, selfcheck.CHECK, kind, torch.device("cpu"))
+    assert result.reason is None, result.reason
+
+
+def compare_layer(kind: str, missing: int = 0, frozen: bool = False) -> None:
+    """Results and gradients of a layer whose kernels are chosen, and of the loop. missing: a token's expert is of another rank."""
+    looped, grouped = (experts(kind) for _ in range(2))
+    for module in (looped, grouped):
+        ng.convert(nn.ModuleList([module]), "fp8-block")
+        module.requires_grad_(not frozen)
+    index = torch.tensor([(0, 1)] * 9 + [(1, 0)] * 4 + [(missing or 1, 0)])
+    given = torch.randn(len(index), HIDDEN), index, torch.rand(index.shape)
+    gy = torch.randn(len(index), HIDDEN)
+    truth = passed(looped, given, gy)
+    with as_on_a_gpu() as calls:
+        found = passed(grouped, given, gy)
+    assert len(calls) == 2, "the grouped products were not chosen"
+    for name, got, own in zip(("y", "gx", "gw", *["parameter"] * 4), found, truth, strict=False):
+        assert got.shape == own.shape, name
+        error = float((got - own).norm() / own.norm())
+        assert error < 1e-5, f"{name} differs by {error:.2g}"
+    assert len(found) == len(truth)
+
+
+def experts(kind: str) -> Any:
+    from tests.nn.test_grouped_linear import experts as tiny
+
+    with (
+        patch("tests.nn.test_grouped_linear.E", E),
+        patch("tests.nn.test_grouped_linear.K", HIDDEN),
+        patch("tests.nn.test_grouped_linear.WIDE", INNER),
+    ):
+        return tiny(kind)
+
+
+def passed(module: Any, given: tuple[Tensor, Tensor, Tensor], gy: Tensor) -> list[Tensor]:
+    x = given[0].clone().requires_grad_()
+    y = module(x, *given[1:])
+    y.backward(gy)
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(each for each in gradients(module) if each is not None)]
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[list[Any]]:
+    """Within it, the grouped kernels are chosen for tensors on the CPU, and weights are cast to codes. Yields the calls."""
+    [kernel, _] = KERNELS.kernels
+    own_plan, apply = QLinear.plan, grouped_function.GroupedFunction.apply
+    calls: list[Any] = []
+
+    def plan(layer: QLinear, *given: Any) -> Any:
+        own = own_plan(layer, *given)
+        return replace(own, w=replace(own.w, rows_expand=None, cols_expand=None, kernels={}))
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return apply(*given)
+
+    with (
+        patch.object(grouped_function, "choose", lambda spec: KernelChoice(kernel, ())),
+        patch.object(QLinear, "plan", plan),
+        patch.object(grouped_function.GroupedFunction, "apply", counted),
+    ):
+        yield calls
