@@ -211,14 +211,15 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
 
 def _of_experts(model: nn.Module, name: str) -> Note:
     """How the stack of the expert "mlp.experts.3.down_proj" is multiplied on a GPU."""
-    from narrowgauge.nn.grouped_function import why_looped  # only for mixtures of experts
+    from narrowgauge.nn.grouped_function import kernel_of  # only for mixtures of experts
 
     path, _, own = name.rpartition(".")
     module: Any = model.get_submodule(path.rpartition(".")[0])
-    reason = why_looped(module.slices(own), getattr(module, own))
-    if reason is None:
-        return Note("all experts of the stack are multiplied in one launch", code="experts-grouped")
-    return Note(f"experts are multiplied one after another: {reason}", code="experts-loop")
+    layers = module.slices(own)
+    found = kernel_of(layers, getattr(module, own), layers[0].bias)
+    if isinstance(found, Reason):
+        return Note(f"experts are multiplied one after another: {found}", code="experts-loop")
+    return Note(f"all experts in one launch: {found}", code="experts-grouped")
 
 
 def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:

@@ -2,16 +2,18 @@
 
     S rows sorted by expert, E experts; x [S, K], w [E, N, K], gy [S, N]
 
-`why_looped` says why a stack is multiplied expert by expert instead (`grouped_linear`); both have
+`kernel_of` says why a stack is multiplied expert by expert instead (`grouped_linear`); both have
 the same codes. The kernels are those of `ops.grouped`.
 
-The weight is an operand like a Linear's: the stack as one matrix [E N, K]. Its casts are cached in
-its first expert. A transposed stack [E, K, N] is one matrix [E K, N], whose `cols` `output` reads.
+The weight is an operand like a Linear's: the stack as one matrix [E N, K]. Casts in tiles are cached
+in its first expert; with a scale for a row, each pass casts. A transposed stack [E, K, N] is one
+matrix [E K, N], whose columns `output` reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,31 +23,41 @@ from narrowgauge.addresses import is_compiling, wrapper
 from narrowgauge.errors import Reason
 from narrowgauge.nn.autograd_rules import asked_for, no_double_backward
 from narrowgauge.nn.keep_policy import KEEPER, SavedInput
-from narrowgauge.nn.operands import find
+from narrowgauge.nn.operands import Operand, find
 from narrowgauge.nn.rotation import NONE
 from narrowgauge.ops.grouped import GroupSpec, choose
 from narrowgauge.ops.registry import facts_of, imported
+from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
     from narrowgauge.nn.grouped_linear import ExpertLinear
     from narrowgauge.nn.linear_context import LinearContext
+    from narrowgauge.ops.grouped.launches import Matrices
     from narrowgauge.qtensor import QTensor
 
 _KERNELS = "narrowgauge.ops.grouped.launches"
-_operand, _product, _gradient, _sums = (
-    imported(_KERNELS, name) for name in ("operand", "product", "gradient", "sums")
+_MODULES = {"native": "native", "triton": "launches"}  # kernel -> its module in ops/grouped
+_operand, _stack_cols, _sums, _below, _beside = (
+    imported("narrowgauge.ops.grouped.launches", name)
+    for name in ("operand", "stack_cols", "sums", "below", "beside")
+)
+_PRODUCTS, _GRADIENTS = (
+    {kernel: imported(f"narrowgauge.ops.grouped.{name}", own) for kernel, name in _MODULES.items()}
+    for own in ("product", "gradient")
 )
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 
 
-def why_looped(
-    layers: Sequence[ExpertLinear], stack: Tensor, x: Tensor | None = None
-) -> Reason | None:
-    """Return why the experts of a stack are multiplied one after another; None if they are not.
+def kernel_of(
+    layers: Sequence[ExpertLinear], stack: Tensor, biases: Tensor | None, x: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> str | Reason:  # fmt: skip
+    """Return the name of the kernel, or why the experts of a stack are multiplied one after another.
 
-    x  their rows; None: rows like the stack
+    x      their rows; None: rows like the stack
+    dtype  of the result; None: the stack's
     """
     first = layers[0].state
     recipe = first.recipe
@@ -55,12 +67,14 @@ def why_looped(
         return Reason("experts-recipes", "its experts have no recipe in common")
     if recipe.has_state or recipe.backward != "recast" or _rotates(layers[0]):
         return Reason("experts-state", f"{recipe.name} keeps state or rotates for each expert")
+    if recipe.output.lhs != recipe.grad_input.lhs:
+        return Reason("experts-formats", f"{recipe.name} casts gradients otherwise than x")
     if type(stack).__name__ == "DTensor" or not stack.is_contiguous():
         return Reason("experts-memory", "its memory is sharded or strided")
     facts = facts_of(stack.device, wrapper(stack, x))
-    casts = recipe.output.lhs, recipe.output.rhs
-    dtype = stack.dtype if x is None else x.dtype
-    choice = choose(GroupSpec(*casts, facts, dtype, stack.shape[0], stack.shape[1]))
+    dtypes = stack.dtype if x is None else x.dtype, dtype or stack.dtype, stack.dtype
+    casts, sizes = (recipe.output.lhs, recipe.output.rhs), (stack.shape[1], stack.shape[2])
+    choice = choose(GroupSpec(*casts, facts, dtypes, stack.shape[0], sizes, biases is not None))
     if choice.kernel.name == "loop":
         return Reason("experts-loop", "; ".join(choice.reasons))
     for each in layers:
@@ -68,7 +82,7 @@ def why_looped(
         watched = state.observer is not None or any(each.__dict__[name] for name in _HOOKS)
         if watched or each.code_source is not None:
             return Reason("experts-watched", "an expert is observed, hooked or frozen as codes")
-    return None
+    return choice.kernel.name
 
 
 def _rotates(layer: ExpertLinear) -> bool:
@@ -80,23 +94,51 @@ def _rotates(layer: ExpertLinear) -> bool:
 def grouped_products(
     layers: Sequence[ExpertLinear], x: Tensor, counts: Tensor, stack: Tensor, biases: Tensor | None
 ) -> Tensor | None:
-    """x [S, K] times the matrix of each row's expert -> [S, N]; None if `why_looped` has a reason.
+    """x [S, K] times the matrix of each row's expert -> [S, N]; None if `kernel_of` has a reason.
 
     counts  int32 [E + 1] on the device, rows of each expert and rows without one
     """
-    fits = not is_compiling() and x.ndim == 2 and 0 not in (*x.shape, *stack.shape)
-    if not fits or why_looped(layers, stack, x) is not None:
-        return None
     first = layers[0]
-    reads = torch.is_grad_enabled()
-    context = first.context(x, first.state.cache if reads else None)
+    fits = not is_compiling() and x.ndim == 2 and 0 not in (*x.shape, *stack.shape)
+    if not fits or first.state.recipe is None or first.state.is_suspended:
+        return None
+    context = first.context(x, first.state.cache if torch.is_grad_enabled() else None)
+    kernel = kernel_of(layers, stack, biases, x, context.out_dtype)
     plan = context.plan
-    if plan.w.rows_expand is not None or plan.w.cols_expand is not None:
-        return None  # the products of a single expert are emulated here
-    found: Tensor = GroupedFunction.apply(
-        x, stack.flatten(0, 1), biases, counts, context, first.place.is_transposed
-    )
+    if not isinstance(kernel, str) or not plan.w.rows_expand is plan.w.cols_expand is None:
+        return None
+    how = _Stack(kernel, stack.shape[0], first.place.is_transposed)
+    weight = stack.flatten(0, 1)
+    found: Tensor = GroupedFunction.apply(x, weight, biases, counts, context, how)
     return found
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """How a stack is multiplied: by which kernel, and how its matrices lie in memory."""
+
+    kernel: str
+    experts: int
+    is_transposed: bool
+
+    def matrices(self, w: Operand, reads_rows: bool) -> Matrices:
+        """The experts' matrices as rows [E N, K] of the stack, or as columns.
+
+        w  the stack as an operand. With a scale for a row it has no codes of columns, since a row of
+           the transposed stack would hold all experts.
+        """
+        cast = w.plan.rows
+        assert cast is not None
+        found: Matrices
+        if reads_rows:
+            found = _below(w.rows(NONE), self.experts)
+        elif cast.tile == (1, WHOLE):
+            made = _stack_cols(w.tensor, cast, self.experts)
+            found = _beside(made.cols, made.scales, self.experts, True)
+        else:
+            codes: QTensor = w.cols(NONE, w)  # type: ignore[assignment]
+            found = _beside(codes.data, codes.scale, self.experts, False)
+        return found
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -105,7 +147,7 @@ class GroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, biases: Tensor | None, counts: Tensor,
-        context: LinearContext, is_transposed: bool,
+        context: LinearContext, how: _Stack,
     ) -> Tensor:  # fmt: skip
         needs, plan = ctx.needs_input_grad, context.plan
         wants = needs[0], needs[1]
@@ -116,16 +158,17 @@ class GroupedFunction(torch.autograd.Function):
         codes = None
         if y is None or cols:
             codes = _operand(x, plan.x.rows, counts, y is None, cols)
-        w = find("w", weight, context, wants, None)
+        w = _weight(weight, context, wants)
         if y is None:
-            matrix = w.cols(NONE, w) if is_transposed else w.rows(NONE)
-            y = _product(
-                codes.rows, matrix, counts, biases, context.out_dtype, not is_transposed
+            matrices = how.matrices(w, not how.is_transposed)
+            fast = plan.recipe.output.fast_accumulate
+            y = _PRODUCTS[how.kernel](
+                codes.rows, matrices, counts, biases, context.out_dtype, fast
             )  # fmt: skip
         if keeper is not None:
             keeper.end(y)
         kept = (codes.cols, codes.scales) if cols else (x if wants[1] else None, None)
-        ctx.context, ctx.wants, ctx.is_transposed = context, wants, is_transposed
+        ctx.context, ctx.wants, ctx.how = context, wants, how
         ctx.x_dtype, ctx.saves_codes = x.dtype, cols
         ctx.bias_dtype = None if biases is None or not needs[2] else biases.dtype
         ctx.save_for_backward(counts, *kept, *w.saved())
@@ -136,27 +179,39 @@ class GroupedFunction(torch.autograd.Function):
         "a stack of experts with a recipe", "Compute inside `with narrowgauge.suspended(model):`."
     )
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        context, asked = ctx.context, asked_for(ctx)
+        context, asked, how = ctx.context, asked_for(ctx), ctx.how
         counts, x, x_scales, *saved = ctx.saved_tensors
         plan, weight = context.plan, saved[1]
         w = plan.w.kind(None, plan.w, context, ctx.wants, None).restore(saved, weight.shape, gy)
         wants = ctx.wants[0] and asked[0], ctx.wants[1] and asked[1]
-        grads = _operand(gy, plan.gy.rows, counts, *wants)
+        of_gy = _operand(gy, plan.gy.rows, counts, *wants)
         grad_input = grad_weight = None
         if wants[0]:
-            matrix: QTensor = w.rows(NONE) if ctx.is_transposed else w.cols(NONE, w)
-            grad_input = _product(
-                grads.rows, matrix, counts, None, ctx.x_dtype, ctx.is_transposed
+            matrices = how.matrices(w, how.is_transposed)
+            fast = plan.recipe.grad_input.fast_accumulate
+            grad_input = _PRODUCTS[how.kernel](
+                of_gy.rows, matrices, counts, None, ctx.x_dtype, fast
             )  # fmt: skip
         if wants[1]:
-            if not ctx.saves_codes:
-                made = _operand(x, plan.x.cols, counts, False, True)
-                x, x_scales = made.cols, made.scales
-            of_x, of_gy = (x, x_scales), (grads.cols, grads.scales)
-            sides = (*of_x, *of_gy) if ctx.is_transposed else (*of_gy, *of_x)
+            of_x = (
+                of_gy._replace(rows=None, cols=x, scales=x_scales)
+                if ctx.saves_codes
+                else _operand(x, plan.x.cols, counts, False, True)
+            )
+            sides = (of_x, of_gy) if how.is_transposed else (of_gy, of_x)
             dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype
-            grad_weight = _gradient(*sides, counts, dtype).flatten(0, 1)
+            fast, by_row = plan.recipe.grad_weight.fast_accumulate, plan.x.cols.tile == (1, WHOLE)
+            grad_weight = _GRADIENTS[how.kernel](*sides, counts, dtype, by_row, fast).flatten(0, 1)
         grad_bias = (
             _sums(gy, counts, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
         )
         return grad_input, grad_weight, grad_bias, None, None, None
+
+
+def _weight(weight: Tensor, context: LinearContext, wants: tuple[bool, bool]) -> Operand:
+    """The stack as an operand, with casts that its first expert's cache holds, of tiles alone."""
+    plan = context.plan.w
+    if plan.rows is not None and plan.rows.tile == (1, WHOLE):
+        made: Operand = plan.kind(weight, plan, context, wants, None)
+        return made
+    return find("w", weight, context, wants, None)

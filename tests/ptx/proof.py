@@ -136,7 +136,7 @@ def _products(has_fp8: bool) -> Iterator[Case]:
         yield Case("block mm", "whole numbers", exact)
         for kind in map(of_groups.CHECK.kind, of_groups.CHECK.examples()):
             run = partial(_examined, "grouped", grouped.passes, of_groups.CHECK, kind)
-            yield Case("groups", "both passes", run)
+            yield Case("groups", f"both passes {_named(kind)}", run)
         # Two heads that share one of keys, and two blocks of keys of which the second is ragged.
         of_few = replace(attention.CHECK, compare=partial(attention._compare, sizes=(1, 2, 1, 140)))
         for kind in dict.fromkeys(map(of_few.kind, of_few.examples())):
@@ -262,14 +262,15 @@ def compare_delayed(
 def _groups() -> Iterator[Case]:
     """Experts without rows, with one, with a whole tile and with one row more; rows without an expert."""
     for counts in ((0, 1, 127, 128, 129, 20, 14), (5, 0), (0, 0, 0, 3), (130, 0)):
-        for rows, cols in ((True, True), (True, False), (False, True)):
-            name = f"{counts}{' x' * rows}{' x.T' * cols}"
-            yield Case("groups", name, partial(compare_groups, counts, rows, cols))
+        for name in ("vector", "row"):
+            for rows, cols in ((True, True), (True, False), (False, True)):
+                label = f"{name} {counts}{' x' * rows}{' x.T' * cols}"
+                yield Case("groups", label, partial(compare_groups, name, counts, rows, cols))
 
 
-def compare_groups(counts: tuple[int, ...], rows: bool, cols: bool) -> str:
+def compare_groups(name: str, counts: tuple[int, ...], rows: bool, cols: bool) -> str:
     """The casts of each expert's rows by themselves."""
-    cast = CASTS["vector"]
+    cast = CASTS[name]
     x = sample((max(sum(counts), 50), 144))[: sum(counts)]
     got = grouped.operand(x, cast, torch.tensor(counts, dtype=torch.int32), rows, cols)
     return _differences(_compared_groups(got, x, counts, cast))
@@ -279,7 +280,7 @@ def _compared_groups(
     got: grouped.Codes, x: Tensor, counts: tuple[int, ...], cast: Cast
 ) -> Comparisons:
     first = tile = 0
-    for count in counts[:-1]:
+    for expert, count in enumerate(counts[:-1]):
         own = x[first : first + count]
         if got.rows is not None and count:
             truth = definition.quantize(own, cast, None, None, None)
@@ -288,14 +289,14 @@ def _compared_groups(
             yield OutputComparison("scales", got.rows.scale[part], truth.scale)
         if got.cols is not None and got.scales is not None and count:
             truth = definition.quantize(own.T, cast, None, None, None)
-            tiles, start = truth.scale.shape[1], tile * grouped.TILE
+            tiles, start = -(-count // grouped.TILE), tile * grouped.TILE
             whole = torch.zeros(x.shape[1], tiles * grouped.TILE, dtype=torch.uint8)
             whole[:, :count] = _bytes(truth.data)
             found = _bytes(got.cols[:, start : start + whole.shape[1]])
             yield OutputComparison("codes of x.T", found, whole)
-            yield OutputComparison(
-                "scales of x.T", got.scales[:, tile : tile + tiles], truth.scale
-            )
+            by_row = grouped.is_by_row(cast)
+            scales = got.scales[expert, :, None] if by_row else got.scales[:, tile : tile + tiles]
+            yield OutputComparison("scales of x.T", scales, truth.scale)
         first, tile = first + count, tile + -(-count // grouped.TILE)
 
 

@@ -10,11 +10,15 @@
 Contract: the codes and scales of a loop over experts that casts x_e, gy_e and w_e by themselves, and
 products of these as `ops.mm` defines them. The host does not read `counts`.
 
-`choose` asks the kernels in the order of speed. "loop" is the definition: the caller multiplies
-expert by expert, and reads `counts` once for a layer. It is chosen where the kernels refuse.
+`choose` asks the kernels in the order of speed. The host does not wait in any of the first two:
 
-Left out: casts that need the largest magnitude of a tensor, a row or a column of one expert, which
-take a pass of their own, and MX tiles, whose scales the tensor cores of 10.x multiply.
+    native   one scale for a row (fp8-row): torch's grouped GEMM, on 9.0
+    triton   one scale for a row, or tiles of 1 x 128 beside 128 x 128 (fp8-block); from 8.9 on
+    loop     the definition: the caller multiplies expert by expert, and reads `counts` once
+
+Left out: one scale for an expert (fp8-current, int8), whose rounding to nearest would be the same
+kernels with another maximum; state for each expert; and MX tiles, whose scales the tensor cores of
+10.x multiply.
 """
 
 from __future__ import annotations
@@ -28,12 +32,13 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.registry import Device, Kernel, KernelChoice, Refusal, Registry, imported
 from narrowgauge.ops.triton import refuse_tensors
 from narrowgauge.recipe import CurrentScaling
+from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
     from narrowgauge.ops.selfcheck import KernelCheck
     from narrowgauge.recipe import Cast
 
-TILE = 128
+TILE, ALIGNMENT = 128, 16
 MOST_EXPERTS = 1023  # a program holds one number for each in registers
 
 
@@ -41,43 +46,62 @@ MOST_EXPERTS = 1023  # a program holds one number for each in registers
 class GroupSpec:
     """Properties of a stack of experts that decide which kernel is chosen.
 
-    x, w     casts of the rows and of the weights; those of gy are x's
+    x, w     casts of the rows and of the weights
     device   where they are
-    dtype    of x
+    dtypes   of x, of the result and of the weights
     experts  number of matrices
-    outer    rows of a matrix as it lies in memory
+    sizes    rows and columns of a matrix as it lies in memory
+    biased   the result has a bias
     """
 
     x: Cast | None
     w: Cast | None
     device: Device
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     experts: int
-    outer: int
+    sizes: tuple[int, int]
+    biased: bool
 
 
 def refuse(spec: GroupSpec) -> Refusal | None:
     """Return the reason why the grouped kernels do not take such a stack, or None."""
-    if not _is_tiled(spec.x, (1, TILE)) or not _is_tiled(spec.w, (TILE, TILE)):
-        tiles = f"1x{TILE} beside {TILE}x{TILE}"
-        return Refusal("tile", f"the grouped kernels take E4M3 in tiles of {tiles}, as fp8-block")
-    if (refusal := refuse_tensors(spec.device, (spec.dtype,), False)) is not None:
+    tiles = [None if cast is None or not _is_plain(cast) else cast.tile for cast in (spec.x, spec.w)]
+    if tiles not in ([(1, TILE), (TILE, TILE)], [(1, WHOLE), (1, WHOLE)]):
+        words = f"the grouped kernels take E4M3 with a scale for a row, or for 1x{TILE} beside {TILE}x{TILE}"
+        return Refusal("tile", words)
+    refusal = refuse_tensors(spec.device, spec.dtypes[:1], False)
+    if refusal is not None:
         return refusal
     if spec.device.capability < (8, 9):
         found = ".".join(map(str, spec.device.capability))
         return Refusal("capability", f"compute capability {found}, FP8 needs 8.9")
     if spec.experts > MOST_EXPERTS:
         return Refusal("shape", f"{spec.experts} experts, more than {MOST_EXPERTS}")
-    if spec.outer % TILE:
-        rows = f"a tile of {TILE} rows would hold two experts, which have {spec.outer}"
+    if spec.sizes[0] % TILE:
+        rows = f"a tile of {TILE} rows would hold two experts, which have {spec.sizes[0]}"
         return Refusal("shape", rows)
     return None
 
 
-def _is_tiled(cast: Cast | None, tile: tuple[int, int]) -> bool:
+def refuse_native(spec: GroupSpec) -> Refusal | None:
+    """Return the reason why torch's grouped GEMM does not take such a stack, or None."""
+    if spec.w is not None and spec.w.tile != (1, WHOLE):
+        return Refusal("operands", "takes one scale for a row")
+    if (refusal := refuse(spec)) is not None:
+        return refusal
+    if spec.device.capability != (9, 0):
+        return Refusal("capability", "torch's grouped GEMM by rows is made for 9.0")
+    if any(dtype != torch.bfloat16 for dtype in spec.dtypes):
+        return Refusal("dtype", "torch's grouped GEMM gives bfloat16 alone")
+    if spec.biased or any(size % ALIGNMENT for size in spec.sizes):
+        words = f"torch's grouped GEMM takes no bias, and multiples of {ALIGNMENT}"
+        return Refusal("shape", words)
+    return None
+
+
+def _is_plain(cast: Cast) -> bool:
     return (
-        cast is not None
-        and (cast.format, cast.tile, cast.rounding) == (E4M3, tile, "nearest")
+        (cast.format, cast.rounding) == (E4M3, "nearest")
         and isinstance(cast.calibrate, CurrentScaling)
         and not cast.has_global_scale
     )
@@ -96,7 +120,8 @@ def _loop(*_: object) -> None:
 
 KERNELS: Registry[GroupSpec] = Registry("grouped")
 KERNELS.register(
-    Kernel("triton", refuse, imported("narrowgauge.ops.grouped.launches", "passes"), check=check_of_groups),
+    Kernel("native", refuse_native, imported(f"{__name__}.native", "passes"), check=check_of_groups),
+    Kernel("triton", refuse, imported(f"{__name__}.launches", "passes"), check=check_of_groups),
     Kernel("loop", lambda spec: None, _loop, by_torch=True),
 )  # fmt: skip
 

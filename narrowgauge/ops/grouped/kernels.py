@@ -5,11 +5,13 @@ number alone. Each one reads the E numbers and finds the tile of TILE rows that 
 (`place_of_tile`). The grid has a place for every tile that could exist; programs without a tile end
 at once.
 
-    cast_groups    codes of x and of x.T, in tiles of 1 x 128 along either axis. A tile of x.T never
-                   holds tokens of two experts
+    group_maxima   the largest magnitude of each row, and of each column of each expert
+    cast_groups    codes of x and of x.T, with a scale for 1 x TILE elements along either axis, or for
+                   a row and for a column of an expert. A tile of x.T never holds tokens of two experts
     grouped_mm     the product of each expert's rows with its matrix
     grouped_grad   the product of two operands over the tokens of each expert
     sum_groups     the sum of each expert's rows
+    clear_rest     zeros in rows without an expert, where torch's product leaves them
 
 The codes of x.T of tile t begin at column t * TILE, so each tile is aligned. Rows beyond an expert's
 last one are zero codes there.
@@ -23,6 +25,8 @@ import triton.language as tl
 
 from narrowgauge.ops.mm.triton_blocks import place_of_program, sum_of_blocks
 from narrowgauge.ops.quantize.triton_block import cast_block
+from narrowgauge.ops.triton.elements import encode, magnitude_bits
+from narrowgauge.ops.triton.scales import reciprocal_of, scale_of
 
 
 @triton.jit
@@ -38,7 +42,7 @@ def _counts(counts, G: tl.constexpr):
 
 @triton.jit
 def place_of_tile(counts, tile, G: tl.constexpr):
-    """Return (expert, its first row in this tile, rows of the tile).
+    """Return (expert, number of the tile within it, its first row in this tile, rows of the tile).
 
     The expert is G.experts for rows without one. There are no rows if the tile does not exist.
     """
@@ -48,16 +52,53 @@ def place_of_tile(counts, tile, G: tl.constexpr):
     begin = tl.sum(tl.where(is_before, rows, 0), axis=0)
     within = tile - tl.sum(tl.where(is_before, tiles, 0), axis=0)
     own = tl.sum(tl.where(index == expert, rows, 0), axis=0)
-    return expert, begin + within * G.tile, max(min(own - within * G.tile, G.tile), 0)
+    count = max(min(own - within * G.tile, G.tile), 0)
+    return expert, within, begin + within * G.tile, count
+
+
+@triton.jit
+def _load(x, first, count, across, TILE: tl.constexpr):
+    """Return (values [TILE, TILE], zero outside; row, column, and whether each is inside)."""
+    place = tl.arange(0, TILE)
+    row, column = (first + place).to(tl.int64), across * TILE + place
+    inside, is_column = place < count, column < x.columns
+    mask = inside[:, None] & is_column[None, :]
+    values = tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0)
+    return values, row, column, inside, is_column
+
+
+@triton.jit
+def group_maxima(
+    x,  # a `Matrix`
+    of_rows,  # int32 [S], bits of magnitudes, zero on entry; or None
+    of_columns,  # int32 [E, K], the same
+    counts,
+    G: tl.constexpr,
+):
+    """Find the largest magnitudes of a tile of TILE tokens and TILE columns."""
+    TILE: tl.constexpr = G.tile
+    width = tl.cdiv(x.columns, TILE)
+    tile, across = tl.program_id(0) // width, tl.program_id(0) % width
+    expert, _, first, count = place_of_tile(counts, tile, G)
+    if (expert < G.experts) & (count > 0):
+        values, row, column, inside, is_column = _load(x, first, count, across, TILE)
+        bits = magnitude_bits(values)
+        if of_rows is not None:
+            tl.atomic_max(of_rows + row, tl.max(bits, axis=1), mask=inside, sem="relaxed")
+        if of_columns is not None:
+            to = of_columns + expert.to(tl.int64) * x.columns + column
+            tl.atomic_max(to, tl.max(bits, axis=0), mask=is_column, sem="relaxed")
 
 
 @triton.jit
 def cast_groups(
     x,  # a `Matrix`
     codes,  # uint8 [S, K], or None
-    scales,  # float32 [S, ceil(K / TILE)]
+    scales,  # float32 [S, ceil(K / TILE)], or [S] with maxima
     turned,  # uint8 [K, slots * TILE], or None
-    turned_scales,  # float32 [K, slots]
+    turned_scales,  # float32 [K, slots], or [E, K] with maxima
+    of_rows,  # of `group_maxima`; None: a scale for each tile
+    of_columns,
     counts,
     slots,
     G: tl.constexpr,
@@ -67,40 +108,56 @@ def cast_groups(
     TILE: tl.constexpr = G.tile
     width = tl.cdiv(x.columns, TILE)
     tile, across = tl.program_id(0) // width, tl.program_id(0) % width
-    expert, first, count = place_of_tile(counts, tile, G)
+    expert, within, first, count = place_of_tile(counts, tile, G)
     if (expert < G.experts) & (count > 0):
-        place = tl.arange(0, G.tile)
-        row, column = (first + place).to(tl.int64), across * G.tile + place
-        inside, is_column = place < count, column < x.columns
+        values, row, column, inside, is_column = _load(x, first, count, across, TILE)
         mask = inside[:, None] & is_column[None, :]
-        values = tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0)
         shared = tl.zeros((1, 1), tl.float32)
+        one = tl.arange(0, 1)
         if codes is not None:
-            found, scale = cast_block(
-                values, shared, None, row[:, None], column[None, :], x.columns, C, 1, TILE
-            )
+            if of_rows is None:
+                found, scale = cast_block(
+                    values, shared, None, row[:, None], column[None, :], x.columns, C, 1, TILE
+                )
+                to = scales + row[:, None] * width + across + one[None, :]
+                tl.store(to, scale, inside[:, None])
+            else:
+                scale = scale_of(tl.load(of_rows + row, inside, other=0), C)
+                found = _encoded(values, scale[:, None], C)
+                # Once for a row, and once for a column of an expert.
+                once = first + tl.where(across == 0, count, 0)
+                tl.store(scales + row, scale, row < once)
             tl.store(codes + row[:, None] * x.columns + column[None, :], found, mask=mask)
-            one = tl.arange(0, 1)
-            tl.store(scales + row[:, None] * width + across + one[None, :], scale, inside[:, None])
         if turned is not None:
-            found, scale = cast_block(
-                values, shared, None, column[None, :], row[:, None], x.rows, C, TILE, 1
-            )
-            line, start = column.to(tl.int64)[:, None], tile * G.tile
-            to = turned + line * (slots * G.tile) + (start + place)[None, :]
+            line = column.to(tl.int64)[:, None]
+            if of_columns is None:
+                found, scale = cast_block(
+                    values, shared, None, column[None, :], row[:, None], x.rows, C, TILE, 1
+                )
+                to = turned_scales + line * slots + tile + one[None, :]
+                tl.store(to, tl.trans(scale), is_column[:, None])
+            else:
+                at = expert.to(tl.int64) * x.columns + column
+                scale = scale_of(tl.load(of_columns + at, is_column, other=0), C)
+                found = _encoded(values, scale[None, :], C)
+                once = tl.where(within == 0, x.columns, 0)
+                tl.store(turned_scales + at, scale, column < once)
+            to = turned + line * (slots * TILE) + (tile * TILE + tl.arange(0, TILE))[None, :]
             tl.store(to, tl.trans(found), mask=is_column[:, None])
-            one = tl.arange(0, 1)
-            tl.store(
-                turned_scales + line * slots + tile + one[None, :], tl.trans(scale), is_column[:, None]
-            )
+
+
+@triton.jit
+def _encoded(values, scale, C: tl.constexpr):
+    y = values.to(tl.float32) * reciprocal_of(scale, None, C)
+    return encode(y, y, C)
 
 
 @triton.jit
 def grouped_mm(
     x,  # [S, K] e4m3
-    x_scale,  # float32 [S, ceil(K / TILE)]
-    w,  # e4m3, element (n, k) of expert e at w.expert * e + w.stride * n + k
-    w_scale,  # float32, the same in tiles
+    x_scale,  # float32 [S, ceil(K / TILE)], or [S]
+    w,  # e4m3; `shape` says where the experts' matrices and their scales lie
+    w_scale,  # float32
     bias,  # [E, N] or None
     out,  # [S, N]; rows without an expert become zero
     counts,
@@ -114,14 +171,14 @@ def grouped_mm(
     """Multiply a tile of rows by columns of their expert's matrix."""
     GROUP: tl.constexpr = B.group_m
     tile_m, tile_n = place_of_program(tl.program_id(0), tiles, tl.cdiv(N, B.n), GROUP)
-    expert, first, count = place_of_tile(counts, tile_m, G)
+    expert, _, first, count = place_of_tile(counts, tile_m, G)
     if count > 0:
         m = (first + tl.arange(0, B.m)).to(tl.int64)
         n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)
         is_known = expert < G.experts
         of = tl.where(is_known, expert, 0).to(tl.int64)
         total = sum_of_blocks(
-            x, x_scale, m, first, first + count, K, tl.cdiv(K, B.lhs_columns),
+            x, x_scale, m, first, first + count, K, tl.cdiv(K, B.lhs_columns) if B.lhs_columns else 1,
             w + of * shape.expert, w_scale + of * shape.scale_expert, n, tile_n * B.n, N, shape.stride, shape.scale_stride,
             0, tl.where(is_known, K, 0), B,
         )  # fmt: skip
@@ -138,9 +195,9 @@ def grouped_mm(
 @triton.jit
 def grouped_grad(
     lhs,  # [M, slots * TILE] e4m3, as `cast_groups` writes `turned`
-    lhs_scale,  # float32 [M, slots]
+    lhs_scale,  # float32 [M, slots], or [E, M]
     rhs,  # [N, slots * TILE]
-    rhs_scale,  # [N, slots]
+    rhs_scale,  # [N, slots], or [E, N]
     out,  # [E, M, N]; zero for an expert without rows
     counts,
     slots,
@@ -160,13 +217,17 @@ def grouped_grad(
     own = tl.sum(tl.where(index == expert, tiles, 0), axis=0)
     m = (tile_m * B.m + tl.arange(0, B.m)).to(tl.int64)
     n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)
+    wide = expert.to(tl.int64)
+    if B.lhs_columns == 0:
+        lhs_scale, rhs_scale = lhs_scale + wide * M, rhs_scale + wide * N
+    scales = slots if B.lhs_columns else 1
     total = sum_of_blocks(
-        lhs, lhs_scale, m, tile_m * B.m, M, slots * G.tile, slots,
-        rhs, rhs_scale, n, tile_n * B.n, N, slots * G.tile, slots,
+        lhs, lhs_scale, m, tile_m * B.m, M, slots * G.tile, scales,
+        rhs, rhs_scale, n, tile_n * B.n, N, slots * G.tile, scales,
         begin * G.tile, (begin + own) * G.tile, B,
     )  # fmt: skip
     tl.store(
-        out + expert.to(tl.int64) * M * N + m[:, None] * N + n[None, :],
+        out + wide * M * N + m[:, None] * N + n[None, :],
         total.to(out.dtype.element_ty),
         (m < M)[:, None] & (n < N)[None, :],
     )
@@ -189,3 +250,18 @@ def sum_groups(x, out, counts, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.
         total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
     found = tl.sum(total, axis=0).to(out.dtype.element_ty)
     tl.store(out + expert.to(tl.int64) * x.columns + column, found, column < x.columns)
+
+
+@triton.jit
+def clear_rest(y, counts, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Set rows without an expert to zero: y, a `Matrix` [S, N]. Other programs end at once."""
+    index, rows, _ = _counts(counts, G)
+    first = tl.sum(tl.where(index < G.experts, rows, 0), axis=0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if (tl.program_id(0) + 1) * ROWS > first:
+        mask = (row >= first) & (row < y.rows)
+        for start in range(0, y.columns, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            to = y.data + row.to(tl.int64)[:, None] * y.stride + column[None, :]
+            zeros = tl.zeros((ROWS, COLUMNS), tl.float32).to(y.data.dtype.element_ty)
+            tl.store(to, zeros, mask=mask[:, None] & (column < y.columns)[None, :])

@@ -1,17 +1,20 @@
-"""Launches of the grouped kernels (kernels.py), one for all experts each.
+"""Launches of the grouped kernels (kernels.py), each for all experts.
 
-    operand      x [S, K] -> codes of x and of x.T                     one launch, one read of x
+    operand      x [S, K] -> codes of x and of x.T      one launch and one read of x; two with a scale
+                                                        for a row, as maxima come first
     product      x [S, K] times each expert's matrix -> [S, N]         one launch
     gradient     the product over each expert's tokens -> [E, M, N]    one launch
     sums         the sum of each expert's rows -> [E, N]               one launch
 
 The host never reads how many rows an expert has, so nothing waits for the router. Results are those
-of a loop over experts with the kernels of `ops.quantize` and `ops.mm.triton`, bit for bit.
+of a loop over experts with the kernels of `ops.quantize`, and of `ops.mm.triton` for tiles, bit for
+bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +28,11 @@ from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast
+from narrowgauge.scaling import WHOLE
 
 TILE = 128  # tokens, and elements of a tile along either axis
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 32, 128, 4
+Optional = Tensor | None
 
 kernels = Kernels("narrowgauge.ops.grouped.kernels")
 
@@ -35,9 +40,9 @@ kernels = Kernels("narrowgauge.ops.grouped.kernels")
 class Codes(NamedTuple):
     """The codes of x [S, K] and of x.T; None where they were not asked for.
 
-    rows    QTensor [S, K] with one scale per 1 x TILE
+    rows    QTensor [S, K], as `ops.quantize` casts x
     cols    codes [K, slots * TILE], see kernels.py
-    scales  float32 [K, slots], those of `cols`
+    scales  float32, those of `cols`: [K, slots] for tiles, [E, K] with one for a column of an expert
     """
 
     rows: QTensor | None
@@ -52,6 +57,19 @@ class Place(NamedTuple):
     expert: Any
     scale_stride: Any
     scale_expert: Any
+
+
+class Matrices(NamedTuple):
+    """Codes of the matrices [N, K] of all experts, whose rows are contracted, and their scales.
+
+    by_row  there is one scale for a row
+    """
+
+    codes: Tensor
+    scales: Tensor
+    place: Place
+    columns: int
+    by_row: bool
 
 
 @dataclass(frozen=True)
@@ -74,19 +92,47 @@ def slots_for(rows: int, experts: int) -> int:
 
 
 def operand(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool) -> Codes:
-    """Cast x [S, K], and x.T with `cols`, in tiles of 1 x TILE."""
+    """Cast x [S, K], and x.T with `cols`."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    groups, (outer, inner) = Groups.of(counts), x.shape
-    slots, width = slots_for(outer, groups.experts), -(-inner // TILE)
+    return _cast(x, cast, counts, rows, cols, slots_for(x.shape[0], counts.shape[0] - 1))
+
+
+def stack_cols(stack: Tensor, cast: Cast, experts: int) -> Codes:
+    """Cast the transposed matrices of a stack [E N, K], with a scale for each of their rows."""
+    each = stack.shape[0] // experts
+    counts = torch.full((experts + 1,), each, dtype=torch.int32, device=stack.device)
+    counts[-1:].zero_()
+    return _cast(stack.detach(), cast, counts, False, True, stack.shape[0] // TILE)
+
+
+def _cast(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool, slots: int) -> Codes:
+    groups, (outer, inner), by_row = Groups.of(counts), x.shape, is_by_row(cast)
+    width, matrix = -(-inner // TILE), Matrix.of(x)
     empty = x.new_empty
     codes = empty(outer, inner, dtype=E4M3.storage) if rows else None
-    scales = empty(outer, width, dtype=torch.float32) if rows else None
     turned = empty(inner, slots * TILE, dtype=E4M3.storage) if cols else None
-    turned_scales = empty(inner, slots, dtype=torch.float32) if cols else None
+    of_rows = of_columns = scales = turned_scales = None
+    if by_row:
+        zeros = torch.zeros(
+            outer * rows + groups.experts * inner * cols, dtype=torch.int32, device=x.device
+        )
+        of_rows, of_columns = zeros[: outer * rows], zeros[outer * rows :]
+        of_rows, of_columns = of_rows if rows else None, of_columns if cols else None
+        launch(
+            kernels.group_maxima, slots * width, matrix, of_rows, of_columns, counts, G=groups, warps=LARGE_BLOCK_WARPS
+        )  # fmt: skip
+        # A row without an expert, and an expert without rows, have no amax.
+        if rows:
+            scales = torch.ones(outer, 1, dtype=torch.float32, device=x.device)
+        if cols:
+            turned_scales = torch.ones(groups.experts, inner, dtype=torch.float32, device=x.device)
+    else:
+        scales = empty(outer, width, dtype=torch.float32) if rows else None
+        turned_scales = empty(inner, slots, dtype=torch.float32) if cols else None
     as_bytes = [None if each is None else each.view(torch.uint8) for each in (codes, turned)]
     launch(
-        kernels.cast_groups, slots * width, Matrix.of(x), as_bytes[0], scales, as_bytes[1], turned_scales,
-        counts, slots, G=groups, C=constants(x, cast), warps=LARGE_BLOCK_WARPS,
+        kernels.cast_groups, slots * width, matrix, as_bytes[0], scales, as_bytes[1], turned_scales,
+        of_rows, of_columns, counts, slots, G=groups, C=constants(x, cast), warps=LARGE_BLOCK_WARPS,
     )  # fmt: skip
     made = None
     if codes is not None and scales is not None:
@@ -94,45 +140,59 @@ def operand(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool) -> Co
     return Codes(made, turned, turned_scales)
 
 
-def product(
-    x: QTensor, w: QTensor, counts: Tensor, bias: Tensor | None, dtype: torch.dtype, is_outer: bool
-) -> Tensor:
-    """x [S, K] times the matrix [N, K] of each row's expert, plus bias [E, N] -> [S, N].
+def is_by_row(cast: Cast) -> bool:
+    return cast.tile == (1, WHOLE)
 
-    w         [E N, K] if `is_outer`, else [N, E K], in square tiles
-    is_outer  the experts' matrices lie below each other, else beside each other
+
+def below(w: QTensor, experts: int) -> Matrices:
+    """The matrices of a stack [E N, K], which lie below each other."""
+    (rows, inner), (tiles, wide) = w.data.shape, w.scale.shape
+    place = Place(inner, rows // experts * inner, wide, tiles // experts * wide)
+    codes, scales = w.data.contiguous(), w.scale.contiguous()
+    return Matrices(codes, scales, place, rows // experts, is_by_row(w.cast))
+
+
+def beside(codes: Tensor, scales: Tensor, experts: int, by_row: bool) -> Matrices:
+    """The matrices of a turned stack [N, E K], which lie beside each other.
+
+    scales  of square tiles [ceil(N / TILE), E K / TILE], or [E, N] `by_row`
     """
+    (rows, inner), wide = codes.shape, scales.shape[1]
+    of_scales = (1, rows) if by_row else (wide, wide // experts)
+    place = Place(inner, inner // experts, *of_scales)
+    return Matrices(codes.contiguous(), scales.contiguous(), place, rows, by_row)
+
+
+def product(
+    x: QTensor, w: Matrices, counts: Tensor, bias: Optional, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """x [S, K] times the matrix [N, K] of each row's expert, plus bias [E, N] -> [S, N]."""
     groups, (rows, inner) = Groups.of(counts), x.shape
-    shape = place_of(w, groups.experts, is_outer)
-    columns = w.shape[0] // (groups.experts if is_outer else 1)
-    out = x.data.new_empty(rows, columns, dtype=dtype)
-    blocks = _blocks(x.cast.tile, w.cast.tile, x.data.device)
+    out = x.data.new_empty(rows, w.columns, dtype=dtype)
+    blocks = _blocks(((1, 0), (1, 0)) if w.by_row else ((1, TILE), (TILE, TILE)), fast, out.device)
     tiles = slots_for(rows, groups.experts + 1)
     _launch_product(
-        kernels.grouped_mm, tiles * -(-columns // blocks.n), blocks,
-        x.data, x.scale, w.data.contiguous(), w.scale.contiguous(), None if bias is None else bias.contiguous(), out, counts,
-        tiles, columns, inner, shape, G=groups,
+        kernels.grouped_mm, tiles * -(-w.columns // blocks.n), blocks,
+        x.data, x.scale, w.codes, w.scales, None if bias is None else bias.contiguous(), out, counts,
+        tiles, w.columns, inner, w.place, G=groups,
     )  # fmt: skip
     return out
 
 
 def gradient(
-    lhs: Tensor,
-    lhs_scales: Tensor,
-    rhs: Tensor,
-    rhs_scales: Tensor,
-    counts: Tensor,
-    dtype: torch.dtype,
+    lhs: Codes, rhs: Codes, counts: Tensor, dtype: torch.dtype, by_row: bool, fast: bool
 ) -> Tensor:
-    """Sum over each expert's tokens: `cols` of two operands, for M and N features -> [E, M, N]."""
-    groups, slots = Groups.of(counts), lhs_scales.shape[1]
-    rows, columns = lhs.shape[0], rhs.shape[0]
-    out = lhs.new_empty(groups.experts, rows, columns, dtype=dtype)
-    blocks = _blocks((1, TILE), (1, TILE), lhs.device)
+    """Sum over each expert's tokens: `cols` of operands with M and N features -> [E, M, N]."""
+    assert lhs.cols is not None and lhs.scales is not None
+    assert rhs.cols is not None and rhs.scales is not None
+    groups, slots = Groups.of(counts), lhs.cols.shape[1] // TILE
+    rows, columns = lhs.cols.shape[0], rhs.cols.shape[0]
+    out = lhs.cols.new_empty(groups.experts, rows, columns, dtype=dtype)
+    blocks = _blocks(((1, 0), (1, 0)) if by_row else ((1, TILE), (1, TILE)), fast, out.device)
     tiles = -(-rows // blocks.m) * -(-columns // blocks.n)
     _launch_product(
         kernels.grouped_grad, groups.experts * tiles, blocks,
-        lhs, lhs_scales, rhs, rhs_scales, out, counts, slots, rows, columns, G=groups,
+        lhs.cols, lhs.scales, rhs.cols, rhs.scales, out, counts, slots, rows, columns, G=groups,
     )  # fmt: skip
     return out
 
@@ -148,9 +208,17 @@ def sums(x: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _blocks(lhs: tuple[int, int], rhs: tuple[int, int], device: torch.device) -> Blocks:
+def clear_rest(y: Tensor, counts: Tensor) -> None:
+    """Set the rows of y [S, N] that belong to no expert to zero."""
+    launch(
+        kernels.clear_rest, -(-y.shape[0] // SUM_ROWS), Matrix.of(y), counts,
+        G=Groups.of(counts), ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, warps=SUM_WARPS,
+    )  # fmt: skip
+
+
+def _blocks(tiles: tuple[tuple[int, int], ...], fast: bool, device: torch.device) -> Blocks:
     capability = device_facts(device.type, device.index).capability
-    return blocks_for([*lhs, *rhs], capability, TILE)
+    return replace(blocks_for([*tiles[0], *tiles[1]], capability, TILE), fast=fast)
 
 
 def _launch_product(kernel: Any, programs: int, blocks: Blocks, *given: Any, G: Groups) -> None:
@@ -160,33 +228,29 @@ def _launch_product(kernel: Any, programs: int, blocks: Blocks, *given: Any, G: 
     )  # fmt: skip
 
 
-def place_of(w: QTensor, experts: int, is_outer: bool) -> Place:
-    """Return where the experts' matrices lie in the codes of their stack."""
-    (rows, inner), (tiles, wide) = w.data.shape, w.scale.shape
-    if is_outer:
-        return Place(inner, rows // experts * inner, wide, tiles // experts * wide)
-    return Place(inner, inner // experts, wide, wide // experts)
-
-
 def passes(
-    x: Tensor, w: Tensor, bias: Tensor | None, gy: Tensor, counts: Tensor, casts: tuple[Cast, Cast]
-) -> tuple[Tensor, ...]:
+    x: Tensor, w: Tensor, bias: Optional, gy: Tensor, counts: Tensor, casts: tuple[Cast, Cast],
+    multiply: Callable[..., Tensor] = product, contract: Callable[..., Tensor] = gradient,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return output, grad_input, grad_weight and the bias' gradient of a stack, for the self-check.
 
-    w  [E, N, K]; casts: of x and gy, and of w
+    w         [E, N, K]; casts: of x and gy, and of w
+    multiply  as `product`; contract: as `gradient`
     """
-    stack = w.flatten(0, 1)
-    matrix, turned = (definition.quantize(each, casts[1], None, None, None) for each in (stack, stack.T))
+    experts, stack, by_row = w.shape[0], w.flatten(0, 1), is_by_row(casts[1])
     codes, grads = (operand(each, casts[0], counts, rows=True, cols=True) for each in (x, gy))
-    assert codes.rows is not None and grads.rows is not None
-    assert grads.cols is not None and grads.scales is not None
-    assert codes.cols is not None and codes.scales is not None
-    grad_weight = gradient(
-        grads.cols, grads.scales, codes.cols, codes.scales, counts, torch.float32
-    )
+    matrices = below(definition.quantize(stack, casts[1], None, None, None), experts)
+    if by_row:
+        cols = stack_cols(stack, casts[1], experts)
+        assert cols.cols is not None and cols.scales is not None
+        turned = beside(cols.cols, cols.scales, experts, True)
+    else:
+        whole = definition.quantize(stack.T, casts[1], None, None, None)
+        turned = beside(whole.data, whole.scale, experts, False)
+    dtype = torch.float32 if multiply is product else torch.bfloat16
     return (
-        product(codes.rows, matrix, counts, bias, torch.float32, is_outer=True),
-        product(grads.rows, turned, counts, None, torch.float32, is_outer=False),
-        grad_weight,
+        multiply(codes.rows, matrices, counts, bias, dtype, True),
+        multiply(grads.rows, turned, counts, None, dtype, False),
+        contract(grads, codes, counts, dtype, by_row, False),
         sums(gy, counts, torch.float32),
     )

@@ -22,6 +22,7 @@ from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison, spread_normal
 from narrowgauge.recipe import Cast
+from narrowgauge.scaling import POW2, WHOLE
 
 COUNTS, OUTER, INNER, SEED = (0, 1, 127, 128, 129, 20, 14), TILE, 208, 20261129
 SPREAD = 4
@@ -32,7 +33,7 @@ NAMES = ("output", "grad_input", "grad_weight", "bias gradient")
 def _kind(spec: GroupSpec) -> tuple[Hashable, ...] | None:
     if spec.x is None or spec.w is None:
         return None
-    return flatten_cast(plain(spec.x)), flatten_cast(plain(spec.w))
+    return flatten_cast(plain(spec.x)), flatten_cast(plain(spec.w)), spec.biased
 
 
 def _compare(
@@ -40,33 +41,36 @@ def _compare(
 ) -> Iterator[OutputComparison]:
     casts = unflatten_cast(*kind[0]), unflatten_cast(*kind[1])  # type: ignore[misc]
     for with_nan in (False, True):
-        given = sample(with_nan)
-        on_device = [each.to(device) for each in given]
+        given = sample(with_nan, bool(kind[2]))
+        on_device = [None if each is None else each.to(device) for each in given]
         found = run(*on_device, casts)
         for name, out, (truth, bound) in zip(NAMES, found, loop(*given, casts), strict=True):
             yield OutputComparison(name, out, truth, bound)
 
 
-def sample(with_nan: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def sample(
+    with_nan: bool, biased: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Return x [S, K], w [E, N, K], bias [E, N], gy [S, N] and counts of a stack."""
     made = torch.Generator().manual_seed(SEED)
     rows, experts = sum(COUNTS), len(COUNTS) - 1
     x, gy = (spread_normal(rows, each, SPREAD, made) for each in (INNER, OUTER))
     w = spread_normal(experts * OUTER, INNER, SPREAD, made).view(experts, OUTER, INNER)
-    bias = torch.randn(experts, OUTER, generator=made)
+    bias = torch.randn(experts, OUTER, generator=made) if biased else None
     if with_nan:
         x[200, 3] = gy[200, 5] = float("nan")
     return x, w, bias, gy, torch.tensor(COUNTS, dtype=torch.int32)
 
 
 def loop(
-    x: Tensor, w: Tensor, bias: Tensor, gy: Tensor, counts: Tensor, casts: Casts
+    x: Tensor, w: Tensor, bias: Tensor | None, gy: Tensor, counts: Tensor, casts: Casts
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the four results in float64 with the largest error that is allowed, expert by expert."""
     rows, wide, own = casts[0], casts[1], counts.tolist()
+    biases = torch.zeros(w.shape[:2]) if bias is None else bias
     parts: list[list[tuple[Tensor, Tensor]]] = [[], [], [], []]
     for x_e, g_e, w_e, b_e in zip(
-        x.split(own)[:-1], gy.split(own)[:-1], w, bias.double(), strict=True
+        x.split(own)[:-1], gy.split(own)[:-1], w, biases.double(), strict=True
     ):
         y, size = _product(_decoded(x_e, rows), _decoded(w_e, wide))
         parts[0].append((y + b_e, size + 2.0**-20 * b_e.abs()))
@@ -94,8 +98,11 @@ def _product(lhs: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _examples() -> Iterator[GroupSpec]:
-    x, w = (Cast(format=E4M3, tile=tile) for tile in ((1, TILE), (TILE, TILE)))
-    yield GroupSpec(x, w, Device("cpu"), torch.float32, len(COUNTS) - 1, OUTER)
+    experts, dtypes = len(COUNTS) - 1, (torch.float32,) * 3
+    for tiles in (((1, TILE), (TILE, TILE)), ((1, WHOLE), (1, WHOLE))):
+        x, w = (Cast(format=E4M3, tile=tile, scale=POW2) for tile in tiles)
+        for biased in (False, True):
+            yield GroupSpec(x, w, Device("cpu"), dtypes, experts, (OUTER, INNER), biased)
 
 
 CHECK: KernelCheck[GroupSpec] = KernelCheck(_kind, _compare, _examples)

@@ -37,7 +37,9 @@ Bias = Tensor | None
 class Blocks:
     """Compile-time constants of the kernel.
 
-    lhs_rows, lhs_columns  sides of a tile of lhs with one scale, powers of two; the same for rhs
+    lhs_rows, lhs_columns  sides of a tile of lhs with one scale, powers of two; the same for rhs.
+                           0 columns: one scale for a row, in grouped products (ops/grouped)
+    fast                   of one scale for a row: the tensor core adds all products itself
     m, n                   rows and columns of the result that a program computes
     k                      step along the contracted axis
 
@@ -54,6 +56,7 @@ class Blocks:
     warps: int
     stages: int
     group_m: int = 8
+    fast: bool = False
 
 
 def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Blocks:
@@ -69,9 +72,9 @@ def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Bloc
         n, stages = 64, 3
     elif rows <= 64:
         m, warps = 64, 4
-    elif max(tiles[0], tiles[2]) < n:
+    elif max(tiles[0], tiles[2]) < n and tiles[1]:
         n = 64
-    step = min(tiles[1], tiles[3], LONGEST_STEP)
+    step = min(tiles[1] or LONGEST_STEP, tiles[3] or LONGEST_STEP, LONGEST_STEP)
     return Blocks(*tiles, m=m, n=n, k=step, warps=warps, stages=stages)  # type: ignore[misc]
 
 

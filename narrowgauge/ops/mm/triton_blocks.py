@@ -40,6 +40,17 @@ def _scales(
 
 
 @triton.jit
+def _scales_of_both(
+    lhs, rhs, m, M, n, N, first_m, first_n, lhs_column, rhs_column, lhs_width, rhs_width,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the products of the scales of m and n, each in a column of tiles: [m, n], or 1s."""
+    of_rows = _scales(lhs, m, M, first_m, lhs_column, lhs_width, LEFT, BLOCK_M)
+    of_columns = _scales(rhs, n, N, first_n, rhs_column, rhs_width, RIGHT, BLOCK_N)
+    return of_rows[:, None] * of_columns[None, :]
+
+
+@triton.jit
 def place_of_program(program, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Return (tile_m, tile_n): GROUP tiles of rows are numbered consecutively, see the module."""
     group = program // (GROUP * tiles_n)
@@ -55,6 +66,8 @@ def sum_of_blocks(
     begin, end, B: tl.constexpr,
 ):  # fmt: skip
     """Return the sum over [begin, end) of lhs times rhs, both multiplied by their scales.
+
+    Without `B.lhs_columns` a row of each operand has one scale, which multiplies the whole sum.
 
     m, first_m, M   int64 [B.m], rows of lhs from `first_m`; those from M on count as zero
     lhs_stride      elements from a row of lhs to the next
@@ -77,15 +90,23 @@ def sum_of_blocks(
         right = tl.load(
             rhs_rows + (start + k)[None, :], (n < N)[:, None] & inside[None, :], other=0.0
         )
-        # Starts from zero, without the total as accumulator, see the module.
-        part = tl.dot(left, tl.trans(right))
-        of_rows = _scales(
-            lhs_scale, m, M, first_m, start // B.lhs_columns, lhs_width, LEFT, BLOCK_M
-        )
-        of_columns = _scales(
-            rhs_scale, n, N, first_n, start // B.rhs_columns, rhs_width, RIGHT, BLOCK_N
-        )
-        total += part * (of_rows[:, None] * of_columns[None, :])
+        if B.lhs_columns == 0 and B.fast:
+            total = tl.dot(left, tl.trans(right), total)
+        else:
+            # Starts from zero, without the total as accumulator, see the module.
+            part = tl.dot(left, tl.trans(right))
+            if B.lhs_columns == 0:
+                total += part
+            else:
+                total += part * _scales_of_both(
+                    lhs_scale, rhs_scale, m, M, n, N, first_m, first_n, start // B.lhs_columns, start // B.rhs_columns,
+                    lhs_width, rhs_width, LEFT, RIGHT, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+    if B.lhs_columns == 0:
+        total *= _scales_of_both(
+            lhs_scale, rhs_scale, m, M, n, N, first_m, first_n, 0, 0,
+            lhs_width, rhs_width, LEFT, RIGHT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     return total
 
 

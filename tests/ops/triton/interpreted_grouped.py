@@ -8,7 +8,7 @@ with its loop over experts: the same codes, sums in another order. Compiled prod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -33,36 +33,40 @@ E, HIDDEN, INNER = 3, 128, 256
 
 
 def is_quick(name: str) -> bool:
-    return name.startswith(("casts (5", "layer mixtral"))
+    return name.startswith(("casts row (5", "layer mixtral fp8-row"))
 
 
 def cases() -> Iterator[Case]:
-    for counts in COUNTS:
-        yield f"casts {counts}", lambda counts=counts: compare_casts(counts)
-    yield "check of the products", check_products
-    for kind in ("mixtral", "gpt_oss"):
-        yield f"layer {kind}", lambda kind=kind: compare_layer(kind)
-        yield f"layer {kind}, rows of other ranks", lambda kind=kind: compare_layer(kind, E)
-    yield "layer mixtral, frozen", lambda: compare_layer("mixtral", frozen=True)
+    for name in ("vector", "row"):
+        for counts in COUNTS:
+            yield f"casts {name} {counts}", lambda given=(name, counts): compare_casts(*given)
+    for kind in map(selfcheck.CHECK.kind, selfcheck.CHECK.examples()):
+        yield f"check {kind}", lambda kind=kind: check_products(kind)
+    for recipe in ("fp8-block", "fp8-row"):
+        for kind in ("mixtral", "gpt_oss"):
+            given = kind, recipe
+            yield f"layer {kind} {recipe}", lambda given=given: compare_layer(*given)
+            others = f"layer {kind} {recipe}, rows of other ranks"
+            yield others, lambda given=given: compare_layer(*given, E)
+    yield "layer mixtral, frozen", lambda: compare_layer("mixtral", "fp8-block", frozen=True)
 
 
-def compare_casts(counts: tuple[int, ...]) -> None:
+def compare_casts(name: str, counts: tuple[int, ...]) -> None:
     for rows, cols in ((True, True), (True, False), (False, True)):
-        words = compare_groups(counts, rows, cols)
+        words = compare_groups(name, counts, rows, cols)
         assert not words, words
 
 
-def check_products() -> None:
-    kind = selfcheck.CHECK.kind(next(iter(selfcheck.CHECK.examples())))
+def check_products(kind: tuple[Hashable, ...]) -> None:
     result = examine("grouped", launches.passes, selfcheck.CHECK, kind, torch.device("cpu"))
     assert result.reason is None, result.reason
 
 
-def compare_layer(kind: str, missing: int = 0, frozen: bool = False) -> None:
+def compare_layer(kind: str, recipe: str, missing: int = 0, frozen: bool = False) -> None:
     """Results and gradients of a layer whose kernels are chosen, and of the loop. missing: a token's expert is of another rank."""
     looped, grouped = (experts(kind) for _ in range(2))
     for module in (looped, grouped):
-        ng.convert(nn.ModuleList([module]), "fp8-block")
+        ng.convert(nn.ModuleList([module]), recipe)
         module.requires_grad_(not frozen)
     index = torch.tensor([(0, 1)] * 9 + [(1, 0)] * 4 + [(missing or 1, 0)])
     given = torch.randn(len(index), HIDDEN), index, torch.rand(index.shape)
@@ -100,7 +104,7 @@ def passed(module: Any, given: tuple[Tensor, Tensor, Tensor], gy: Tensor) -> lis
 @contextmanager
 def as_on_a_gpu() -> Iterator[list[Any]]:
     """Within it, the grouped kernels are chosen for tensors on the CPU, and weights are cast to codes. Yields the calls."""
-    [kernel, _] = KERNELS.kernels
+    [kernel] = (each for each in KERNELS.kernels if each.name == "triton")
     own_plan, apply = QLinear.plan, grouped_function.GroupedFunction.apply
     calls: list[Any] = []
 
