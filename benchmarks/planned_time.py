@@ -20,7 +20,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -143,23 +143,22 @@ def experts(on: Card) -> Iterator[dict[str, Any]]:
     """Each mixture at 16,384 tokens, and its bound."""
     if on.device is None or "fp8" not in on.peak:
         return
-    for model, (count, _, _, chosen) in MIXTURES.items():
+    for model, recipe in product(MIXTURES, ("fp8-row", "fp8-block")):
+        count, _, _, chosen = MIXTURES[model]
 
-        def gain(tokens: int, model: str = model) -> float:
-            return taken(_experts(model, "bf16", tokens, on), on) / taken(
-                _experts(model, "fp8-block", tokens, on), on
-            )
+        def gain(tokens: int, model: str = model, recipe: str = recipe) -> float:
+            plain, own = (_experts(model, each, tokens, on) for each in ("bf16", recipe))
+            return taken(plain, on) / taken(own, on)
 
-        done = _experts(model, "fp8-block", MIXTURE_TOKENS, on)
-        found, own = taken(done, on), gain(MIXTURE_TOKENS)
+        done, own = _experts(model, recipe, MIXTURE_TOKENS, on), gain(MIXTURE_TOKENS)
         parts = {
             kind: round(1e3 * sum(seconds(each, on) for each, _ in done if each.kind == kind), 3)
             for kind in ("products", "casts", "elementwise")
         }
         bound = next((t for t in (2**k for k in range(7, 18)) if gain(t) >= 1), None)
         yield {
-            "case": f"experts of {model}, fp8-block", "card": on.name, "tokens": MIXTURE_TOKENS,
-            "tokens_an_expert": MIXTURE_TOKENS * chosen // count, "ms": round(1e3 * found, 3),
+            "case": f"experts of {model}, {recipe}", "card": on.name, "tokens": MIXTURE_TOKENS,
+            "tokens_an_expert": MIXTURE_TOKENS * chosen // count, "ms": round(1e3 * taken(done, on), 3),
             "gain_over_bf16": round(own, 3), "likely_gain": _likely(own, "layer"), "by_kind_ms": parts,
             "launches": len(done), "fewest_tokens_an_expert": bound and bound * chosen // count,
         }  # fmt: skip

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import BackendError, ConfigError, Reason
 from narrowgauge.nn.converted_model import advance
+from narrowgauge.nn.experts import GroupedExperts
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Casts, find
 from narrowgauge.nn.rotation import Rotation
@@ -113,13 +114,14 @@ def refuse_run(model: nn.Module, optimizer: Any, scaler: object | None = None) -
     seen: set[str] = set()
     for name, layer in model.named_modules():
         recipe = layer.recipe if isinstance(layer, QLinear) else None
-        if isinstance(layer, QLinear) and layer.is_expert and "experts" not in seen:
+        if (
+            isinstance(layer, GroupedExperts)
+            and "experts" not in seen
+            and (found := layer.why_looped())
+        ):
             seen.add("experts")
-            reasons.append(
-                Reason(
-                    "experts", f"the host reads how many tokens each expert has (first in {name})"
-                )
-            )
+            words = f"the host reads how many tokens each expert has (first in {name}): {found}"
+            reasons.append(Reason("experts", words))
         if recipe is None or recipe.name in seen:
             continue
         seen.add(recipe.name)
@@ -517,6 +519,7 @@ def keeps_casts(layer: QLinear) -> bool:
         or layer.is_suspended
         or layer.steps is not None
         or layer.code_source is not None
+        or layer.is_expert  # each pass casts the whole stack
     ):
         return False
     return any(layer.plan(layer.weight.device).w.serves_a_step)

@@ -211,12 +211,9 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
 
 def _of_experts(model: nn.Module, name: str) -> Note:
     """How the stack of the expert "mlp.experts.3.down_proj" is multiplied on a GPU."""
-    from narrowgauge.nn.grouped_function import kernel_of  # only for mixtures of experts
-
     path, _, own = name.rpartition(".")
     module: Any = model.get_submodule(path.rpartition(".")[0])
-    layers = module.slices(own)
-    found = kernel_of(layers, getattr(module, own), layers[0].bias)
+    found = module.kernel_of(own)
     if isinstance(found, Reason):
         return Note(f"experts are multiplied one after another: {found}", code="experts-loop")
     return Note(f"all experts in one launch: {found}", code="experts-grouped")

@@ -30,6 +30,7 @@ from torch._compile import _disable_dynamo
 from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.nn import step_end
+from narrowgauge.nn.grouped_function import kernel_of
 from narrowgauge.nn.grouped_linear import (
     ExpertLinear,
     Routing,
@@ -70,11 +71,23 @@ class GroupedExperts(nn.Module):
 
     def product(self, name: str, x: Tensor, counts: RowCounts) -> Tensor:
         """Multiply x [S, K] by the matrices of parameter `name`, as grouped_linear."""
-        layers = self.slices(name)
+        return grouped_linear(self.slices(name), x, counts, *self._tensors(name))
+
+    def _tensors(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Parameter `name` and its bias, or None."""
         # By attribute: parametrizations (PEFT), pruning and DataParallel's replicas keep the tensor
         # out of `_parameters`.
-        bias: Tensor | None = getattr(self, layers[0].place.bias) if layers[0].place.bias else None
-        return grouped_linear(layers, x, counts, getattr(self, name), bias)
+        bias = self.slices(name)[0].place.bias
+        return getattr(self, name), getattr(self, bias) if bias else None
+
+    def why_looped(self) -> Reason | None:
+        """Why the experts of a parameter are multiplied one after another; None if none is."""
+        found = (self.kernel_of(name) for name in stacks(self))
+        return next((each for each in found if isinstance(each, Reason)), None)
+
+    def kernel_of(self, name: str) -> str | Reason:
+        """The kernel of parameter `name`, or why there is none for all experts."""
+        return kernel_of(self.slices(name), *self._tensors(name))
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         found: Tensor = (self._eagerly if is_compiling() else self._computed)(*given, **named)

@@ -32,7 +32,7 @@ from narrowgauge.scaling import WHOLE
 if TYPE_CHECKING:
     from narrowgauge.nn.grouped_linear import ExpertLinear
     from narrowgauge.nn.linear_context import LinearContext
-    from narrowgauge.ops.grouped.launches import Matrices
+    from narrowgauge.ops.grouped.launches import GroupedCodes, Matrices
     from narrowgauge.qtensor import QTensor
 
 _KERNELS = "narrowgauge.ops.grouped.launches"
@@ -77,6 +77,7 @@ def kernel_of(
     choice = choose(GroupSpec(*casts, facts, dtypes, stack.shape[0], sizes, biases is not None))
     if choice.kernel.name == "loop":
         return Reason("experts-loop", "; ".join(choice.reasons))
+    # Last, since it asks every expert: hooks and observers expect a call for each.
     for each in layers:
         state = each.state
         watched = state.observer is not None or any(each.__dict__[name] for name in _HOOKS)
@@ -99,13 +100,15 @@ def grouped_products(
     counts  int32 [E + 1] on the device, rows of each expert and rows without one
     """
     first = layers[0]
+    # The loop has the words for wrong shapes, and empty tensors are rare.
     fits = not is_compiling() and x.ndim == 2 and 0 not in (*x.shape, *stack.shape)
     if not fits or first.state.recipe is None or first.state.is_suspended:
         return None
+    # One expert's options are those of all: they have one recipe.
     context = first.context(x, first.state.cache if torch.is_grad_enabled() else None)
     kernel = kernel_of(layers, stack, biases, x, context.out_dtype)
     plan = context.plan
-    if not isinstance(kernel, str) or not plan.w.rows_expand is plan.w.cols_expand is None:
+    if isinstance(kernel, Reason) or not plan.w.rows_expand is plan.w.cols_expand is None:
         return None
     how = _Stack(kernel, stack.shape[0], first.place.is_transposed)
     weight = stack.flatten(0, 1)
@@ -130,7 +133,7 @@ class _Stack:
         cast = w.plan.rows
         assert cast is not None
         found: Matrices
-        if reads_rows:
+        if reads_rows:  # each row belongs to one expert, whatever its scale covers
             found = _below(w.rows(NONE), self.experts)
         elif cast.tile == (1, WHOLE):
             made = _stack_cols(w.tensor, cast, self.experts)
@@ -155,9 +158,8 @@ class GroupedFunction(torch.autograd.Function):
         y: Tensor | None = None if keeper is None else keeper.begin()
         form = context.keep.of_input(wants[1], False)
         cols = form is SavedInput.CODES and context.keep.grads
-        codes = None
-        if y is None or cols:
-            codes = _operand(x, plan.x.rows, counts, y is None, cols)
+        # A repeated pass that has its result casts only what backward reads.
+        codes: GroupedCodes = _operand(x, plan.x.rows, counts, y is None, cols)
         w = _weight(weight, context, wants)
         if y is None:
             matrices = how.matrices(w, not how.is_transposed)
@@ -198,7 +200,9 @@ class GroupedFunction(torch.autograd.Function):
                 if ctx.saves_codes
                 else _operand(x, plan.x.cols, counts, False, True)
             )
+            # A transposed stack [E, K, N] has a transposed gradient.
             sides = (of_x, of_gy) if how.is_transposed else (of_gy, of_x)
+            # float16 has no numbers below 6e-8, see `LinearFunction`.
             dtype = gy.dtype if weight.dtype == torch.float16 else weight.dtype
             fast, by_row = plan.recipe.grad_weight.fast_accumulate, plan.x.cols.tile == (1, WHOLE)
             grad_weight = _GRADIENTS[how.kernel](*sides, counts, dtype, by_row, fast).flatten(0, 1)
@@ -211,6 +215,7 @@ class GroupedFunction(torch.autograd.Function):
 def _weight(weight: Tensor, context: LinearContext, wants: tuple[bool, bool]) -> Operand:
     """The stack as an operand, with casts that its first expert's cache holds, of tiles alone."""
     plan = context.plan.w
+    # The cache would cast the columns of the stack too, whose rows hold all experts.
     if plan.rows is not None and plan.rows.tile == (1, WHOLE):
         made: Operand = plan.kind(weight, plan, context, wants, None)
         return made

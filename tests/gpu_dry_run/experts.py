@@ -20,7 +20,7 @@ from tests.gpu_dry_run.tally import Case, Numbers
 
 TOKENS = 8192
 SIZES = {"mixtral": (8, 4096, 14_336, 2), "scout": (16, 5120, 8192, 1)}
-RECIPES = ("bf16", "fp8-block")
+RECIPES = ("bf16", "fp8-block", "fp8-row")
 
 
 def measured(model: str, recipe: str) -> tuple[Summary, Numbers]:

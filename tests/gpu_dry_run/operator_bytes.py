@@ -25,6 +25,7 @@ PRODUCTS = (
     "aten._scaled_mm",
     "aten._int_mm",
     "aten._grouped_mm",
+    "aten._scaled_grouped_mm",
 )
 NOTHING = (
     "aten.empty", "aten.new_empty", "aten.set_", "aten.detach", "aten.lift_fresh", "aten._unsafe_view", "aten.record_stream",

@@ -241,7 +241,7 @@ def _delayed() -> Iterator[Case]:
 def compare_delayed(
     cast: Cast, in_use: float, cols: bool, poisoned: bool = False, odd: bool = False
 ) -> str:
-    """Codes, scales, the amax in use, the window, and counters that are zero again."""
+    """GroupedCodes, scales, the amax in use, the window, and counters that are zero again."""
     x = sample(RAGGED, poisoned=poisoned)
     if odd:
         x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
@@ -277,7 +277,7 @@ def compare_groups(name: str, counts: tuple[int, ...], rows: bool, cols: bool) -
 
 
 def _compared_groups(
-    got: grouped.Codes, x: Tensor, counts: tuple[int, ...], cast: Cast
+    got: grouped.GroupedCodes, x: Tensor, counts: tuple[int, ...], cast: Cast
 ) -> Comparisons:
     first = tile = 0
     for expert, count in enumerate(counts[:-1]):

@@ -65,7 +65,9 @@ class GroupSpec:
 
 def refuse(spec: GroupSpec) -> Refusal | None:
     """Return the reason why the grouped kernels do not take such a stack, or None."""
-    tiles = [None if cast is None or not _is_plain(cast) else cast.tile for cast in (spec.x, spec.w)]
+    tiles = [
+        None if cast is None or not _is_plain(cast) else cast.tile for cast in (spec.x, spec.w)
+    ]
     if tiles not in ([(1, TILE), (TILE, TILE)], [(1, WHOLE), (1, WHOLE)]):
         words = f"the grouped kernels take E4M3 with a scale for a row, or for 1x{TILE} beside {TILE}x{TILE}"
         return Refusal("tile", words)

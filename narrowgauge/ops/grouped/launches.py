@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from narrowgauge.ops.quantize.triton_launch import LARGE_BLOCK_WARPS, constants
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 TILE = 128  # tokens, and elements of a tile along either axis
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 32, 128, 4
@@ -37,7 +39,7 @@ Optional = Tensor | None
 kernels = Kernels("narrowgauge.ops.grouped.kernels")
 
 
-class Codes(NamedTuple):
+class GroupedCodes(NamedTuple):
     """The codes of x [S, K] and of x.T; None where they were not asked for.
 
     rows    QTensor [S, K], as `ops.quantize` casts x
@@ -60,7 +62,7 @@ class Place(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Codes of the matrices [N, K] of all experts, whose rows are contracted, and their scales.
+    """GroupedCodes of the matrices [N, K] of all experts, whose rows are contracted, and their scales.
 
     by_row  there is one scale for a row
     """
@@ -91,13 +93,15 @@ def slots_for(rows: int, experts: int) -> int:
     return (rows + (TILE - 1) * experts) // TILE
 
 
-def operand(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool) -> Codes:
-    """Cast x [S, K], and x.T with `cols`."""
+def operand(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool) -> GroupedCodes:
+    """Cast x [S, K] with `rows`, and x.T with `cols`."""
+    if not (rows or cols):
+        return GroupedCodes(None, None, None)
     x = x if x.stride(1) == 1 else x.contiguous()
     return _cast(x, cast, counts, rows, cols, slots_for(x.shape[0], counts.shape[0] - 1))
 
 
-def stack_cols(stack: Tensor, cast: Cast, experts: int) -> Codes:
+def stack_cols(stack: Tensor, cast: Cast, experts: int) -> GroupedCodes:
     """Cast the transposed matrices of a stack [E N, K], with a scale for each of their rows."""
     each = stack.shape[0] // experts
     counts = torch.full((experts + 1,), each, dtype=torch.int32, device=stack.device)
@@ -105,7 +109,9 @@ def stack_cols(stack: Tensor, cast: Cast, experts: int) -> Codes:
     return _cast(stack.detach(), cast, counts, False, True, stack.shape[0] // TILE)
 
 
-def _cast(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool, slots: int) -> Codes:
+def _cast(
+    x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool, slots: int
+) -> GroupedCodes:
     groups, (outer, inner), by_row = Groups.of(counts), x.shape, is_by_row(cast)
     width, matrix = -(-inner // TILE), Matrix.of(x)
     empty = x.new_empty
@@ -137,7 +143,7 @@ def _cast(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool, slots: 
     made = None
     if codes is not None and scales is not None:
         made = QTensor(data=codes, scale=scales, cast=cast, inner=inner)
-    return Codes(made, turned, turned_scales)
+    return GroupedCodes(made, turned, turned_scales)
 
 
 def is_by_row(cast: Cast) -> bool:
@@ -180,7 +186,12 @@ def product(
 
 
 def gradient(
-    lhs: Codes, rhs: Codes, counts: Tensor, dtype: torch.dtype, by_row: bool, fast: bool
+    lhs: GroupedCodes,
+    rhs: GroupedCodes,
+    counts: Tensor,
+    dtype: torch.dtype,
+    by_row: bool,
+    fast: bool,
 ) -> Tensor:
     """Sum over each expert's tokens: `cols` of operands with M and N features -> [E, M, N]."""
     assert lhs.cols is not None and lhs.scales is not None

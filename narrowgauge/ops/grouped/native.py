@@ -11,21 +11,25 @@ Rows beyond the last end are left as they were, so they are set to zero here.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from narrowgauge.ops.grouped import launches
 from narrowgauge.ops.grouped.launches import (
     TILE,
-    Codes,
+    GroupedCodes,
     Matrices,
     clear_rest,
     operand,
     stack_cols,
     sums,
 )
-from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
+    from narrowgauge.recipe import Cast
 
 __all__ = ["gradient", "operand", "passes", "product", "stack_cols", "sums"]
 
@@ -49,7 +53,12 @@ def product(
 
 
 def gradient(
-    lhs: Codes, rhs: Codes, counts: Tensor, dtype: torch.dtype, by_row: bool, fast: bool
+    lhs: GroupedCodes,
+    rhs: GroupedCodes,
+    counts: Tensor,
+    dtype: torch.dtype,
+    by_row: bool,
+    fast: bool,
 ) -> Tensor:
     """See `launches.gradient`; a scale for each row, a bfloat16 result."""
     assert by_row and dtype == torch.bfloat16

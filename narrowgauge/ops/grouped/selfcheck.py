@@ -48,9 +48,7 @@ def _compare(
             yield OutputComparison(name, out, truth, bound)
 
 
-def sample(
-    with_nan: bool, biased: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+def sample(with_nan: bool, biased: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Return x [S, K], w [E, N, K], bias [E, N], gy [S, N] and counts of a stack."""
     made = torch.Generator().manual_seed(SEED)
     rows, experts = sum(COUNTS), len(COUNTS) - 1

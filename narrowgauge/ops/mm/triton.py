@@ -72,10 +72,11 @@ def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Bloc
         n, stages = 64, 3
     elif rows <= 64:
         m, warps = 64, 4
-    elif max(tiles[0], tiles[2]) < n and tiles[1]:
+    elif tiles[0] == tiles[2] == 1 and tiles[1]:
         n = 64
     step = min(tiles[1] or LONGEST_STEP, tiles[3] or LONGEST_STEP, LONGEST_STEP)
-    return Blocks(*tiles, m=m, n=n, k=step, warps=warps, stages=stages)  # type: ignore[misc]
+    of_lhs, of_rhs = (tiles[0], tiles[1]), (tiles[2], tiles[3])
+    return Blocks(*of_lhs, *of_rhs, m=m, n=n, k=step, warps=warps, stages=stages)
 
 
 def refuse(spec: MmSpec) -> Refusal | None:

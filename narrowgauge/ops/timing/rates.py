@@ -71,7 +71,8 @@ class Rates:
     blocks        slowdown where float32 scales multiply the sums of blocks, by cuBLAS
     mx            slowdown where the tensor core multiplies by scales of 1 x 32
     rows          slowdown where CUTLASS multiplies by row scales: torch takes cuBLAS on 9.0 with
-                  CUDA 12.9 alone (ScaledBlas.cpp). Fitted to one published step of an H100
+                  CUDA 12.9 alone (ScaledBlas.cpp), and for the experts of a mixture nowhere. Fitted
+                  to one published step of an H100
     rows_later    the same from 10.0 on, so that torchao's step by rows on B200 gains its 1.04;
                   by `rows` it would gain 1.19 (benchmarks/gains.py)
     promoted      FLOPs per clock and processor of our Triton kernel, which adds each sum of 128
@@ -122,9 +123,11 @@ class Rates:
         rows = self.rows_later if capability >= (10, 0) else self.rows
         if capability == (9, 0) and cuda >= CUBLAS_HAS_ROWS:
             rows = 1.0
+        grouped = self.rows
         triton = self.triton_ada if capability == (8, 9) else self.triton
         return {
             "fast": 1.0, "split": split, "rows": rows, "split rows": rows * split,
+            "grouped rows": grouped, "split grouped rows": grouped * split,
             "blocks": self.blocks, "mx": self.mx, "triton": triton,
         }[sums]  # fmt: skip
 

@@ -41,7 +41,7 @@ FILLS_NOTHING = (
     "_local_scalar_dense",
     "lift_fresh",
 )
-MAXIMA = ("amax", "maxima")  # kernels that read x and write no codes
+MAXIMA = ("group_maxima", "amax", "maxima")  # kernels that read x and write no codes
 # GEMMs that report themselves, with [m, k] and [n, k] first: torch cannot run those of cuBLAS under
 # fake tensors.
 PRODUCTS = {
@@ -51,6 +51,7 @@ PRODUCTS = {
     "scaled_mm_mx": "mx",
 }
 # Products of all experts, whose rows are told by `_of_groups`.
+CASTS_OF_GROUPS = ("group_maxima", "cast_groups")
 GROUPED = {"grouped_mm": "triton", "grouped_grad": "triton"}
 # It reads its first argument for the maximum, and again to cast it.
 READS_TWICE = ("amax_and_cast",)
@@ -66,7 +67,8 @@ class Work:
     operands       operand type of a GEMM, a key of `Card.peak`, or ""
     own            True for our kernels
     sums           accumulation and scales of an 8-bit GEMM: "fast"; "split": partial sums leave the
-                   tensor core early; "rows", "split rows": the same with a scale per row; "blocks":
+                   tensor core early; "rows", "split rows": the same with a scale per row; "grouped
+                   rows", "split grouped rows": of all experts, by CUTLASS on every GPU; "blocks":
                    a scale multiplies each partial sum; "triton": the same by our kernel; "mx": the
                    tensor core multiplies by scales
     rows, columns  shape of a GEMM's result
@@ -150,7 +152,7 @@ def of_kernel(phase: int, kernel: str, tensors: Iterable[Tensor]) -> Work:
         "products"
         if flops
         else "casts"
-        if ".quantize." in kernel or ".hadamard." in kernel or name == "cast_groups"
+        if ".quantize." in kernel or ".hadamard." in kernel or name in CASTS_OF_GROUPS
         else "elementwise"
     )
     is_cast = kind == "casts" and nbytes > 0 and name not in MAXIMA
@@ -240,7 +242,7 @@ def _flops(
     if how.name == "_int_mm":
         a, b = args[0], args[1]
         return 2 * a.shape[0] * a.shape[1] * b.shape[1], OPERANDS[a.dtype]
-    if how.name == "_grouped_mm":
+    if how.name in ("_grouped_mm", "_scaled_grouped_mm"):
         # Groups share one axis of a 2-D operand, so their products together are one of that length.
         a, b = args[0], args[1]
         groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
@@ -256,9 +258,11 @@ def _flops(
 
 
 def _sums(how: _How, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    is_fast = kwargs.get("use_fast_accum", False)
+    if how.name == "_scaled_grouped_mm":
+        return "grouped rows" if is_fast else "split grouped rows"
     if how.name != "_scaled_mm":
         return "fast"
-    is_fast = kwargs.get("use_fast_accum", False)
     scales = (
         _argument(how, how.names.index(name), args, kwargs) for name in ("scale_a", "scale_b")
     )
