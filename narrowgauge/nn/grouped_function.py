@@ -30,7 +30,7 @@ from narrowgauge.ops.registry import facts_of, imported
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
-    from narrowgauge.nn.grouped_linear import ExpertLinear
+    from narrowgauge.nn.linear import QLinear
     from narrowgauge.nn.linear_context import LinearContext
     from narrowgauge.ops.grouped.launches import GroupedCodes, Matrices
     from narrowgauge.qtensor import QTensor
@@ -51,7 +51,7 @@ _HOOKS = (
 
 
 def kernel_of(
-    layers: Sequence[ExpertLinear], stack: Tensor, biases: Tensor | None, x: Tensor | None = None,
+    layers: Sequence[QLinear], stack: Tensor, biases: Tensor | None, x: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> str | Reason:  # fmt: skip
     """Return the name of the kernel, or why the experts of a stack are multiplied one after another.
@@ -86,17 +86,19 @@ def kernel_of(
     return choice.kernel.name
 
 
-def _rotates(layer: ExpertLinear) -> bool:
+def _rotates(layer: QLinear) -> bool:
     recipe = layer.state.recipe
     assert recipe is not None
     return any(gemm.rotate is not None for gemm in recipe.gemms().values())
 
 
 def grouped_products(
-    layers: Sequence[ExpertLinear], x: Tensor, counts: Tensor, stack: Tensor, biases: Tensor | None
-) -> Tensor | None:
+    layers: Sequence[QLinear], x: Tensor, counts: Tensor, stack: Tensor, biases: Tensor | None,
+    is_transposed: bool,
+) -> Tensor | None:  # fmt: skip
     """x [S, K] times the matrix of each row's expert -> [S, N]; None if `kernel_of` has a reason.
 
+    layers  the experts, whose weights are the matrices of `stack`
     counts  int32 [E + 1] on the device, rows of each expert and rows without one
     """
     first = layers[0]
@@ -110,7 +112,7 @@ def grouped_products(
     plan = context.plan
     if isinstance(kernel, Reason) or not plan.w.rows_expand is plan.w.cols_expand is None:
         return None
-    how = _Stack(kernel, stack.shape[0], first.place.is_transposed)
+    how = _Stack(kernel, stack.shape[0], is_transposed)
     weight = stack.flatten(0, 1)
     found: Tensor = GroupedFunction.apply(x, weight, biases, counts, context, how)
     return found

@@ -165,7 +165,8 @@ def grouped_linear(
     """
     for layer in layers:
         layer.state.was_called = True  # an expert without rows is idle, not bypassed
-    y = grouped_products(layers, x, counts.on_device, stack, biases)
+    is_transposed = layers[0].place.is_transposed
+    y = grouped_products(layers, x, counts.on_device, stack, biases, is_transposed)
     return _looped(layers, x, counts.on_host, stack, biases) if y is None else y
 
 

@@ -162,14 +162,13 @@ def grouped_mm(
     out,  # [S, N]; rows without an expert become zero
     counts,
     tiles,
-    N,
-    K,
     shape,  # `Place`
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Multiply a tile of rows by columns of their expert's matrix."""
+    """Multiply a tile of rows by columns of their expert's matrix [N, K]."""
     GROUP: tl.constexpr = B.group_m
+    N, K = shape.rows, shape.columns
     tile_m, tile_n = place_of_program(tl.program_id(0), tiles, tl.cdiv(N, B.n), GROUP)
     expert, _, first, count = place_of_tile(counts, tile_m, G)
     if count > 0:
@@ -177,11 +176,11 @@ def grouped_mm(
         n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)
         is_known = expert < G.experts
         of = tl.where(is_known, expert, 0).to(tl.int64)
-        total = sum_of_blocks(
-            x, x_scale, m, first, first + count, K, tl.cdiv(K, B.lhs_columns) if B.lhs_columns else 1,
-            w + of * shape.expert, w_scale + of * shape.scale_expert, n, tile_n * B.n, N, shape.stride, shape.scale_stride,
-            0, tl.where(is_known, K, 0), B,
-        )  # fmt: skip
+        own, own_scale = w + of * shape.expert, w_scale + of * shape.scale_expert
+        left = x, x_scale, K, tl.cdiv(K, B.lhs_columns) if B.lhs_columns else 1
+        right = own, own_scale, shape.stride, shape.scale_stride
+        rows, columns = (m, first, first + count), (n, tile_n * B.n, N)
+        total = sum_of_blocks(left, rows, right, columns, 0, tl.where(is_known, K, 0), B)
         if bias is not None:
             known = tl.where(is_known, N, 0)
             total += tl.load(bias + of * N + n, n < known, other=0.0).to(tl.float32)[None, :]
@@ -207,9 +206,9 @@ def grouped_grad(
     B: tl.constexpr,
 ):
     """Multiply M by N elements of one expert's result."""
+    GROUP: tl.constexpr = B.group_m
     tiles_m, tiles_n = tl.cdiv(M, B.m), tl.cdiv(N, B.n)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
-    GROUP: tl.constexpr = B.group_m
     within = tl.program_id(0) % (tiles_m * tiles_n)
     tile_m, tile_n = place_of_program(within, tiles_m, tiles_n, GROUP)
     index, _, tiles = _counts(counts, G)
@@ -221,10 +220,13 @@ def grouped_grad(
     if B.lhs_columns == 0:
         lhs_scale, rhs_scale = lhs_scale + wide * M, rhs_scale + wide * N
     scales = slots if B.lhs_columns else 1
+    left, right = (
+        (lhs, lhs_scale, slots * G.tile, scales),
+        (rhs, rhs_scale, slots * G.tile, scales),
+    )
+    rows, columns = (m, tile_m * B.m, M), (n, tile_n * B.n, N)
     total = sum_of_blocks(
-        lhs, lhs_scale, m, tile_m * B.m, M, slots * G.tile, scales,
-        rhs, rhs_scale, n, tile_n * B.n, N, slots * G.tile, scales,
-        begin * G.tile, (begin + own) * G.tile, B,
+        left, rows, right, columns, begin * G.tile, (begin + own) * G.tile, B
     )  # fmt: skip
     tl.store(
         out + wide * M * N + m[:, None] * N + n[None, :],

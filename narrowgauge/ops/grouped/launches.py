@@ -53,8 +53,13 @@ class GroupedCodes(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where element (n, k) of expert e lies: `expert * e + stride * n + k`; the same for scales."""
+    """Sizes of an expert's matrix, and where its elements are.
 
+    Element (n, k) of expert e is at `expert * e + stride * n + k`; the same for scales.
+    """
+
+    rows: Any
+    columns: Any
     stride: Any
     expert: Any
     scale_stride: Any
@@ -70,7 +75,6 @@ class Matrices(NamedTuple):
     codes: Tensor
     scales: Tensor
     place: Place
-    columns: int
     by_row: bool
 
 
@@ -153,9 +157,10 @@ def is_by_row(cast: Cast) -> bool:
 def below(w: QTensor, experts: int) -> Matrices:
     """The matrices of a stack [E N, K], which lie below each other."""
     (rows, inner), (tiles, wide) = w.data.shape, w.scale.shape
-    place = Place(inner, rows // experts * inner, wide, tiles // experts * wide)
+    own = rows // experts
+    place = Place(own, inner, inner, own * inner, wide, tiles // experts * wide)
     codes, scales = w.data.contiguous(), w.scale.contiguous()
-    return Matrices(codes, scales, place, rows // experts, is_by_row(w.cast))
+    return Matrices(codes, scales, place, is_by_row(w.cast))
 
 
 def beside(codes: Tensor, scales: Tensor, experts: int, by_row: bool) -> Matrices:
@@ -165,22 +170,22 @@ def beside(codes: Tensor, scales: Tensor, experts: int, by_row: bool) -> Matrice
     """
     (rows, inner), wide = codes.shape, scales.shape[1]
     of_scales = (1, rows) if by_row else (wide, wide // experts)
-    place = Place(inner, inner // experts, *of_scales)
-    return Matrices(codes.contiguous(), scales.contiguous(), place, rows, by_row)
+    place = Place(rows, inner // experts, inner, inner // experts, *of_scales)
+    return Matrices(codes.contiguous(), scales.contiguous(), place, by_row)
 
 
 def product(
     x: QTensor, w: Matrices, counts: Tensor, bias: Optional, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """x [S, K] times the matrix [N, K] of each row's expert, plus bias [E, N] -> [S, N]."""
-    groups, (rows, inner) = Groups.of(counts), x.shape
-    out = x.data.new_empty(rows, w.columns, dtype=dtype)
+    groups, rows, columns = Groups.of(counts), x.shape[0], w.place.rows
+    out = x.data.new_empty(rows, columns, dtype=dtype)
     blocks = _blocks(((1, 0), (1, 0)) if w.by_row else ((1, TILE), (TILE, TILE)), fast, out.device)
     tiles = slots_for(rows, groups.experts + 1)
     _launch_product(
-        kernels.grouped_mm, tiles * -(-w.columns // blocks.n), blocks,
+        kernels.grouped_mm, tiles * -(-columns // blocks.n), blocks,
         x.data, x.scale, w.codes, w.scales, None if bias is None else bias.contiguous(), out, counts,
-        tiles, w.columns, inner, w.place, G=groups,
+        tiles, w.place, G=groups,
     )  # fmt: skip
     return out
 

@@ -41,11 +41,11 @@ def product(
     assert bias is None and dtype == torch.bfloat16
     experts, place = counts.shape[0] - 1, w.place
     codes = w.codes.as_strided(
-        (experts, x.shape[1], w.columns), (place.expert, 1, place.stride)
+        (experts, x.shape[1], place.rows), (place.expert, 1, place.stride)
     )  # fmt: skip
     ends = counts[:-1].cumsum(0, dtype=torch.int32)
     out: Tensor = torch._scaled_grouped_mm(
-        x.data, codes, x.scale.view(-1), w.scales.view(experts, w.columns), ends,
+        x.data, codes, x.scale.view(-1), w.scales.view(experts, place.rows), ends,
         out_dtype=dtype, use_fast_accum=fast,
     )  # fmt: skip
     clear_rest(out, counts)

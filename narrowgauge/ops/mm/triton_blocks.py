@@ -40,17 +40,6 @@ def _scales(
 
 
 @triton.jit
-def _scales_of_both(
-    lhs, rhs, m, M, n, N, first_m, first_n, lhs_column, rhs_column, lhs_width, rhs_width,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Return the products of the scales of m and n, each in a column of tiles: [m, n], or 1s."""
-    of_rows = _scales(lhs, m, M, first_m, lhs_column, lhs_width, LEFT, BLOCK_M)
-    of_columns = _scales(rhs, n, N, first_n, rhs_column, rhs_width, RIGHT, BLOCK_N)
-    return of_rows[:, None] * of_columns[None, :]
-
-
-@triton.jit
 def place_of_program(program, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Return (tile_m, tile_n): GROUP tiles of rows are numbered consecutively, see the module."""
     group = program // (GROUP * tiles_n)
@@ -60,27 +49,26 @@ def place_of_program(program, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def sum_of_blocks(
-    lhs, lhs_scale, m, first_m, M, lhs_stride, lhs_width,
-    rhs, rhs_scale, n, first_n, N, rhs_stride, rhs_width,
-    begin, end, B: tl.constexpr,
-):  # fmt: skip
+def sum_of_blocks(lhs, rows, rhs, columns, begin, end, B: tl.constexpr):
     """Return the sum over [begin, end) of lhs times rhs, both multiplied by their scales.
 
     Without `B.lhs_columns` a row of each operand has one scale, which multiplies the whole sum.
 
-    m, first_m, M   int64 [B.m], rows of lhs from `first_m`; those from M on count as zero
-    lhs_stride      elements from a row of lhs to the next
-    lhs_width       tiles from a row of lhs_scale to the next
-    begin           a multiple of B.k; the same for n and rhs
+    lhs    (elements, scales, elements from a row to the next, scales from a row of tiles to the next)
+    rows   (int64 [B.m], the first of them, the end: rows from there on count as zero)
+    begin  a multiple of B.k; rhs and columns as lhs and rows
     """
     # Constants of their own: Triton 3.7 passes no number of a structure to a device function.
     BLOCK_M: tl.constexpr = B.m
     BLOCK_N: tl.constexpr = B.n
     LEFT: tl.constexpr = B.lhs_rows
     RIGHT: tl.constexpr = B.rhs_rows
+    m, first_m, M = rows
+    n, first_n, N = columns
+    lhs_data, lhs_scale, lhs_stride, lhs_width = lhs
+    rhs_data, rhs_scale, rhs_stride, rhs_width = rhs
     k = tl.arange(0, B.k)
-    lhs_rows, rhs_rows = lhs + m[:, None] * lhs_stride, rhs + n[:, None] * rhs_stride
+    lhs_rows, rhs_rows = lhs_data + m[:, None] * lhs_stride, rhs_data + n[:, None] * rhs_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(begin, end, B.k):
         inside = start + k < end
@@ -98,15 +86,14 @@ def sum_of_blocks(
             if B.lhs_columns == 0:
                 total += part
             else:
-                total += part * _scales_of_both(
-                    lhs_scale, rhs_scale, m, M, n, N, first_m, first_n, start // B.lhs_columns, start // B.rhs_columns,
-                    lhs_width, rhs_width, LEFT, RIGHT, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                of_lhs, of_rhs = start // B.lhs_columns, start // B.rhs_columns
+                of_rows = _scales(lhs_scale, m, M, first_m, of_lhs, lhs_width, LEFT, BLOCK_M)
+                of_columns = _scales(rhs_scale, n, N, first_n, of_rhs, rhs_width, RIGHT, BLOCK_N)
+                total += part * (of_rows[:, None] * of_columns[None, :])
     if B.lhs_columns == 0:
-        total *= _scales_of_both(
-            lhs_scale, rhs_scale, m, M, n, N, first_m, first_n, 0, 0,
-            lhs_width, rhs_width, LEFT, RIGHT, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        of_rows = _scales(lhs_scale, m, M, first_m, 0, lhs_width, LEFT, BLOCK_M)
+        of_columns = _scales(rhs_scale, n, N, first_n, 0, rhs_width, RIGHT, BLOCK_N)
+        total *= of_rows[:, None] * of_columns[None, :]
     return total
 
 
@@ -128,11 +115,10 @@ def block_mm(
     # int64: 65536 x 32768 elements are 2**31.
     m = (tile_m * B.m + tl.arange(0, B.m)).to(tl.int64)
     n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)
-    total = sum_of_blocks(
-        lhs, lhs_scale, m, tile_m * B.m, M, K, tl.cdiv(K, B.lhs_columns),
-        rhs, rhs_scale, n, tile_n * B.n, N, K, tl.cdiv(K, B.rhs_columns),
-        0, K, B,
-    )  # fmt: skip
+    left = lhs, lhs_scale, K, tl.cdiv(K, B.lhs_columns)
+    right = rhs, rhs_scale, K, tl.cdiv(K, B.rhs_columns)
+    rows, columns = (m, tile_m * B.m, M), (n, tile_n * B.n, N)
+    total = sum_of_blocks(left, rows, right, columns, 0, K, B)
     if bias is not None:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(

@@ -78,7 +78,7 @@ def compare_layer(kind: str, recipe: str, missing: int = 0, frozen: bool = False
     for name, got, own in zip(("y", "gx", "gw", *["parameter"] * 4), found, truth, strict=False):
         assert got.shape == own.shape, name
         error = float((got - own).norm() / own.norm())
-        assert error < 1e-5, f"{name} differs by {error:.2g}"
+        assert error < 1e-5, f"{name}: {error:.2g}"
     assert len(found) == len(truth)
 
 
