@@ -293,10 +293,10 @@ def _compared_groups(
             whole = torch.zeros(x.shape[1], tiles * grouped.TILE, dtype=torch.uint8)
             whole[:, :count] = _bytes(truth.data)
             found = _bytes(got.cols[:, start : start + whole.shape[1]])
-            yield OutputComparison("codes of x.T", found, whole)
+            yield OutputComparison("turned codes", found, whole)
             by_row = grouped.is_by_row(cast)
             scales = got.scales[expert, :, None] if by_row else got.scales[:, tile : tile + tiles]
-            yield OutputComparison("scales of x.T", scales, truth.scale)
+            yield OutputComparison("turned scales", scales, truth.scale)
         first, tile = first + count, tile + -(-count // grouped.TILE)
 
 
