@@ -56,7 +56,7 @@ GROUPED = {"grouped_mm": "triton", "grouped_grad": "triton"}
 # It reads its first argument for the maximum, and again to cast it.
 READS_TWICE = ("amax_and_cast",)
 # Our kernels that receive whole matrices and usually read none.
-SETTLES = ("settle_both", "settle_stepped")
+SETTLES = ("settle_both", "settle_stepped", "clear_rest")
 
 
 @dataclass(frozen=True, slots=True)
