@@ -5,8 +5,8 @@
 `kernel_of` says why a stack is multiplied expert by expert instead (`grouped_linear`); both have
 the same codes. The kernels are those of `ops.grouped`.
 
-The weight is an operand like a Linear's: the stack as one matrix [E N, K]. Casts in tiles are cached
-in its first expert; with a scale for a row, each pass casts. A transposed stack [E, K, N] is one
+The weight is an operand like a Linear's: the stack as one matrix [E N, K]. Casts in square
+tiles are cached in its first expert; others are made in each pass. A transposed stack [E, K, N] is one
 matrix [E K, N], whose columns `output` reads.
 """
 
@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from narrowgauge.nn.linear import QLinear
     from narrowgauge.nn.linear_context import LinearContext
     from narrowgauge.ops.grouped.launches import GroupedCodes, Matrices
-    from narrowgauge.qtensor import QTensor
 
 _KERNELS = "narrowgauge.ops.grouped.launches"
-_MODULES = {"native": "native", "triton": "launches"}  # kernel -> its module in ops/grouped
-_operand, _stack_cols, _sums, _below, _beside = (
+_MODULES = {
+    "native": "native",
+    "native-mx": "native",
+    "triton": "launches",
+}  # kernel -> its module in ops/grouped
+_operand, _turned_stack, _sums, _below, _beside = (
     imported("narrowgauge.ops.grouped.launches", name)
-    for name in ("operand", "stack_cols", "sums", "below", "beside")
+    for name in ("operand", "turned_stack", "sums", "below", "beside")
 )
 _PRODUCTS, _GRADIENTS = (
     {kernel: imported(f"narrowgauge.ops.grouped.{name}", own) for kernel, name in _MODULES.items()}
@@ -129,20 +132,18 @@ class _Stack:
     def matrices(self, w: Operand, reads_rows: bool) -> Matrices:
         """The experts' matrices as rows [E N, K] of the stack, or as columns.
 
-        w  the stack as an operand. With a scale for a row it has no codes of columns, since a row of
-           the transposed stack would hold all experts.
+        w  the stack as an operand. Only square tiles have codes of its columns: a row of the
+           transposed stack holds all experts.
         """
         cast = w.plan.rows
         assert cast is not None
         found: Matrices
         if reads_rows:  # each row belongs to one expert, whatever its scale covers
             found = _below(w.rows(NONE), self.experts)
-        elif cast.tile == (1, WHOLE):
-            made = _stack_cols(w.tensor, cast, self.experts)
-            found = _beside(made.cols, made.scales, self.experts, True)
+        elif not cast.is_symmetric:
+            found = _turned_stack(w.tensor, cast, self.experts)
         else:
-            codes: QTensor = w.cols(NONE, w)  # type: ignore[assignment]
-            found = _beside(codes.data, codes.scale, self.experts, False)
+            found = _beside(w.cols(NONE, w), self.experts)
         return found
 
 
@@ -167,11 +168,11 @@ class GroupedFunction(torch.autograd.Function):
             matrices = how.matrices(w, not how.is_transposed)
             fast = plan.recipe.output.fast_accumulate
             y = _PRODUCTS[how.kernel](
-                codes.rows, matrices, counts, biases, context.out_dtype, fast
+                codes, matrices, counts, biases, context.out_dtype, fast
             )  # fmt: skip
         if keeper is not None:
             keeper.end(y)
-        kept = (codes.cols, codes.scales) if cols else (x if wants[1] else None, None)
+        kept = (codes.cols, codes.col_scales) if cols else (x if wants[1] else None, None)
         ctx.context, ctx.wants, ctx.how = context, wants, how
         ctx.x_dtype, ctx.saves_codes = x.dtype, cols
         ctx.bias_dtype = None if biases is None or not needs[2] else biases.dtype
@@ -194,11 +195,11 @@ class GroupedFunction(torch.autograd.Function):
             matrices = how.matrices(w, how.is_transposed)
             fast = plan.recipe.grad_input.fast_accumulate
             grad_input = _PRODUCTS[how.kernel](
-                of_gy.rows, matrices, counts, None, ctx.x_dtype, fast
+                of_gy, matrices, counts, None, ctx.x_dtype, fast
             )  # fmt: skip
         if wants[1]:
             of_x = (
-                of_gy._replace(rows=None, cols=x, scales=x_scales)
+                of_gy._replace(cols=x, col_scales=x_scales)
                 if ctx.saves_codes
                 else _operand(x, plan.x.cols, counts, False, True)
             )
@@ -215,10 +216,10 @@ class GroupedFunction(torch.autograd.Function):
 
 
 def _weight(weight: Tensor, context: LinearContext, wants: tuple[bool, bool]) -> Operand:
-    """The stack as an operand, with casts that its first expert's cache holds, of tiles alone."""
+    """The stack as an operand, with casts that its first expert's cache holds, of square tiles."""
     plan = context.plan.w
     # The cache would cast the columns of the stack too, whose rows hold all experts.
-    if plan.rows is not None and plan.rows.tile == (1, WHOLE):
+    if plan.rows is not None and not plan.rows.is_symmetric:
         made: Operand = plan.kind(weight, plan, context, wants, None)
         return made
     return find("w", weight, context, wants, None)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from tests.gpu_dry_run import log, tally
+from tests.gpu_dry_run import log, runtime, tally
 from tests.gpu_dry_run.log import Summary
 from tests.gpu_dry_run.operator_bytes import OperatorBytes
 from tests.gpu_dry_run.tally import Case, Numbers
@@ -67,6 +67,9 @@ def experts_of(model: str) -> nn.Module:
         return MixtralExperts(config).to(torch.bfloat16)
 
 
+# `python -m tests.gpu_dry_run --gpu b200 --run -m tests.gpu_dry_run.experts` counts what a B200 takes.
+if runtime.played() == "b200":
+    RECIPES = ("bf16", "mxfp8")
 CASES: dict[str, Case] = {
     f"{model} {recipe}": partial(measured, model, recipe) for model in SIZES for recipe in RECIPES
 }

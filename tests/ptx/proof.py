@@ -48,6 +48,7 @@ from narrowgauge.ops.triton import has_conversions
 from narrowgauge.optim import backends, selfcheck
 from narrowgauge.optim.triton import launch as optim_launch
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard
+from narrowgauge.scaling import to_exponents, unswizzled
 from tests.ops.triton.test_compiled import CASTS, EDEN
 from tests.ptx.launching import CAPABILITIES, Interpretation, interpreted
 from tests.ptx.memory import Fault
@@ -134,7 +135,8 @@ def _products(has_fp8: bool) -> Iterator[Case]:
             yield Case("block mm", f"{tiles}", partial(_product, tiles, 100, 70, 200))
         exact = partial(_product, (1, 128, 128, 128), 40, 70, 200, exact=True)
         yield Case("block mm", "whole numbers", exact)
-        for kind in map(of_groups.CHECK.kind, of_groups.CHECK.examples()):
+        own = (spec for spec in of_groups.CHECK.examples() if spec.x.tile[1] != of_groups.MX)
+        for kind in map(of_groups.CHECK.kind, own):
             run = partial(_examined, "grouped", grouped.passes, of_groups.CHECK, kind)
             yield Case("groups", f"both passes {_named(kind)}", run)
         # Two heads that share one of keys, and two blocks of keys of which the second is ragged.
@@ -262,7 +264,7 @@ def compare_delayed(
 def _groups() -> Iterator[Case]:
     """Experts without rows, with one, with a whole tile and with one row more; rows without an expert."""
     for counts in ((0, 1, 127, 128, 129, 20, 14), (5, 0), (0, 0, 0, 3), (130, 0)):
-        for name in ("vector", "row"):
+        for name in ("vector", "row", "mx"):
             for rows, cols in ((True, True), (True, False), (False, True)):
                 label = f"{name} {counts}{' x' * rows}{' x.T' * cols}"
                 yield Case("groups", label, partial(compare_groups, name, counts, rows, cols))
@@ -271,9 +273,11 @@ def _groups() -> Iterator[Case]:
 def compare_groups(name: str, counts: tuple[int, ...], rows: bool, cols: bool) -> str:
     """The casts of each expert's rows by themselves."""
     cast = CASTS[name]
-    x = sample((max(sum(counts), 50), 144))[: sum(counts)]
+    # Torch's grouped GEMM of MX tiles takes whole blocks of 128.
+    x = sample((max(sum(counts), 50), 256 if name == "mx" else 144))[: sum(counts)]
     got = grouped.operand(x, cast, torch.tensor(counts, dtype=torch.int32), rows, cols)
-    return _differences(_compared_groups(got, x, counts, cast))
+    compared = _compared_exponents if name == "mx" else _compared_groups
+    return _differences(compared(got, x, counts, cast))
 
 
 def _compared_groups(
@@ -282,12 +286,12 @@ def _compared_groups(
     first = tile = 0
     for expert, count in enumerate(counts[:-1]):
         own = x[first : first + count]
-        if got.rows is not None and count:
+        if got.rows is not None and got.row_scales is not None and count:
             truth = definition.quantize(own, cast, None, None, None)
             part = slice(first, first + count)
-            yield OutputComparison("codes", _bytes(got.rows.data[part]), _bytes(truth.data))
-            yield OutputComparison("scales", got.rows.scale[part], truth.scale)
-        if got.cols is not None and got.scales is not None and count:
+            yield OutputComparison("codes", _bytes(got.rows[part]), _bytes(truth.data))
+            yield OutputComparison("scales", got.row_scales[part], truth.scale)
+        if got.cols is not None and got.col_scales is not None and count:
             truth = definition.quantize(own.T, cast, None, None, None)
             tiles, start = -(-count // grouped.TILE), tile * grouped.TILE
             whole = torch.zeros(x.shape[1], tiles * grouped.TILE, dtype=torch.uint8)
@@ -295,9 +299,42 @@ def _compared_groups(
             found = _bytes(got.cols[:, start : start + whole.shape[1]])
             yield OutputComparison("turned codes", found, whole)
             by_row = grouped.is_by_row(cast)
-            scales = got.scales[expert, :, None] if by_row else got.scales[:, tile : tile + tiles]
+            scales = (
+                got.col_scales[expert, :, None]
+                if by_row
+                else got.col_scales[:, tile : tile + tiles]
+            )
             yield OutputComparison("turned scales", scales, truth.scale)
         first, tile = first + count, tile + -(-count // grouped.TILE)
+
+
+def _compared_exponents(
+    got: grouped.GroupedCodes, x: Tensor, counts: tuple[int, ...], cast: Cast
+) -> Comparisons:
+    """Each expert's rows filled up to whole tiles: its codes, and its own blocks of exponents."""
+    first, tile, wide = 0, 0, x.shape[1] // grouped.TILE
+    for count in counts[:-1]:
+        own, tiles = x[first : first + count], -(-count // grouped.TILE)
+        blocks = slice(tile * wide, (tile + tiles) * wide)
+        whole = torch.cat([own, own.new_zeros(tiles * grouped.TILE - count, x.shape[1])])
+        if got.rows is not None and got.row_scales is not None and count:
+            truth = definition.quantize(whole, cast, None, None, None)
+            found = got.rows[first : first + count]
+            yield OutputComparison("codes", _bytes(found), _bytes(truth.data[:count]))
+            units = got.row_scales.view(-1, 512)[blocks]
+            known = _exponents(units, count, truth.scale[:count])
+            yield OutputComparison("exponents", *known)
+        if got.cols is not None and got.col_scales is not None and count:
+            truth = definition.quantize(whole.T, cast, None, None, None)
+            found = got.cols[:, tile * grouped.TILE : (tile + tiles) * grouped.TILE]
+            yield OutputComparison("turned codes", _bytes(found), _bytes(truth.data))
+            units = got.col_scales.view(-1, 512)[blocks]
+            yield OutputComparison("turned exponents", *_exponents(units, x.shape[1], truth.scale))
+        first, tile = first + count, tile + tiles
+
+
+def _exponents(units: Tensor, rows: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return unswizzled(units.flatten(), rows, scale.shape[1]), to_exponents(scale)
 
 
 def _bytes(codes: Tensor) -> Tensor:

@@ -10,15 +10,14 @@
 Contract: the codes and scales of a loop over experts that casts x_e, gy_e and w_e by themselves, and
 products of these as `ops.mm` defines them. The host does not read `counts`.
 
-`choose` asks the kernels in the order of speed. The host does not wait in any of the first two:
+`choose` asks the kernels in the order of speed. The host waits in the last one alone:
 
-    native   one scale for a row (fp8-row): torch's grouped GEMM, on 9.0
-    triton   one scale for a row, or tiles of 1 x 128 beside 128 x 128 (fp8-block); from 8.9 on
-    loop     the definition: the caller multiplies expert by expert, and reads `counts` once
+    native     one scale for a row (fp8-row): torch's grouped GEMM, on 9.0
+    native-mx  one scale for 1 x 32 (mxfp8): torch's grouped GEMM, on 10.x
+    triton     one scale for a row, or tiles of 1 x 128 beside 128 x 128 (fp8-block); from 8.9 on
+    loop       the definition: the caller multiplies expert by expert, and reads `counts` once
 
-Left out: one scale for an expert (fp8-current, int8), whose rounding to nearest would be the same
-kernels with another maximum; state for each expert; and MX tiles, whose scales the tensor cores of
-10.x multiply.
+Left out: one scale for an expert (fp8-current, int8), and state for each expert.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from narrowgauge.ops.selfcheck import KernelCheck
     from narrowgauge.recipe import Cast
 
-TILE, ALIGNMENT = 128, 16
+TILE, ALIGNMENT, MX = 128, 16, 32
 MOST_EXPERTS = 1023  # a program holds one number for each in registers
 
 
@@ -65,12 +64,19 @@ class GroupSpec:
 
 def refuse(spec: GroupSpec) -> Refusal | None:
     """Return the reason why the grouped kernels do not take such a stack, or None."""
-    tiles = [
-        None if cast is None or not _is_plain(cast) else cast.tile for cast in (spec.x, spec.w)
-    ]
-    if tiles not in ([(1, TILE), (TILE, TILE)], [(1, WHOLE), (1, WHOLE)]):
+    if _tiles(spec) not in (((1, TILE), (TILE, TILE)), ((1, WHOLE), (1, WHOLE))):
         words = f"the grouped kernels take E4M3 with a scale for a row, or for 1x{TILE} beside {TILE}x{TILE}"
         return Refusal("tile", words)
+    return _refuse_stack(spec)
+
+
+def _tiles(spec: GroupSpec) -> tuple[tuple[int, int] | None, ...]:
+    casts = (spec.x, spec.w)
+    return tuple(None if cast is None or not _is_plain(cast) else cast.tile for cast in casts)
+
+
+def _refuse_stack(spec: GroupSpec) -> Refusal | None:
+    """Return why no grouped kernel takes a stack of this dtype and these sizes here, or None."""
     refusal = refuse_tensors(spec.device, spec.dtypes[:1], False)
     if refusal is not None:
         return refusal
@@ -95,10 +101,26 @@ def refuse_native(spec: GroupSpec) -> Refusal | None:
         return Refusal("capability", "torch's grouped GEMM by rows is made for 9.0")
     if any(dtype != torch.bfloat16 for dtype in spec.dtypes):
         return Refusal("dtype", "torch's grouped GEMM gives bfloat16 alone")
-    if spec.biased or any(size % ALIGNMENT for size in spec.sizes):
-        words = f"torch's grouped GEMM takes no bias, and multiples of {ALIGNMENT}"
-        return Refusal("shape", words)
-    return None
+    return _refuse_sizes(spec, ALIGNMENT)
+
+
+def refuse_mx(spec: GroupSpec) -> Refusal | None:
+    """Return the reason why torch's grouped GEMM of MX tiles does not take such a stack, or None."""
+    if _tiles(spec) != ((1, MX), (1, MX)) or spec.x is None or spec.x.mx_kind != "mxfp8":
+        return Refusal("operands", "takes MXFP8")
+    if (refusal := _refuse_stack(spec)) is not None:
+        return refusal
+    if spec.device.capability[0] != 10 or spec.device.cuda < (12, 8):
+        return Refusal("capability", "torch's grouped GEMM of MX tiles needs 10.x and CUDA 12.8")
+    if any(dtype != torch.bfloat16 for dtype in spec.dtypes):
+        return Refusal("dtype", "torch's grouped GEMM gives bfloat16 alone")
+    return _refuse_sizes(spec, TILE)
+
+
+def _refuse_sizes(spec: GroupSpec, alignment: int) -> Refusal | None:
+    if not spec.biased and not any(size % alignment for size in spec.sizes):
+        return None
+    return Refusal("shape", f"torch's grouped GEMM takes no bias, and multiples of {alignment}")
 
 
 def _is_plain(cast: Cast) -> bool:
@@ -123,6 +145,7 @@ def _loop(*_: object) -> None:
 KERNELS: Registry[GroupSpec] = Registry("grouped")
 KERNELS.register(
     Kernel("native", refuse_native, imported(f"{__name__}.native", "passes"), check=check_of_groups),
+    Kernel("native-mx", refuse_mx, imported(f"{__name__}.native", "passes"), check=check_of_groups),
     Kernel("triton", refuse, imported(f"{__name__}.launches", "passes"), check=check_of_groups),
     Kernel("loop", lambda spec: None, _loop, by_torch=True),
 )  # fmt: skip

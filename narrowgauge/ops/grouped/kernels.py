@@ -6,8 +6,8 @@ number alone. Each one reads the E numbers and finds the tile of TILE rows that 
 at once.
 
     group_maxima   the largest magnitude of each row, and of each column of each expert
-    cast_groups    codes of x and of x.T, with a scale for 1 x TILE elements along either axis, or for
-                   a row and for a column of an expert. A tile of x.T never holds tokens of two experts
+    cast_groups    codes of x and of x.T, with a scale for 1 x TILE or 1 x 32 elements along either axis,
+                   or for a row and for a column of an expert. No tile of x.T holds tokens of two experts
     grouped_mm     the product of each expert's rows with its matrix
     grouped_grad   the product of two operands over the tokens of each expert
     sum_groups     the sum of each expert's rows
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.ops.mm.triton_blocks import place_of_program, sum_of_blocks
-from narrowgauge.ops.quantize.triton_block import cast_block
+from narrowgauge.ops.quantize.triton_block import cast_block, unit_codes
 from narrowgauge.ops.triton.elements import encode, magnitude_bits
 from narrowgauge.ops.triton.scales import reciprocal_of, scale_of
 
@@ -42,7 +42,7 @@ def _counts(counts, G: tl.constexpr):
 
 @triton.jit
 def place_of_tile(counts, tile, G: tl.constexpr):
-    """Return (expert, number of the tile within it, its first row in this tile, rows of the tile).
+    """Return (expert, its tiles, number of this one within it, its first row here, rows of the tile).
 
     The expert is G.experts for rows without one. There are no rows if the tile does not exist.
     """
@@ -52,8 +52,9 @@ def place_of_tile(counts, tile, G: tl.constexpr):
     begin = tl.sum(tl.where(is_before, rows, 0), axis=0)
     within = tile - tl.sum(tl.where(is_before, tiles, 0), axis=0)
     own = tl.sum(tl.where(index == expert, rows, 0), axis=0)
+    its_tiles = tl.sum(tl.where(index == expert, tiles, 0), axis=0)
     count = max(min(own - within * G.tile, G.tile), 0)
-    return expert, within, begin + within * G.tile, count
+    return expert, its_tiles, within, begin + within * G.tile, count
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def group_maxima(
     TILE: tl.constexpr = G.tile
     width = tl.cdiv(x.columns, TILE)
     tile, across = tl.program_id(0) // width, tl.program_id(0) % width
-    expert, _, first, count = place_of_tile(counts, tile, G)
+    expert, _, _, first, count = place_of_tile(counts, tile, G)
     if (expert < G.experts) & (count > 0):
         values, row, column, inside, is_column = _load(x, first, count, across, TILE)
         bits = magnitude_bits(values)
@@ -94,28 +95,35 @@ def group_maxima(
 def cast_groups(
     x,  # a `Matrix`
     codes,  # uint8 [S, K], or None
-    scales,  # float32 [S, ceil(K / TILE)], or [S] with maxima
-    turned,  # uint8 [K, slots * TILE], or None
-    turned_scales,  # float32 [K, slots], or [E, K] with maxima
+    scales,  # float32 [S, ceil(K / TILE)], or [S] with maxima; bytes [slots * TILE, K / MX] with MX
+    turned,  # uint8 [K, slots * TILE], or [E, K, N] if APART, or None
+    turned_scales,  # float32 [K, slots], or [E, K] with maxima; bytes [K, slots * TILE / MX]
     of_rows,  # of `group_maxima`; None: a scale for each tile
     of_columns,
     counts,
     slots,
     G: tl.constexpr,
     C: tl.constexpr,
+    APART: tl.constexpr,  # every expert has N rows, whole tiles
+    MX: tl.constexpr,  # elements with one scale, whose exponent is stored as tensor cores read it; 0: none
 ):
     """Cast a tile of TILE tokens and TILE columns."""
     TILE: tl.constexpr = G.tile
     width = tl.cdiv(x.columns, TILE)
     tile, across = tl.program_id(0) // width, tl.program_id(0) % width
-    expert, within, first, count = place_of_tile(counts, tile, G)
+    expert, its_tiles, within, first, count = place_of_tile(counts, tile, G)
     if (expert < G.experts) & (count > 0):
         values, row, column, inside, is_column = _load(x, first, count, across, TILE)
         mask = inside[:, None] & is_column[None, :]
         shared = tl.zeros((1, 1), tl.float32)
         one = tl.arange(0, 1)
         if codes is not None:
-            if of_rows is None:
+            if MX:
+                found, scale = cast_block(
+                    values, shared, None, row[:, None], column[None, :], x.columns, C, 1, MX
+                )
+                _store_units(scales, tile * width + across, scale, C)
+            elif of_rows is None:
                 found, scale = cast_block(
                     values, shared, None, row[:, None], column[None, :], x.columns, C, 1, TILE
                 )
@@ -130,7 +138,14 @@ def cast_groups(
             tl.store(codes + row[:, None] * x.columns + column[None, :], found, mask=mask)
         if turned is not None:
             line = column.to(tl.int64)[:, None]
-            if of_columns is None:
+            if MX:
+                found, scale = cast_block(
+                    values, shared, None, column[None, :], row[:, None], x.rows, C, MX, 1
+                )
+                # The blocks of an expert lie together: rows of blocks, each of its tiles.
+                block = (tile - within) * width + across * its_tiles + within
+                _store_units(turned_scales, block, tl.trans(scale), C)
+            elif of_columns is None:
                 found, scale = cast_block(
                     values, shared, None, column[None, :], row[:, None], x.rows, C, TILE, 1
                 )
@@ -142,8 +157,22 @@ def cast_groups(
                 found = _encoded(values, scale[None, :], C)
                 once = tl.where(within == 0, x.columns, 0)
                 tl.store(turned_scales + at, scale, column < once)
-            to = turned + line * (slots * TILE) + (tile * TILE + tl.arange(0, TILE))[None, :]
+            if APART:
+                length, start = its_tiles * TILE, within * TILE
+                to = turned + (expert.to(tl.int64) * x.columns + line) * length
+            else:
+                start = tile * TILE
+                to = turned + line * (slots * TILE)
+            to += (start + tl.arange(0, TILE))[None, :]
             tl.store(to, tl.trans(found), mask=is_column[:, None])
+
+
+@triton.jit
+def _store_units(units, block, scale, C: tl.constexpr):
+    """Store scale [128, 4] as block `block` of 512 bytes in the order of `scaling.swizzled`."""
+    row = tl.arange(0, 128)
+    within = (row % 32 * 16 + row // 32 * 4)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(units + block.to(tl.int64) * 512 + within, unit_codes(scale, C))
 
 
 @triton.jit
@@ -170,7 +199,7 @@ def grouped_mm(
     GROUP: tl.constexpr = B.group_m
     N, K = shape.rows, shape.columns
     tile_m, tile_n = place_of_program(tl.program_id(0), tiles, tl.cdiv(N, B.n), GROUP)
-    expert, _, first, count = place_of_tile(counts, tile_m, G)
+    expert, _, _, first, count = place_of_tile(counts, tile_m, G)
     if count > 0:
         m = (first + tl.arange(0, B.m)).to(tl.int64)
         n = (tile_n * B.n + tl.arange(0, B.n)).to(tl.int64)

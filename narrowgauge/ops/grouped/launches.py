@@ -22,14 +22,14 @@ from torch import Tensor
 
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.mm.triton import Blocks, blocks_for
-from narrowgauge.ops.quantize import definition
+from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.quantize.triton_launch import LARGE_BLOCK_WARPS, constants
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
-from narrowgauge.qtensor import QTensor
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast
 
 TILE = 128  # tokens, and elements of a tile along either axis
@@ -42,14 +42,17 @@ kernels = Kernels("narrowgauge.ops.grouped.kernels")
 class GroupedCodes(NamedTuple):
     """The codes of x [S, K] and of x.T; None where they were not asked for.
 
-    rows    QTensor [S, K], as `ops.quantize` casts x
-    cols    codes [K, slots * TILE], see kernels.py
-    scales  float32, those of `cols`: [K, slots] for tiles, [E, K] with one for a column of an expert
+    rows    codes [S, K] with scales, float32: [S, ceil(K / TILE)] for tiles, [S, 1] with one for a row
+    cols    codes [K, slots * TILE], see kernels.py, with scales [K, slots] or [E, K]
+
+    Scales of 1 x 32 are exponents, bytes in the order of `scaling.swizzled`: [slots * TILE, K / 32] and
+    [K, slots * TILE / 32], the blocks of an expert together.
     """
 
-    rows: QTensor | None
-    cols: Tensor | None
-    scales: Tensor | None
+    rows: Tensor | None = None
+    row_scales: Tensor | None = None
+    cols: Tensor | None = None
+    col_scales: Tensor | None = None
 
 
 class Place(NamedTuple):
@@ -100,54 +103,54 @@ def slots_for(rows: int, experts: int) -> int:
 def operand(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool) -> GroupedCodes:
     """Cast x [S, K] with `rows`, and x.T with `cols`."""
     if not (rows or cols):
-        return GroupedCodes(None, None, None)
+        return GroupedCodes()
     x = x if x.stride(1) == 1 else x.contiguous()
     return _cast(x, cast, counts, rows, cols, slots_for(x.shape[0], counts.shape[0] - 1))
 
 
-def stack_cols(stack: Tensor, cast: Cast, experts: int) -> GroupedCodes:
-    """Cast the transposed matrices of a stack [E N, K], with a scale for each of their rows."""
-    each = stack.shape[0] // experts
-    counts = torch.full((experts + 1,), each, dtype=torch.int32, device=stack.device)
+def turned_stack(stack: Tensor, cast: Cast, experts: int) -> Matrices:
+    """Cast the transposed matrices [K, N] of a stack [E N, K], each by itself."""
+    own, inner = stack.shape[0] // experts, stack.shape[1]
+    counts = torch.full((experts + 1,), own, dtype=torch.int32, device=stack.device)
     counts[-1:].zero_()
-    return _cast(stack.detach(), cast, counts, False, True, stack.shape[0] // TILE)
+    slots = stack.shape[0] // TILE
+    made = _cast(stack.detach(), cast, counts, False, True, slots, apart=True)
+    assert made.cols is not None and made.col_scales is not None
+    scales = made.col_scales.view(experts, -1)
+    return Matrices(
+        made.cols, scales, Place(inner, own, own, inner * own, 1, inner), is_by_row(cast)
+    )
 
 
 def _cast(
-    x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool, slots: int
+    x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool, slots: int, apart: bool = False
 ) -> GroupedCodes:
     groups, (outer, inner), by_row = Groups.of(counts), x.shape, is_by_row(cast)
-    width, matrix = -(-inner // TILE), Matrix.of(x)
-    empty = x.new_empty
-    codes = empty(outer, inner, dtype=E4M3.storage) if rows else None
-    turned = empty(inner, slots * TILE, dtype=E4M3.storage) if cols else None
+    width, matrix, mx = -(-inner // TILE), Matrix.of(x), cast.tile[1] if cast.mx_kind else 0
     of_rows = of_columns = scales = turned_scales = None
     if by_row:
-        zeros = torch.zeros(
-            outer * rows + groups.experts * inner * cols, dtype=torch.int32, device=x.device
-        )
-        of_rows, of_columns = zeros[: outer * rows], zeros[outer * rows :]
-        of_rows, of_columns = of_rows if rows else None, of_columns if cols else None
+        zeros = x.new_zeros(outer * rows + groups.experts * inner * cols, dtype=torch.int32)
+        of_rows = zeros[: outer * rows] if rows else None
+        of_columns = zeros[outer * rows :] if cols else None
         launch(
             kernels.group_maxima, slots * width, matrix, of_rows, of_columns, counts, G=groups, warps=LARGE_BLOCK_WARPS
         )  # fmt: skip
-        # A row without an expert, and an expert without rows, have no amax.
-        if rows:
-            scales = torch.ones(outer, 1, dtype=torch.float32, device=x.device)
-        if cols:
-            turned_scales = torch.ones(groups.experts, inner, dtype=torch.float32, device=x.device)
-    else:
-        scales = empty(outer, width, dtype=torch.float32) if rows else None
-        turned_scales = empty(inner, slots, dtype=torch.float32) if cols else None
+    # Ones: a row without an expert, and an expert without rows, have no largest magnitude.
+    make, dtype = x.new_ones if by_row else x.new_empty, torch.uint8 if mx else torch.float32
+    if rows:
+        sizes = (slots * TILE, inner // mx) if mx else (outer, 1 if by_row else width)
+        scales = make(sizes, dtype=dtype)
+    if cols:
+        columns = slots * TILE // mx if mx else slots
+        turned_scales = make((groups.experts, inner) if by_row else (inner, columns), dtype=dtype)
+    codes = x.new_empty(outer, inner, dtype=E4M3.storage) if rows else None
+    turned = x.new_empty(inner, slots * TILE, dtype=E4M3.storage) if cols else None
     as_bytes = [None if each is None else each.view(torch.uint8) for each in (codes, turned)]
     launch(
         kernels.cast_groups, slots * width, matrix, as_bytes[0], scales, as_bytes[1], turned_scales,
-        of_rows, of_columns, counts, slots, G=groups, C=constants(x, cast), warps=LARGE_BLOCK_WARPS,
+        of_rows, of_columns, counts, slots, G=groups, C=constants(x, cast), APART=apart, MX=mx, warps=LARGE_BLOCK_WARPS,
     )  # fmt: skip
-    made = None
-    if codes is not None and scales is not None:
-        made = QTensor(data=codes, scale=scales, cast=cast, inner=inner)
-    return GroupedCodes(made, turned, turned_scales)
+    return GroupedCodes(codes, scales, turned, turned_scales)
 
 
 def is_by_row(cast: Cast) -> bool:
@@ -156,35 +159,34 @@ def is_by_row(cast: Cast) -> bool:
 
 def below(w: QTensor, experts: int) -> Matrices:
     """The matrices of a stack [E N, K], which lie below each other."""
-    (rows, inner), (tiles, wide) = w.data.shape, w.scale.shape
-    own = rows // experts
+    own, inner = w.data.shape[0] // experts, w.data.shape[1]
+    if w.units is not None:  # whole blocks of 128 rows for each expert, one after another
+        place = Place(own, inner, inner, own * inner, 0, 0)
+        return Matrices(w.data, w.units.view(experts, -1), place, False)
+    tiles, wide = w.scale.shape
     place = Place(own, inner, inner, own * inner, wide, tiles // experts * wide)
-    codes, scales = w.data.contiguous(), w.scale.contiguous()
-    return Matrices(codes, scales, place, is_by_row(w.cast))
+    return Matrices(w.data.contiguous(), w.scale.contiguous(), place, is_by_row(w.cast))
 
 
-def beside(codes: Tensor, scales: Tensor, experts: int, by_row: bool) -> Matrices:
-    """The matrices of a turned stack [N, E K], which lie beside each other.
-
-    scales  of square tiles [ceil(N / TILE), E K / TILE], or [E, N] `by_row`
-    """
-    (rows, inner), wide = codes.shape, scales.shape[1]
-    of_scales = (1, rows) if by_row else (wide, wide // experts)
-    place = Place(rows, inner // experts, inner, inner // experts, *of_scales)
-    return Matrices(codes.contiguous(), scales.contiguous(), place, by_row)
+def beside(w: QTensor, experts: int) -> Matrices:
+    """The matrices of a turned stack [N, E K] in square tiles, which lie beside each other."""
+    (rows, inner), wide = w.data.shape, w.scale.shape[1]
+    place = Place(rows, inner // experts, inner, inner // experts, wide, wide // experts)
+    return Matrices(w.data.contiguous(), w.scale.contiguous(), place, False)
 
 
 def product(
-    x: QTensor, w: Matrices, counts: Tensor, bias: Optional, dtype: torch.dtype, fast: bool
+    x: GroupedCodes, w: Matrices, counts: Tensor, bias: Optional, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """x [S, K] times the matrix [N, K] of each row's expert, plus bias [E, N] -> [S, N]."""
-    groups, rows, columns = Groups.of(counts), x.shape[0], w.place.rows
-    out = x.data.new_empty(rows, columns, dtype=dtype)
+    assert x.rows is not None and x.row_scales is not None
+    groups, rows, columns = Groups.of(counts), x.rows.shape[0], w.place.rows
+    out = x.rows.new_empty(rows, columns, dtype=dtype)
     blocks = _blocks(((1, 0), (1, 0)) if w.by_row else ((1, TILE), (TILE, TILE)), fast, out.device)
     tiles = slots_for(rows, groups.experts + 1)
     _launch_product(
         kernels.grouped_mm, tiles * -(-columns // blocks.n), blocks,
-        x.data, x.scale, w.codes, w.scales, None if bias is None else bias.contiguous(), out, counts,
+        x.rows, x.row_scales, w.codes, w.scales, None if bias is None else bias.contiguous(), out, counts,
         tiles, w.place, G=groups,
     )  # fmt: skip
     return out
@@ -199,8 +201,8 @@ def gradient(
     fast: bool,
 ) -> Tensor:
     """Sum over each expert's tokens: `cols` of operands with M and N features -> [E, M, N]."""
-    assert lhs.cols is not None and lhs.scales is not None
-    assert rhs.cols is not None and rhs.scales is not None
+    assert lhs.cols is not None and lhs.col_scales is not None
+    assert rhs.cols is not None and rhs.col_scales is not None
     groups, slots = Groups.of(counts), lhs.cols.shape[1] // TILE
     rows, columns = lhs.cols.shape[0], rhs.cols.shape[0]
     out = lhs.cols.new_empty(groups.experts, rows, columns, dtype=dtype)
@@ -208,7 +210,7 @@ def gradient(
     tiles = -(-rows // blocks.m) * -(-columns // blocks.n)
     _launch_product(
         kernels.grouped_grad, groups.experts * tiles, blocks,
-        lhs.cols, lhs.scales, rhs.cols, rhs.scales, out, counts, slots, rows, columns, G=groups,
+        lhs.cols, lhs.col_scales, rhs.cols, rhs.col_scales, out, counts, slots, rows, columns, G=groups,
     )  # fmt: skip
     return out
 
@@ -255,18 +257,16 @@ def passes(
     """
     experts, stack, by_row = w.shape[0], w.flatten(0, 1), is_by_row(casts[1])
     codes, grads = (operand(each, casts[0], counts, rows=True, cols=True) for each in (x, gy))
-    matrices = below(definition.quantize(stack, casts[1], None, None, None), experts)
-    if by_row:
-        cols = stack_cols(stack, casts[1], experts)
-        assert cols.cols is not None and cols.scales is not None
-        turned = beside(cols.cols, cols.scales, experts, True)
-    else:
-        whole = definition.quantize(stack.T, casts[1], None, None, None)
-        turned = beside(whole.data, whole.scale, experts, False)
+    matrices = below(quantize(stack, casts[1]), experts)
+    turned = (
+        beside(quantize(stack.T, casts[1]), experts)
+        if casts[1].is_symmetric
+        else turned_stack(stack, casts[1], experts)
+    )
     dtype = torch.float32 if multiply is product else torch.bfloat16
     return (
-        multiply(codes.rows, matrices, counts, bias, dtype, True),
-        multiply(grads.rows, turned, counts, None, dtype, False),
+        multiply(codes, matrices, counts, bias, dtype, True),
+        multiply(grads, turned, counts, None, dtype, False),
         contract(grads, codes, counts, dtype, by_row, False),
         sums(gy, counts, torch.float32),
     )

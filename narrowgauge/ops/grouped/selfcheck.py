@@ -1,6 +1,6 @@
 """Self-check of the grouped kernels (see `ops.selfcheck`): one small stack of experts, both passes.
 
-    6 experts of 128 x 208, 419 tokens    experts with 0, 1, 127, 128, 129 and 20 rows, and 14 rows
+    6 experts of 128 x 208 (MX: 256), 419 tokens   experts with 0, 1, 127, 128, 129 and 20 rows, and 14 rows
                                           without an expert
 
 The reference is a loop over the experts on the CPU: the casts of the definition, decoded, and
@@ -17,14 +17,15 @@ from torch import Tensor
 
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.flat_cast import flatten_cast, plain, unflatten_cast
-from narrowgauge.ops.grouped import TILE, GroupSpec
+from narrowgauge.ops.grouped import MX, TILE, GroupSpec
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison, spread_normal
 from narrowgauge.recipe import Cast
-from narrowgauge.scaling import POW2, WHOLE
+from narrowgauge.scaling import E8M0_CEIL, POW2, WHOLE
 
 COUNTS, OUTER, INNER, SEED = (0, 1, 127, 128, 129, 20, 14), TILE, 208, 20261129
+INNER_MX = 2 * TILE  # torch takes whole tiles
 SPREAD = 4
 Casts = tuple[Cast, Cast]
 NAMES = ("output", "grad_input", "grad_weight", "bias gradient")
@@ -41,19 +42,21 @@ def _compare(
 ) -> Iterator[OutputComparison]:
     casts = unflatten_cast(*kind[0]), unflatten_cast(*kind[1])  # type: ignore[misc]
     for with_nan in (False, True):
-        given = sample(with_nan, bool(kind[2]))
+        given = sample(with_nan, bool(kind[2]), INNER_MX if casts[0].mx_kind else INNER)
         on_device = [None if each is None else each.to(device) for each in given]
         found = run(*on_device, casts)
         for name, out, (truth, bound) in zip(NAMES, found, loop(*given, casts), strict=True):
             yield OutputComparison(name, out, truth, bound)
 
 
-def sample(with_nan: bool, biased: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+def sample(
+    with_nan: bool, biased: bool, inner: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Return x [S, K], w [E, N, K], bias [E, N], gy [S, N] and counts of a stack."""
     made = torch.Generator().manual_seed(SEED)
     rows, experts = sum(COUNTS), len(COUNTS) - 1
-    x, gy = (spread_normal(rows, each, SPREAD, made) for each in (INNER, OUTER))
-    w = spread_normal(experts * OUTER, INNER, SPREAD, made).view(experts, OUTER, INNER)
+    x, gy = (spread_normal(rows, each, SPREAD, made) for each in (inner, OUTER))
+    w = spread_normal(experts * OUTER, inner, SPREAD, made).view(experts, OUTER, inner)
     bias = torch.randn(experts, OUTER, generator=made) if biased else None
     if with_nan:
         x[200, 3] = gy[200, 5] = float("nan")
@@ -101,6 +104,8 @@ def _examples() -> Iterator[GroupSpec]:
         x, w = (Cast(format=E4M3, tile=tile, scale=POW2) for tile in tiles)
         for biased in (False, True):
             yield GroupSpec(x, w, Device("cpu"), dtypes, experts, (OUTER, INNER), biased)
+    mx = Cast(format=E4M3, tile=(1, MX), scale=E8M0_CEIL)
+    yield GroupSpec(mx, mx, Device("cpu"), dtypes, experts, (OUTER, INNER_MX), False)
 
 
 CHECK: KernelCheck[GroupSpec] = KernelCheck(_kind, _compare, _examples)

@@ -56,7 +56,7 @@ GROUPED = {"grouped_mm": "triton", "grouped_grad": "triton"}
 # It reads its first argument for the maximum, and again to cast it.
 READS_TWICE = ("amax_and_cast",)
 # Our kernels that receive whole matrices and usually read none.
-SETTLES = ("settle_both", "settle_stepped")
+SETTLES = ("settle_both", "settle_stepped", "clear_rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +260,8 @@ def _flops(
 def _sums(how: _How, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     is_fast = kwargs.get("use_fast_accum", False)
     if how.name == "_scaled_grouped_mm":
+        if args[2].dtype == torch.float8_e8m0fnu:
+            return "mx"
         return "grouped rows" if is_fast else "split grouped rows"
     if how.name != "_scaled_mm":
         return "fast"

@@ -20,9 +20,13 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.nn import grouped_function
 from narrowgauge.nn.linear import QLinear
-from narrowgauge.ops.grouped import KERNELS, launches, selfcheck
+from narrowgauge.ops.grouped import KERNELS, MX, launches, native, selfcheck
+from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.registry import KernelChoice
 from narrowgauge.ops.selfcheck import examine
+from narrowgauge.qtensor import QTensor, SwizzledQTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.scaling import from_exponents, swizzled, to_exponents, unswizzled
 from tests.nn.test_grouped_linear import gradients
 from tests.ops.triton.cases import Case
 from tests.ptx.proof import compare_groups
@@ -33,15 +37,18 @@ E, HIDDEN, INNER = 3, 128, 256
 
 
 def is_quick(name: str) -> bool:
-    return name.startswith(("casts row (5", "layer mixtral fp8-row"))
+    return name.startswith(("casts row (5", "casts mx (5", "layer mixtral fp8-row"))
 
 
 def cases() -> Iterator[Case]:
-    for name in ("vector", "row"):
+    for name in ("vector", "row", "mx"):
         for counts in COUNTS:
             yield f"casts {name} {counts}", lambda given=(name, counts): compare_casts(*given)
     for kind in map(selfcheck.CHECK.kind, selfcheck.CHECK.examples()):
-        yield f"check {kind}", lambda kind=kind: check_products(kind)
+        if is_own(kind):
+            yield f"check {kind}", lambda kind=kind: check_products(launches.passes, kind)
+        if not is_tiled(kind) and not kind[2]:
+            yield f"check by torch {kind}", lambda kind=kind: check_torch(kind)
     for recipe in ("fp8-block", "fp8-row"):
         for kind in ("mixtral", "gpt_oss"):
             given = kind, recipe
@@ -57,8 +64,70 @@ def compare_casts(name: str, counts: tuple[int, ...]) -> None:
         assert not words, words
 
 
-def check_products(kind: tuple[Hashable, ...]) -> None:
-    result = examine("grouped", launches.passes, selfcheck.CHECK, kind, torch.device("cpu"))
+def is_own(kind: tuple[Any, ...]) -> bool:
+    """Of kernels of ours: a scale for a row or for 128 elements."""
+    return kind[0][1][1] != MX
+
+
+def is_tiled(kind: tuple[Any, ...]) -> bool:
+    return kind[0][1][1] == launches.TILE
+
+
+def check_torch(kind: tuple[Hashable, ...]) -> None:
+    """The operands of torch's grouped GEMM, read as its sources say; it has no kernel for a CPU."""
+
+    def cast_for_units(x: Tensor, cast: Cast) -> QTensor:
+        q = definition.quantize(x, cast, None, None, None)
+        if not cast.mx_kind:
+            return q
+        return SwizzledQTensor.of_units(q.data, swizzled(to_exponents(q.scale)), cast, q.inner)
+
+    with (
+        patch.object(torch, "_scaled_grouped_mm", scaled_grouped_mm),
+        patch.object(launches, "quantize", cast_for_units),
+    ):
+        check_products(native.passes, kind)
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, *,
+    out_dtype: torch.dtype, use_fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    """torch's, as GroupedBlas.cpp and the layouts of torchao describe it; rows beyond the last end are NaN."""
+    by_row, groups = a_scale.dtype == torch.float32, []
+    begin = blocks = 0
+    for expert, end in enumerate(ends.tolist()):
+        if b.ndim == 3:
+            own, other, rows = a[begin:end], b[expert], end - begin
+            tiles = -(-rows // 128) * (a.shape[1] // 128)
+        else:
+            own, other, rows = a[:, begin:end], b[begin:end], a.shape[0]
+            tiles = a.shape[0] // 128 * ((end - begin) // 128)
+        if by_row:
+            left = a_scale[begin:end] if b.ndim == 3 else a_scale.view(len(ends), -1)[expert]
+            scales = left[:, None], b_scale.view(len(ends), -1)[expert]
+        else:
+            left = a_scale.view(torch.uint8).flatten()[blocks * 512 : (blocks + tiles) * 512]
+            count = other.shape[1] // 128 * (other.shape[0] // 128)
+            at = blocks // max(a.shape[0] // 128, 1) * (other.shape[1] // 128)
+            flat = b_scale.view(torch.uint8)
+            right = flat[expert] if b.ndim == 3 else flat.flatten()[at * 512 : (at + count) * 512]
+            scales = spread(left, rows, own.shape[1]), spread(right, other.shape[1], own.shape[1]).T
+        groups.append((own.float() * scales[0]) @ (other.float() * scales[1]))
+        begin, blocks = end, blocks + tiles
+    if b.ndim == 2:
+        return torch.stack(groups).to(out_dtype)
+    rest = torch.full((a.shape[0] - begin, b.shape[2]), torch.nan)
+    return torch.cat([*groups, rest]).to(out_dtype)
+
+
+def spread(units: Tensor, rows: int, columns: int) -> Tensor:
+    """Exponents in the order of tensor cores -> a scale for each element."""
+    return from_exponents(unswizzled(units, rows, columns // MX)).repeat_interleave(MX, 1)
+
+
+def check_products(run: Any, kind: tuple[Hashable, ...]) -> None:
+    result = examine("grouped", run, selfcheck.CHECK, kind, torch.device("cpu"))
     assert result.reason is None, result.reason
 
 
