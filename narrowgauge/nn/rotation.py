@@ -66,6 +66,12 @@ class Rotation:
                 second = tied(again, operand)
         return cls(hadamard, signs, is_random, kernel, second)
 
+    @property
+    def turn(self) -> tuple[int, Tensor | None, Tensor | None]:
+        """(block, signs, signs of a second round), the fields of `ops.quantize.rotated.Turn`."""
+        assert self.hadamard is not None
+        return self.hadamard.block, self.signs, self.second
+
     def __call__(self, operand: Tensor) -> Tensor:
         if self.hadamard is None:
             return operand

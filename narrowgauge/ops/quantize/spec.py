@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -79,11 +79,15 @@ class Spec:
         amax: Tensor | None = None,
         noise: Tensor | Key | None = None,
         expand: torch.dtype | None = None,
-        **of_pair: bool,
-    ) -> Spec:
+        **others: Any,
+    ) -> Self:
         given = noise if isinstance(noise, Tensor) else None
         kind: Literal["key", "tensor"] | None = (
             None if noise is None else "key" if given is None else "tensor"
         )
         device, shape = device_of(x, amax, given), (x.shape[0], x.shape[1])
-        return cls(device, x.dtype, shape, cast, kind, amax is not None, expand, **of_pair)
+        return cls(device, x.dtype, shape, cast, kind, amax is not None, expand, **others)
+
+    def with_keys(self) -> Self:
+        """The same with noise that is no tensor, for a plan that is made before it is drawn."""
+        return replace(self, noise="key")

@@ -1,0 +1,105 @@
+"""Casts of x.T under a rotation and of x beside it, under Triton's interpreter; a process of its own. Bits of the definition.
+
+TRITON_INTERPRET=1 python -m tests.ops.triton.cases quick interpreted_rotated      cases.py says what is printed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+
+from narrowgauge import recipes
+from narrowgauge.formats import E2M1, E4M3
+from narrowgauge.ops.quantize import rotated, triton_launch
+from narrowgauge.ops.quantize.selfcheck import KEYS, sample
+from narrowgauge.qtensor import SwizzledQTensor
+from narrowgauge.recipe import Cast
+from narrowgauge.scaling import E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, POW2, scale_shape, swizzled_length
+from tests.compare import assert_same
+from tests.ops.triton.cases import Case
+
+OF_RECIPES = tuple(
+    dict.fromkeys(
+        cast
+        for recipe in recipes.ALL
+        for gemm in recipe.gemms().values()
+        for cast in (gemm.lhs, gemm.rhs)
+        if gemm.rotate is not None and cast is not None and rotated.refuse_cast(cast, gemm.rotate.block) is None
+    )
+)
+# One level, a tile of two blocks of the rotation, headroom, eight bits.
+OTHERS = (
+    Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL),
+    Cast(format=E4M3, tile=(1, 16), scale=POW2),
+    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16),
+)  # fmt: skip
+SHAPES = ((144, 272), (37, 131), (5, 16), (16, 1), (1, 1))
+KINDS = ("cast ", "scales of tensor cores ", "decoded ")
+
+
+def is_quick(name: str) -> bool:
+    return name.endswith("[37, 131]") and any(str(each) in name for each in OF_RECIPES)
+
+
+def cases() -> Iterator[Case]:
+    for cast in (*OF_RECIPES, *OTHERS):
+        for block in rotated.ORDERS:
+            for shape in SHAPES if cast in OF_RECIPES else SHAPES[1:2]:
+                yield (
+                    f"cast {cast}, block {block}, {list(shape)}",
+                    lambda given=(cast, block, shape): compare_sample(*given),
+                )
+        yield f"decoded {cast}", lambda cast=cast: compare(sample(torch.bfloat16, False)[:37, :131], cast, 16, False, torch.float32)  # fmt: skip
+    for cast in OF_RECIPES:
+        yield f"scales of tensor cores {cast}", lambda cast=cast: compare_units(cast)
+
+
+def compare_units(cast: Cast) -> None:
+    """Bytes in cuBLAS' blocks, where compute capability 10.0 and up reads them: ragged and whole."""
+
+    def allocate(shape: tuple[int, int], cast: Cast, device: torch.device) -> torch.Tensor:
+        columns = scale_shape(shape, cast.tile)[1]
+        return torch.zeros(swizzled_length(shape[0], columns), dtype=torch.uint8)
+
+    for shape in ((144, 272), (128, 256), (37, 131)):
+        x = sample(torch.bfloat16, False)[: shape[0], : shape[1]]
+        with patch.object(triton_launch, "empty_units", allocate):
+            found = compare(x, cast, 16, True, None)
+        assert all(isinstance(each, SwizzledQTensor) for each in found)
+
+
+def compare_sample(cast: Cast, block: int, shape: tuple[int, int]) -> None:
+    """With NaN and infinity too, both types and orders of memory, alone and with x beside it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for poisoned in (False, True):
+            x = sample(dtype, poisoned)[: shape[0], : shape[1]]
+            for beside in (False, True):
+                compare(x, cast, block, beside, None)
+            compare(x, cast, block, True, None, signed=False)
+            compare(x.T.contiguous().T, cast, block, True, None)
+
+
+def compare(
+    x: torch.Tensor,
+    cast: Cast,
+    block: int,
+    beside: bool,
+    expand: torch.dtype | None,
+    signed: bool = True,
+) -> tuple[object, ...]:
+    length = -(-x.shape[0] // block) * block
+    signs = torch.randint(0, 2, (length,)) * 2.0 - 1.0 if signed else None
+    noise = KEYS if cast.draws else (None, None)
+    turn = rotated.Turn(block, signs)
+    truth = rotated.reference(x.T, cast, turn, noise, expand, beside)
+    found = triton_launch.rotated(x.T, cast, turn, noise, expand, beside)
+    for got, wanted in zip(found, truth, strict=True):
+        assert (got is None) == (wanted is None)
+        if got is not None and wanted is not None:
+            assert_same(got.scale, wanted.scale)
+            assert_same(got.data, wanted.data)
+            if wanted.global_scale is not None:
+                assert_same(got.global_scale, wanted.global_scale)
+    return found
