@@ -134,7 +134,7 @@ class Operand:
         """
         plan, casts, cast = self.plan, self.casts, self.plan.rows
         state = self.state if plan.is_delayed else None
-        if plan.pairs_turned:
+        if plan.pairs_turned and not is_compiling():
             self._read_turned()
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
             return
@@ -179,7 +179,7 @@ class Operand:
         """Make rows, and cols under a rotation by fixed signs, from one read of t, if a kernel can."""
         plan, casts, cast, turned = self.plan, self.casts, self.plan.rows, self.tensor.T
         assert cast is not None
-        if not casts.is_empty or not self._casts_both(cast):
+        if not casts.is_empty or self.tensor.numel() == 0 or not self._casts_both(cast):
             return
         rotation = Rotation.draw(plan.cols_rotate, turned)
         run = plan.casts_in_rotation(turned, cast, None, rotation, beside=True)

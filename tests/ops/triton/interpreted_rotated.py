@@ -8,15 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from narrowgauge import recipes
 from narrowgauge.formats import E2M1, E4M3
+from narrowgauge.nn.keep_policy import KeepPolicy
+from narrowgauge.nn.linear_context import LinearContext, RankOptions
+from narrowgauge.nn.linear_function import plan_of
+from narrowgauge.nn.operands import find
+from narrowgauge.nn.rotation import NONE, Rotation
+from narrowgauge.ops import registry
 from narrowgauge.ops.quantize import rotated, triton_launch
 from narrowgauge.ops.quantize.selfcheck import KEYS, sample
+from narrowgauge.ops.random import Stream
+from narrowgauge.ops.registry import Device
+from narrowgauge.ops.triton import cast_constants
 from narrowgauge.qtensor import SwizzledQTensor
 from narrowgauge.recipe import Cast
-from narrowgauge.scaling import E4M3_TWO_LEVEL_CEIL, E8M0_CEIL, POW2, scale_shape, swizzled_length
+from narrowgauge.scaling import POW2, scale_shape, swizzled_length
 from tests.compare import assert_same
 from tests.ops.triton.cases import Case
 
@@ -29,18 +39,15 @@ OF_RECIPES = tuple(
         if gemm.rotate is not None and cast is not None and rotated.refuse_cast(cast, gemm.rotate.block) is None
     )
 )
-# One level, a tile of two blocks of the rotation, headroom, eight bits.
-OTHERS = (
-    Cast(format=E2M1, tile=(1, 32), scale=E8M0_CEIL),
-    Cast(format=E4M3, tile=(1, 16), scale=POW2),
-    Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic", headroom=17 / 16),
-)  # fmt: skip
+OTHERS = (Cast(format=E4M3, tile=(1, 16), scale=POW2),)  # one level, eight bits, a tile of a block
 SHAPES = ((144, 272), (37, 131), (5, 16), (16, 1), (1, 1))
-KINDS = ("cast ", "scales of tensor cores ", "decoded ")
+KINDS = ("cast ", "scales of tensor cores ", "decoded ", "operands ", "programs ")
+QUICK = recipes.NVFP4.grad_weight.lhs, recipes.NVFP4.grad_weight.rhs
 
 
 def is_quick(name: str) -> bool:
-    return name.endswith("[37, 131]") and any(str(each) in name for each in OF_RECIPES)
+    of_nvfp4 = any(f"cast {cast}, block 16, [37, 131]" == name for cast in QUICK)
+    return of_nvfp4 or name.startswith(("operands ", "programs "))
 
 
 def cases() -> Iterator[Case]:
@@ -52,6 +59,9 @@ def cases() -> Iterator[Case]:
                     lambda given=(cast, block, shape): compare_sample(*given),
                 )
         yield f"decoded {cast}", lambda cast=cast: compare(sample(torch.bfloat16, False)[:37, :131], cast, 16, False, torch.float32)  # fmt: skip
+    yield "programs share pieces", compare_shared_pieces
+    for role in ("x", "w", "gy"):
+        yield f"operands of a Linear: {role}", lambda role=role: compare_operands(role)
     for cast in OF_RECIPES:
         yield f"scales of tensor cores {cast}", lambda cast=cast: compare_units(cast)
 
@@ -68,6 +78,12 @@ def compare_units(cast: Cast) -> None:
         with patch.object(triton_launch, "empty_units", allocate):
             found = compare(x, cast, 16, True, None)
         assert all(isinstance(each, SwizzledQTensor) for each in found)
+
+
+def compare_shared_pieces() -> None:
+    """The largest magnitudes of 15 pieces, found by two programs."""
+    with patch.object(triton_launch, "PARTS", (2,)):
+        compare(sample(torch.bfloat16, False), QUICK[1], 16, True, None)
 
 
 def compare_sample(cast: Cast, block: int, shape: tuple[int, int]) -> None:
@@ -103,3 +119,38 @@ def compare(
             if wanted.global_scale is not None:
                 assert_same(got.global_scale, wanted.global_scale)
     return found
+
+
+def constants(x: torch.Tensor, cast: Cast, expand: torch.dtype | None = None) -> object:
+    """Those of the interpreter, on a device that has units for NVFP4."""
+    return cast_constants.constants_of(cast, (0, 0), expand is not None)
+
+
+def compare_operands(role: str) -> None:
+    """Of a Linear that takes narrow units: rows and cols by the launches of both, and by the CPU."""
+    x = sample(torch.bfloat16, False)[:48, :80]
+    made = []
+    for device in (None, Device("cuda", (10, 0), cuda=(13, 0))):
+        with pytest.MonkeyPatch.context() as patch:
+            if device is not None:
+                patch.setattr(registry, "cpu_facts", lambda: device)
+                patch.setattr(triton_launch, "constants", constants)
+            plan = plan_of(recipes.NVFP4, x.device)
+            context = LinearContext(
+                plan=plan, out_dtype=x.dtype, keep=KeepPolicy(codes_of_x=True, weight="recast"), ranks=RankOptions(stream=Stream("layer", (3, 4))),
+            )  # fmt: skip
+            patch.setattr(triton_launch, "empty_units", lambda *_: None)
+            operand = find(role, x, context, (True, True), None)
+            # Both casts of x and of its gradient are there before a GEMM asks; of a weight its amax.
+            if device is not None:
+                casts = operand.casts
+                assert casts.rows is not None
+                assert (casts.cols is not None, casts.amax is not None) == (role != "w", role == "w")
+            rows = operand.rows(NONE)
+            turn = NONE if role == "w" else Rotation.draw(plan.gy.cols_rotate, x.T)
+            made.append((rows, operand.cols(turn, operand)))
+    for wanted, got in zip(*made, strict=True):
+        wanted = wanted.compact()
+        assert_same(got.data, wanted.data)
+        assert_same(got.scale, wanted.scale)
+        assert_same(got.global_scale, wanted.global_scale)
