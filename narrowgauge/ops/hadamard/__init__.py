@@ -137,7 +137,9 @@ def draw_signs(
         return None
     length = rotated_length(inner, hadamard)
     if hadamard.signs == "fixed":
-        return definition.fixed_signs(hadamard.block, device, length // hadamard.block)
+        # A view of signs for a power of two of blocks: few lengths are cached, and nothing is copied.
+        blocks = 1 << (max(length // hadamard.block, 1) - 1).bit_length()
+        return definition.fixed_signs(hadamard.block, device, blocks)[:length]
     if stream is not None:
         return (stream.key(product, "signs").uniform((length,)).to(device) < 0.5) * 2.0 - 1.0
     return torch.randint(0, 2, (length,), device=device, dtype=torch.float32) * 2 - 1

@@ -42,7 +42,7 @@ def _constant(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
     built = cached(build)
 
     def get(block: int, device: torch.device, *sizes: int) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return build(block, device, *sizes)
         # A tensor that is created in inference mode could not be saved for backward later.
         with torch.inference_mode(False):
@@ -63,22 +63,15 @@ def hadamard_matrix(block: int, device: torch.device) -> Tensor:
 
 
 @_constant
-def _fixed_signs(block: int, device: torch.device, blocks: int) -> Tensor:
-    source = random.Random(block)
-    signs = _SIGNS_16 if block == 16 else tuple(source.choice((1, -1)) for _ in range(block))
-    return torch.tensor(signs, dtype=torch.float32, device=device).repeat(blocks)
-
-
 def fixed_signs(block: int, device: torch.device, blocks: int = 1) -> Tensor:
     """Return the same +1 and -1 for each block, [blocks * block].
 
     The signs are TransformerEngine's for 16; others come from Python's generator, seeded with the
     block.
     """
-    if torch.compiler.is_compiling():
-        return _fixed_signs(block, device, blocks)
-    # A view of signs for a power of two of blocks: few lengths are cached, and no call repeats them.
-    return _fixed_signs(block, device, 1 << max(blocks - 1, 0).bit_length())[: blocks * block]
+    source = random.Random(block)
+    signs = _SIGNS_16 if block == 16 else tuple(source.choice((1, -1)) for _ in range(block))
+    return torch.tensor(signs, dtype=torch.float32, device=device).repeat(blocks)
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
