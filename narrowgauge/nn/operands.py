@@ -182,7 +182,7 @@ class Operand:
         if not casts.is_empty or self.tensor.numel() == 0 or not self._casts_both(cast):
             return
         rotation = Rotation.draw(plan.cols_rotate, turned)
-        run = plan.casts_in_rotation(turned, cast, None, rotation, beside=True)
+        run = plan.casts_in_rotation(turned, cast, None, rotation.turn, beside=True)
         if run is None:
             return
         of_rows = self._noise(self.tensor, "rows") if cast.draws else None
@@ -313,7 +313,7 @@ class Operand:
         which: str,
     ) -> QTensor | Tensor:
         if rotation is not NONE and cast is not None and self.plan.fuses_turns:
-            run = self.plan.casts_in_rotation(x, cast, expand, rotation)
+            run = self.plan.casts_in_rotation(x, cast, expand, rotation.turn)
             if run is not None:
                 noise = self._noise(x, which) if cast.draws else None
                 return run(x, cast, rotation.turn, (noise, None), expand, False)[0]

@@ -23,8 +23,8 @@ from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Reci
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
-    from narrowgauge.nn.rotation import Rotation
     from narrowgauge.ops.hadamard import Functions
+    from narrowgauge.ops.quantize.spec import Turn
     from narrowgauge.qtensor import QTensor
 
 # Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).
@@ -52,7 +52,7 @@ class OperandPlan:
     casts_once    t.T needs no read of its own: as `transposes`, or a kernel of the CPU casts both
                   from one read
     pairs_turned  as `pairs`, where t.T is rotated by fixed signs and t is not, and the device's kernels
-                  cast both from one read (`ops.quantize.rotated`)
+                  cast both from one read (`ops.hadamard.casting`)
     fuses_turns   kernels of this device may rotate and cast in one
     shares_rows   layers that cast the same t get the same rows: no random numbers, and no scale
                   from the layer's state other than an amax history, if the histories are equal
@@ -177,22 +177,22 @@ class OperandPlan:
         x: Tensor,
         cast: Cast,
         expand: torch.dtype | None,
-        rotation: Rotation,
+        turn: Turn,
         beside: bool = False,
     ) -> Callable[..., tuple[QTensor, QTensor | None]] | None:
         """Return a kernel that rotates and casts x in one, chosen once, or None if there is none.
 
         beside  also cast x.T, without a rotation
-        ->      run(x, cast, rotation.turn, noise of both, expand, beside) -> (rotated, beside or None)
+        ->      run(x, cast, turn, noise of both, expand, beside) -> (rotated, beside or None)
         """
         if is_compiling() or 0 in x.shape:
             return None
         is_across = x.stride(0) == 1
         key = ("turn", cast is self.rows, x.dtype, expand, x.shape[1] & 1, is_across, beside)
         if key not in self.kernels:
-            from narrowgauge.ops.quantize.rotated import plan_rotated  # only for rotations
+            from narrowgauge.ops.hadamard.casting import plan_rotated  # only for rotations
 
-            self.kernels[key] = plan_rotated(x, cast, expand, rotation.turn, beside)
+            self.kernels[key] = plan_rotated(x, cast, expand, turn, beside)
         found: Callable[..., tuple[QTensor, QTensor | None]] | None = self.kernels[key]
         return found
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from narrowgauge.ops.quantize.spec import Turn
+
 if TYPE_CHECKING:
     from narrowgauge.ops.hadamard import Functions
     from narrowgauge.ops.random import Stream
@@ -67,10 +69,10 @@ class Rotation:
         return cls(hadamard, signs, is_random, kernel, second)
 
     @property
-    def turn(self) -> tuple[int, Tensor | None, Tensor | None]:
-        """(block, signs, signs of a second round), the fields of `ops.quantize.rotated.Turn`."""
+    def turn(self) -> Turn:
+        """The rotation, as kernels that cast take it."""
         assert self.hadamard is not None
-        return self.hadamard.block, self.signs, self.second
+        return Turn(self.hadamard.block, self.signs, self.second)
 
     def __call__(self, operand: Tensor) -> Tensor:
         if self.hadamard is None:

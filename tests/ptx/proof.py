@@ -33,12 +33,13 @@ from torch import Tensor
 
 from narrowgauge.formats import E4M3, E5M2, INT4
 from narrowgauge.ops import attention, rotary
-from narrowgauge.ops.hadamard import encoding
+from narrowgauge.ops.hadamard import casting, encoding
 from narrowgauge.ops.mm import triton as block_mm
 from narrowgauge.ops.norm_act import selfcheck as of_norms
 from narrowgauge.ops.norm_act import triton_launch as norms
-from narrowgauge.ops.quantize import definition, pair, rotated, triton_launch
+from narrowgauge.ops.quantize import definition, pair, triton_launch
 from narrowgauge.ops.quantize import selfcheck as of_casts
+from narrowgauge.ops.quantize.spec import Turn
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.selfcheck import OutputComparison, difference, examine, spread_normal
 from narrowgauge.ops.triton import has_conversions
@@ -217,8 +218,8 @@ def compare_rotated(
     length, generator = -(-x.shape[0] // block) * block, torch.Generator().manual_seed(block)
     signs = torch.randint(0, 2, (length,), generator=generator, dtype=torch.float32) * 2 - 1
     noise = KEYS if cast.draws else (None, None)
-    given = x.T, cast, rotated.Turn(block, signs), noise, expand, beside
-    got, truth = triton_launch.rotated(*given), rotated.reference(*given)
+    given = x.T, cast, Turn(block, signs), noise, expand, beside
+    got, truth = triton_launch.rotated(*given), casting.reference(*given)
     return _differences(of_casts.compared((*got, None), (*truth, None), None, False))
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from narrowgauge.ops.hadamard import casting
 from narrowgauge.ops.mm import cublas
-from narrowgauge.ops.quantize import definition, rotated, triton_launch
+from narrowgauge.ops.quantize import definition, triton_launch
+from narrowgauge.ops.quantize.spec import Turn
 from tests.ops.triton.test_compiled import CASTS
 from tests.ptx.launching import CAPABILITIES
 from tests.ptx.machine import Schedule
@@ -61,12 +63,12 @@ def swizzled_case(cast: str, cols: bool) -> Case:
 @pytest.mark.parametrize("sm", quick([100], [100, 120]))
 def test_scales_of_rotated_casts_are_written_so_too(sm):
     """Of x and of x.T under a rotation, whose ragged rows end in a block of zeros."""
-    cast, x, turn = CASTS["nv"], sample((67, 131)), (16, None, None)
+    cast, x, turn = CASTS["nv"], sample((67, 131)), Turn(16)
 
     def call() -> str:
         given = x.T, cast, turn, (None, None), None, True
         for name, ours, truth in zip(
-            ("x.T", "x"), triton_launch.rotated(*given), rotated.reference(*given), strict=True
+            ("x.T", "x"), triton_launch.rotated(*given), casting.reference(*given), strict=True
         ):
             wanted = cublas.mx_operand(truth).scales[0].view(torch.uint8)
             if ours.units is None or not torch.equal(ours.units, wanted):

@@ -38,7 +38,7 @@ Cost in plain torch: a rotation takes log2 b passes of butterflies on the CPU, a
 passes. With a C++ compiler (native-cpp) each takes one pass over memory, with the same butterflies:
 the results are bit-identical. On a GPU and in compiled code a rotation is one GEMM with a b x b
 matrix, 2 b operations per element, which differs by the order of summation. Kernels that rotate and
-cast have the order of the butterflies (`quantize.rotated`).
+cast have the order of the butterflies (`casting`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from narrowgauge.ops.cpp import Library
 from narrowgauge.ops.quantize import cpp
-from narrowgauge.ops.quantize.rotated import Turn
+from narrowgauge.ops.quantize.spec import Turn
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 

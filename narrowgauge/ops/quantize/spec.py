@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ def empty_units(shape: tuple[int, int], cast: Cast, device: torch.device) -> Ten
     is_whole = not (shape[0] % SCALE_ROWS or columns % SCALE_COLUMNS)
     made = torch.empty if is_whole else torch.zeros
     return made(swizzled_length(shape[0], columns), dtype=torch.uint8, device=device)
+
+
+class Turn(NamedTuple):
+    """A rotation along the rows of x, in blocks, by signs of a first and of a second round. block 1: none."""
+
+    block: int = 1
+    signs: Tensor | None = None
+    second: Tensor | None = None
 
 
 # Noise of x and of x.T, of `quantize_pair`, and what it returns.

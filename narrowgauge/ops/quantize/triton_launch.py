@@ -129,7 +129,7 @@ def eden(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) ->
 def rotated(
     x: Tensor, cast: Cast, turn: Any, noise: Noise, expand: Dtype, beside: bool
 ) -> tuple[QTensor, QTensor | None]:
-    """See `ops.quantize.rotated`. turn: the fields of its Turn, with one round."""
+    """See `ops.hadamard.casting`. turn: a `spec.Turn` of one round."""
     block, signs, _ = turn
     # Rows of x lie across the memory of x.T, whose rows are contiguous.
     memory = x.detach().T

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from narrowgauge import recipes
-from narrowgauge.formats import E2M1, E4M3
+from narrowgauge.formats import E4M3
 from narrowgauge.nn.keep_policy import KeepPolicy
 from narrowgauge.nn.linear_context import LinearContext, RankOptions
 from narrowgauge.nn.linear_function import plan_of
 from narrowgauge.nn.operands import find
 from narrowgauge.nn.rotation import NONE, Rotation
 from narrowgauge.ops import registry
-from narrowgauge.ops.quantize import rotated, triton_launch
+from narrowgauge.ops.hadamard import casting
+from narrowgauge.ops.quantize import triton_launch
 from narrowgauge.ops.quantize.selfcheck import KEYS, sample
+from narrowgauge.ops.quantize.spec import Turn
 from narrowgauge.ops.random import Stream
 from narrowgauge.ops.registry import Device
 from narrowgauge.ops.triton import cast_constants
@@ -36,7 +38,9 @@ OF_RECIPES = tuple(
         for recipe in recipes.ALL
         for gemm in recipe.gemms().values()
         for cast in (gemm.lhs, gemm.rhs)
-        if gemm.rotate is not None and cast is not None and rotated.refuse_cast(cast, gemm.rotate.block) is None
+        if gemm.rotate is not None
+        and cast is not None
+        and casting.refuse_cast(cast, gemm.rotate.block) is None
     )
 )
 OTHERS = (Cast(format=E4M3, tile=(1, 16), scale=POW2),)  # one level, eight bits, a tile of a block
@@ -52,13 +56,13 @@ def is_quick(name: str) -> bool:
 
 def cases() -> Iterator[Case]:
     for cast in (*OF_RECIPES, *OTHERS):
-        for block in rotated.ORDERS:
+        for block in casting.ORDERS:
             for shape in SHAPES if cast in OF_RECIPES else SHAPES[1:2]:
                 yield (
                     f"cast {cast}, block {block}, {list(shape)}",
                     lambda given=(cast, block, shape): compare_sample(*given),
                 )
-        yield f"decoded {cast}", lambda cast=cast: compare(sample(torch.bfloat16, False)[:37, :131], cast, 16, False, torch.float32)  # fmt: skip
+        yield f"decoded {cast}", lambda cast=cast: compare_decoded(cast)
     yield "programs share pieces", compare_shared_pieces
     for role in ("x", "w", "gy"):
         yield f"operands of a Linear: {role}", lambda role=role: compare_operands(role)
@@ -78,6 +82,10 @@ def compare_units(cast: Cast) -> None:
         with patch.object(triton_launch, "empty_units", allocate):
             found = compare(x, cast, 16, True, None)
         assert all(isinstance(each, SwizzledQTensor) for each in found)
+
+
+def compare_decoded(cast: Cast) -> None:
+    compare(sample(torch.bfloat16, False)[:37, :131], cast, 16, False, torch.float32)
 
 
 def compare_shared_pieces() -> None:
@@ -108,8 +116,8 @@ def compare(
     length = -(-x.shape[0] // block) * block
     signs = torch.randint(0, 2, (length,)) * 2.0 - 1.0 if signed else None
     noise = KEYS if cast.draws else (None, None)
-    turn = rotated.Turn(block, signs)
-    truth = rotated.reference(x.T, cast, turn, noise, expand, beside)
+    turn = Turn(block, signs)
+    truth = casting.reference(x.T, cast, turn, noise, expand, beside)
     found = triton_launch.rotated(x.T, cast, turn, noise, expand, beside)
     for got, wanted in zip(found, truth, strict=True):
         assert (got is None) == (wanted is None)
@@ -133,19 +141,22 @@ def compare_operands(role: str) -> None:
     for device in (None, Device("cuda", (10, 0), cuda=(13, 0))):
         with pytest.MonkeyPatch.context() as patch:
             if device is not None:
-                patch.setattr(registry, "cpu_facts", lambda: device)
+                patch.setattr(registry, "cpu_facts", lambda device=device: device)
                 patch.setattr(triton_launch, "constants", constants)
             plan = plan_of(recipes.NVFP4, x.device)
-            context = LinearContext(
-                plan=plan, out_dtype=x.dtype, keep=KeepPolicy(codes_of_x=True, weight="recast"), ranks=RankOptions(stream=Stream("layer", (3, 4))),
-            )  # fmt: skip
+            keep = KeepPolicy(codes_of_x=True, weight="recast")
+            ranks = RankOptions(stream=Stream("layer", (3, 4)))
+            context = LinearContext(plan=plan, out_dtype=x.dtype, keep=keep, ranks=ranks)
             patch.setattr(triton_launch, "empty_units", lambda *_: None)
             operand = find(role, x, context, (True, True), None)
             # Both casts of x and of its gradient are there before a GEMM asks; of a weight its amax.
             if device is not None:
                 casts = operand.casts
                 assert casts.rows is not None
-                assert (casts.cols is not None, casts.amax is not None) == (role != "w", role == "w")
+                assert (casts.cols is not None, casts.amax is not None) == (
+                    role != "w",
+                    role == "w",
+                )
             rows = operand.rows(NONE)
             turn = NONE if role == "w" else Rotation.draw(plan.gy.cols_rotate, x.T)
             made.append((rows, operand.cols(turn, operand)))

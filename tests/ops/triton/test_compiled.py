@@ -255,7 +255,10 @@ def test_rotated_casts_compile_without_spills(cast, sm, monkeypatch):
         for expand in (None, torch.bfloat16)[: 1 + (not beside)]:
             given = x.T, how, (block, signs, None), (key, key), expand, beside
             found = compiled([casting], sm, lambda given=given: casting.rotated(*given))
-            assert set(found) == {"cast_rotated", *(["maxima_rotated"] if how.scale.two_level else [])}
+            assert set(found) == {
+                "cast_rotated",
+                *(["maxima_rotated"] if how.scale.two_level else []),
+            }
             assert all(each.spills == 0 for each in found.values()), found
             assert not any("div.full" in name for name in found["cast_rotated"].instructions())
 

@@ -13,7 +13,7 @@ of the GEMM that reads t. The definition computes them in sequence, with the but
 
 Left out: two rounds, in triton; x.T under a rotation of its own; per-tensor and per-row scales.
 
-Self-check: as those of `quantize` (selfcheck.py), bit for bit, with fixed and random signs.
+Self-check: as those of `quantize` (selfcheck.py), bit for bit, with signs where a recipe has them.
 """
 
 from __future__ import annotations
@@ -21,31 +21,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.ops import hadamard
+from narrowgauge.ops.hadamard.definition import rotate
 from narrowgauge.ops.quantize import EDEN, LAUNCHES, definition, triton
-from narrowgauge.ops.quantize.spec import Spec, Two
+from narrowgauge.ops.quantize.spec import Spec, Turn, Two
 from narrowgauge.ops.registry import Kernel, Refusal, Registry, imported
 from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison
 from narrowgauge.ops.triton import cast_constants
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Cast
+
+if TYPE_CHECKING:
+    from narrowgauge.recipe import Cast
 
 ORDERS, WIDTHS = (16, 32), (16, 32)  # of a block of the Triton kernel, and of its tiles
 
 Pair = tuple[QTensor, QTensor | None]
-
-
-class Turn(NamedTuple):
-    """A rotation along the rows of x, in blocks, by signs of a first and of a second round. block 1: none."""
-
-    block: int = 1
-    signs: Tensor | None = None
-    second: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ def reference(
     """Definition; see the module."""
     turned, (block, signs, second) = x, turn
     for each in (signs,) if second is None else (signs, second):
-        turned = hadamard.definition.rotate(turned, block, each)
+        turned = rotate(turned, block, each)
     found = definition.quantize(turned, cast, None, noise[0], expand)
     return found, definition.quantize(x.T, cast, None, noise[1], None) if beside else None
 
@@ -128,7 +122,7 @@ def plan_rotated(
 ) -> Callable[..., Pair] | None:
     """Return the kernel that rotates and casts such an x, or None if none does both.
 
-    turn  the fields of a `Turn` of the same form; numbers of its signs are not read
+    turn  a rotation of the same form; numbers of its signs are not read
     ->    run(x, cast, turn, noise, expand, beside) -> (rotated, beside or None), valid as the result
           of `ops.quantize.plan`
     """
@@ -191,22 +185,22 @@ def _examples() -> Iterator[RotatedSpec]:
     from narrowgauge import recipes  # imported here because a cast does not need it
     from narrowgauge.ops.registry import Device
 
-    gemms = [gemm for recipe in recipes.ALL for gemm in recipe.gemms().values() if gemm.rotate]
+    gemms = [gemm for recipe in recipes.ALL for gemm in recipe.gemms().values()]
     found = dict.fromkeys(
         (cast, gemm.rotate)
         for gemm in gemms
         for cast in (gemm.lhs, gemm.rhs)
-        if cast is not None
+        if cast is not None and gemm.rotate is not None
     )
-    for cast, rotate in found:
+    for cast, hadamard in found:
         is_corrected = cast.rounding == "eden"
-        if not is_corrected and refuse_cast(cast, rotate.block) is not None:
+        if not is_corrected and refuse_cast(cast, hadamard.block) is not None:
             continue
         for beside in (False, True):
             yield RotatedSpec(
                 Device("cpu"), torch.bfloat16, (2, 4), cast, "key" if cast.draws else None,
                 expand=torch.float32 if is_corrected else None,
-                block=rotate.block, signs=rotate.signs != "none", beside=beside,
+                block=hadamard.block, signs=hadamard.signs != "none", beside=beside,
             )  # fmt: skip
 
 
