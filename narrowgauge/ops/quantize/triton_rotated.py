@@ -68,8 +68,13 @@ def _rotated_piece(
     column = tl.arange(0, COLUMNS) + across * COLUMNS
     values, largest = _butterflies(x, signs, start, column, 0, ORDER)
     # The first stage has the lowest bit of an element's place in its block.
-    AXES: tl.constexpr = (1, 0, 5, 4, 3, 2) if ORDER == 16 else (1, 0, 6, 5, 4, 3, 2)
-    return tl.reshape(tl.permute(values, AXES), (COLUMNS, ROWS)) * (ORDER**-0.5), largest
+    # Triton 3.7 takes no constant for the axes.
+    values = (
+        tl.permute(values, (1, 0, 5, 4, 3, 2))
+        if ORDER == 16
+        else tl.permute(values, (1, 0, 6, 5, 4, 3, 2))
+    )
+    return tl.reshape(values, (COLUMNS, ROWS)) * (ORDER**-0.5), largest
 
 
 @triton.jit
