@@ -547,8 +547,8 @@ class Recipe:
     save         form in which x is saved for `grad_weight`, unless backward="recast-codes". The
                  gradients are bit-identical.
                  "original": the tensor itself, which its producer often saves anyway; cast again in
-                 backward. "quantized": its 8-bit codes, a quarter to half of the bytes, without a
-                 second cast
+                 backward. "quantized": its codes of 8 or 4 bits, a quarter to half of the bytes,
+                 without a second cast
     backward     "recast": the backward GEMMs cast x and w again, from the originals and along their
                  own contracted axis. "recast-codes": they cast the decoded x and w of `output` again,
                  so x is saved as its codes (nn/recast_codes.py). "straight-through": they use the codes of `output` in its

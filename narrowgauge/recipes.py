@@ -273,9 +273,9 @@ INT4_ROW_SR = _int4(
 #
 # Changed here: the scales of stochastic casts are rounded up, not to nearest. Rounding to nearest
 # lets 3 % of the elements exceed 6, saturate, and bias the gradient. A headroom of 17/16 would cure
-# that for ordinary tiles only, at a larger variance. Scales rounded up are valid NVFP4 scales. x is
-# saved as it is: grad_weight rotates it and tiles it along another axis. Saving 4-bit codes of that
-# is one `replace` away (save="quantized").
+# that for ordinary tiles only, at a larger variance. Scales rounded up are valid NVFP4 scales.
+# On a GPU x is saved as the 4-bit codes that grad_weight reads, rotated and tiled along tokens: forward
+# casts both ways from one read. The signs are fixed, so gradients are those of save="original".
 _NV_VECTOR = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL)
 _NV_SQUARE = Cast(format=E2M1, tile=(16, 16), scale=E4M3_TWO_LEVEL)
 _NV_GRADIENT = Cast(format=E2M1, tile=(1, 16), scale=E4M3_TWO_LEVEL_CEIL, rounding="stochastic")
@@ -285,6 +285,7 @@ NVFP4 = Recipe(
     output=Gemm(lhs=_NV_VECTOR, rhs=_NV_SQUARE),
     grad_input=Gemm(lhs=_NV_GRADIENT, rhs=_NV_SQUARE),
     grad_weight=Gemm(lhs=_NV_GRADIENT, rhs=_NV_VECTOR, rotate=Hadamard(block=16, signs="fixed")),
+    save="quantized",
     wide_blocks=HighPrecisionBlocks(),
 )
 

@@ -69,7 +69,7 @@ def fake(x: torch.Tensor) -> FakeTensor:
 
 
 OPS = {
-    "mm", "quantize", "quantize_pair", "quantize_precast", "hadamard", "rotate_and_encode", "rotary", "optim",
+    "mm", "quantize", "quantize_pair", "quantize_precast", "quantize_rotated", "hadamard", "rotate_and_encode", "rotary", "optim",
     "norm_act", "norm_act_backward", "cross_entropy", "cross_entropy_backward", "attention", "attention16",
 }  # fmt: skip
 

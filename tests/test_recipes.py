@@ -151,11 +151,13 @@ def test_delayed_scaling_remembers_every_role():
     )
 
 
-def test_codes_are_saved_where_one_cast_without_a_rotation_is_that_of_both_products():
-    """Of tiles it is a second cast, along the other axis and from the original; codes are an option with rotations too."""
+def test_codes_are_saved_where_one_cast_is_that_of_both_products_and_no_signs_are_new():
+    """Of tiles it is a second cast, along the other axis and from the original, rotated by fixed signs or not at all."""
     for recipe in recipes.ALL:
         serves_both = recipe.output.lhs is not None and (
-            not recipe.grad_weight.rotate or recipe.backward != "recast"
+            not recipe.grad_weight.rotate
+            or recipe.grad_weight.rotate.signs == "fixed"
+            or recipe.backward != "recast"
         )
         assert (recipe.save == "quantized") == (
             serves_both and recipe.output.lhs == recipe.grad_weight.rhs

@@ -21,15 +21,15 @@ So of x by recipe, with weight_codes="auto", without a fused producer and withou
     recipe                                                CPU      GPU
     fp8-current, fp8-delayed, fp8-current-fast            values   codes
     int8                                                  codes    codes
-    fp8-row, fp8-block, mxfp8, mxfp6                      x        codes
-    bf16, nvfp4, nvfp4-46, mxfp4                          x        x
+    fp8-row, fp8-block, mxfp8, mxfp6, nvfp4, nvfp4-46     x        codes
+    bf16, mxfp4                                           x        x
     int4-*, quartet2, quartet2-46, tetrajet2              packed   packed
 
     values  the elements that `output` read, before scales, and the scale: a transposed view, in
             bfloat16. In float32 if the CPU has no bfloat16 instructions. In float32 too if x, the
             weight and the output of a QLinear are float32 (eager mode, no autocast)
-    codes   one byte per element, [K, T], and the scales. x in their place if its producer saves it
-            (line 5), from the first `advance` on; and on a CPU that emulates int8
+    codes   one byte per element, [K, T], or half of one, and the scales. x in their place if its
+            producer saves it (line 5), from the first `advance` on; and on a CPU that emulates int8
     packed  half a byte per element, and in straight-through recipes one bit per element that says
             whether it was in range; else the scales of `output`
 

@@ -134,6 +134,8 @@ class Operand:
         """
         plan, casts, cast = self.plan, self.casts, self.plan.rows
         state = self.state if plan.is_delayed else None
+        if plan.pairs_turned and not is_compiling():
+            self._read_turned()
         if (state is None and not plan.pairs) or self.tensor.numel() == 0:
             return
         if state is not None and self._was_seen_by_another(state):
@@ -173,6 +175,20 @@ class Operand:
             casts.amax = update_amax(state, amax, records=self.context.records)
             casts.amax_state = state
 
+    def _read_turned(self) -> None:
+        """Make rows, and cols under a rotation by fixed signs, from one read of t, if a kernel can."""
+        plan, casts, cast, turned = self.plan, self.casts, self.plan.rows, self.tensor.T
+        assert cast is not None
+        if not casts.is_empty or self.tensor.numel() == 0 or not self._casts_both(cast):
+            return
+        rotation = Rotation.draw(plan.cols_rotate, turned)
+        run = plan.casts_in_rotation(turned, cast, None, rotation.turn, beside=True)
+        if run is None:
+            return
+        of_rows = self._noise(self.tensor, "rows") if cast.draws else None
+        noise = self._noise(turned, "cols") if cast.draws else None, of_rows
+        casts.cols, casts.rows = run(turned, cast, rotation.turn, noise, None, True)
+
     def _was_seen_by_another(self, state: Tensor) -> bool:
         """Return True if an equal amax history recorded this tensor; copy its state then."""
         seen = self.casts.amax_state
@@ -188,7 +204,7 @@ class Operand:
         plan = self.plan
         is_whole = (
             plan.rows is not None
-            and plan.rows.is_per_tensor
+            and (plan.rows.is_per_tensor or (plan.rows.scale.two_level and not plan.rows.draws))
             and isinstance(plan.rows.calibrate, CurrentScaling)
         )
         recasts = self.context.keep.weight == "recast"
@@ -296,20 +312,17 @@ class Operand:
         expand: torch.dtype | None,
         which: str,
     ) -> QTensor | Tensor:
+        if rotation is not NONE and cast is not None and self.plan.fuses_turns:
+            run = self.plan.casts_in_rotation(x, cast, expand, rotation.turn)
+            if run is not None:
+                noise = self._noise(x, which) if cast.draws else None
+                return run(x, cast, rotation.turn, (noise, None), expand, False)[0]
         if rotation is not NONE and cast is not None and x.numel() > PIECE:
             from narrowgauge.nn.rotated_pieces import cast_in_pieces, casts_apart
 
             if casts_apart(cast, x):
                 noise = self._noise(x, which) if cast.draws else None
                 return cast_in_pieces(x, cast, rotation, noise, self.plan, expand)
-        if rotation is not NONE and cast is not None and cast.rounding == "eden":
-            run = self.plan.corrects_in_rotation(x, cast, expand)
-            if run is not None:
-                noise = self._noise(x, which) if cast.draws else None
-                assert rotation.hadamard is not None
-                turn = rotation.hadamard.block, rotation.signs, rotation.second
-                made: QTensor = run(x, cast, None, noise, expand, *turn)
-                return made
         return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
 
     def cast(
@@ -327,6 +340,8 @@ class Operand:
         amax = (
             self.casts.amax if isinstance(cast.calibrate, DelayedScaling | CurrentScaling) else None
         )
+        if amax is not None and cast.scale.two_level:
+            return self.plan.by_amax(x, cast, amax)
         return self.plan.quantize(x, cast, amax, noise, expand)
 
     def _noise(self, x: Tensor, which: str) -> Tensor | Key:

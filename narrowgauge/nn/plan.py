@@ -17,13 +17,14 @@ from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import MmPlan, plan
 from narrowgauge.ops.quantize import plan as plan_quantize
-from narrowgauge.ops.quantize import plan_amax, plan_rotated, quantize, tile_amax
+from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
     from narrowgauge.ops.hadamard import Functions
+    from narrowgauge.ops.quantize.spec import Turn
     from narrowgauge.qtensor import QTensor
 
 # Role -> (the GEMM that reads the tensor, the GEMM that reads its transpose).
@@ -50,6 +51,9 @@ class OperandPlan:
                   (`ops.quantize.pair`)
     casts_once    t.T needs no read of its own: as `transposes`, or a kernel of the CPU casts both
                   from one read
+    pairs_turned  as `pairs`, where t.T is rotated by fixed signs and t is not, and the device's kernels
+                  cast both from one read (`ops.hadamard.casting`)
+    fuses_turns   kernels of this device may rotate and cast in one
     shares_rows   layers that cast the same t get the same rows: no random numbers, and no scale
                   from the layer's state other than an amax history, if the histories are equal
     shares_cols   likewise for cols
@@ -68,6 +72,8 @@ class OperandPlan:
     transposes: bool
     pairs: bool
     casts_once: bool
+    pairs_turned: bool
+    fuses_turns: bool
     shares_rows: bool
     shares_cols: bool
     is_delayed: bool
@@ -97,17 +103,28 @@ class OperandPlan:
         found: Tensor = run(x)
         return found
 
-    def with_amax(self, x: Tensor) -> tuple[QTensor | None, Tensor]:
+    def with_amax(self, x: Tensor) -> tuple[QTensor | None, Tensor | None]:
         """Quantize x and return its amax; see `ops.quantize.pair.plan_with_amax`."""
         assert self.rows is not None
         if is_compiling():
-            return None, tile_amax(x.detach(), (WHOLE, WHOLE))
+            is_whole = self.rows.is_per_tensor
+            return None, tile_amax(x.detach(), (WHOLE, WHOLE)) if is_whole else None
         key = ("amax", x.dtype, x.shape[1] & 1, x.shape[0] & 1)
         if (run := self.kernels.get(key)) is None:
             from narrowgauge.ops.quantize import pair  # only for weights that backward recasts
 
             run = self.kernels[key] = pair.plan_with_amax(x, self.rows)
-        found: tuple[QTensor | None, Tensor] = run(x)
+        found: tuple[QTensor | None, Tensor | None] = run(x)
+        return found
+
+    def by_amax(self, x: Tensor, cast: Cast, amax: Tensor) -> QTensor:
+        """Quantize x under a two-level rule by an amax of `with_amax`."""
+        key = ("by amax", x.dtype, x.shape[1] & 1)
+        if (run := self.kernels.get(key)) is None:
+            from narrowgauge.ops.quantize import pair
+
+            run = self.kernels[key] = pair.plan_by_amax(cast)
+        found: QTensor = run(x, amax)
         return found
 
     def one_read(
@@ -155,16 +172,28 @@ class OperandPlan:
             self.kernels[key] = fused
         return bool(fused)
 
-    def corrects_in_rotation(
-        self, x: Tensor, cast: Cast, expand: torch.dtype | None
-    ) -> Callable[..., QTensor] | None:
-        """Return `ops.quantize.plan_rotated` of x: a kernel that is chosen once, or None."""
+    def casts_in_rotation(
+        self,
+        x: Tensor,
+        cast: Cast,
+        expand: torch.dtype | None,
+        turn: Turn,
+        beside: bool = False,
+    ) -> Callable[..., tuple[QTensor, QTensor | None]] | None:
+        """Return a kernel that rotates and casts x in one, chosen once, or None if there is none.
+
+        beside  also cast x.T, without a rotation
+        ->      run(x, cast, turn, noise of both, expand, beside) -> (rotated, beside or None)
+        """
         if is_compiling() or 0 in x.shape:
             return None
-        key = ("correction", cast is self.rows, x.dtype, expand)
+        is_across = x.stride(0) == 1
+        key = ("turn", cast is self.rows, x.dtype, expand, x.shape[1] & 1, is_across, beside)
         if key not in self.kernels:
-            self.kernels[key] = plan_rotated(x, cast, expand)
-        found: Callable[..., QTensor] | None = self.kernels[key]
+            from narrowgauge.ops.hadamard.casting import plan_rotated  # only for rotations
+
+            self.kernels[key] = plan_rotated(x, cast, expand, turn, beside)
+        found: Callable[..., tuple[QTensor, QTensor | None]] | None = self.kernels[key]
         return found
 
     @cached_property
@@ -297,8 +326,23 @@ def _operand_plan(
         cast is not None and isinstance(cast.calibrate, DelayedScaling) for cast in (rows, cols)
     )
     is_paired = pairs and not is_delayed and _is_paired_on_cpu(rows, device)
+    turns = [each for each in rotations if each is not None]
+    is_cuda = device_facts(device.type, device.index).type == "cuda"
+    fuses = bool(turns) and (is_cuda or any(c is not None and c.rounding == "eden" for c in (rows, cols)))  # fmt: skip
+    # Random signs are drawn by the GEMM that needs them, and decoded operands exist in backward.
+    pairs_turned = (
+        is_cuda
+        and rotations[0] is None
+        and all(each.signs != "random" and each.rounds == 1 for each in turns)
+        and len(turns) == 1
+        and rows is not None
+        and rows == cols
+        and expands[0] is expands[1] is None
+        and recipe.backward == "recast"
+    )
     return OperandPlan(
-        role, kind, rows, cols, *expands, *rotations, transposes, pairs, transposes or is_paired, *shares, is_delayed
+        role, kind, rows, cols, *expands, *rotations, transposes, pairs, transposes or is_paired, pairs_turned, fuses,
+        *shares, is_delayed,
     )  # fmt: skip
 
 

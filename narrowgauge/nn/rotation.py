@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from narrowgauge.ops.quantize.spec import Turn
+
 if TYPE_CHECKING:
     from narrowgauge.ops.hadamard import Functions
     from narrowgauge.ops.random import Stream
@@ -65,6 +67,12 @@ class Rotation:
                 assert again is not None
                 second = tied(again, operand)
         return cls(hadamard, signs, is_random, kernel, second)
+
+    @property
+    def turn(self) -> Turn:
+        """The rotation, as kernels that cast take it."""
+        assert self.hadamard is not None
+        return Turn(self.hadamard.block, self.signs, self.second)
 
     def __call__(self, operand: Tensor) -> Tensor:
         if self.hadamard is None:

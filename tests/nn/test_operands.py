@@ -93,8 +93,9 @@ def test_importing_the_linear_brings_few_statements():
     # correct its scales, and a recipe cast decoded operands. 3,195 before kernels of casts rotated, and
     # wrote scales in cuBLAS' layout. 3,290 before C++ kernels ran on torch's threads and multiplied INT8.
     # 3,345 before a CPU's GEMM added a bias, rotations were vectors, and `tetrajet2`, two statements.
-    # 3,358 before sums for biases. 3,370 before codes were read from tables. Docstrings and comments may grow.
-    assert int(done.stdout) <= 3391
+    # 3,358 before sums for biases. 3,370 before codes were read from tables. 3,391 before a GPU's kernels
+    # rotated and cast in one. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3426
 
 
 class Gathered:

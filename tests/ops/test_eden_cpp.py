@@ -24,7 +24,9 @@ from narrowgauge.formats import E2M1, INT4, IntFormat
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.cpp import prebuilt
 from narrowgauge.ops.cpp.build import compiler_name
-from narrowgauge.ops.quantize import eden_cpp, plan_rotated, quantize
+from narrowgauge.ops.hadamard.casting import plan_rotated
+from narrowgauge.ops.quantize import eden_cpp, quantize
+from narrowgauge.ops.quantize.spec import Turn
 from narrowgauge.ops.random import Key
 from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Hadamard
@@ -158,8 +160,10 @@ def test_what_the_kernel_leaves_to_the_definition():
         with raises(BackendError, "kernel.refused") as caught:
             quantize(x, cast, expand=expand, noise=noise, backend="native-eden")
         assert caught.value.refusal == code
-    assert plan_rotated(x, replace(EDEN, tile=(1, 8)), torch.float32) is None
-    assert plan_rotated(x, EDEN, torch.float32) is not None
+    turn = Turn(128)
+    assert plan_rotated(x, replace(EDEN, tile=(1, 8)), torch.float32, turn) is None
+    assert plan_rotated(x, EDEN, torch.float32, turn) is not None
+    assert plan_rotated(x, EDEN, torch.float32, turn, beside=True) is None
 
 
 @needs_compiler

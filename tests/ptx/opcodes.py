@@ -83,6 +83,8 @@ def operation(opcode: str, operands: int = 0) -> Operation:
             return Operation((bits,), (bits, bits, 1), lambda a, b, p: np.where(p, a, b))
         if name == "cvt":
             return Operation(*conversions.conversion(words))
+        if name == "shf":
+            return Operation((32,), (32, 32, 32), _FUNNELS[tuple(words)])
         if unknown := set(words[:-1]) - _MODIFIERS:
             raise KeyError(*unknown)
         if kind == "pred":
@@ -203,6 +205,26 @@ def _shift(name: str, kind: str) -> Callable[[Bits, Bits], Bits]:
         return np.where(amount >= bits, UNSIGNED[bits](0), moved.view(UNSIGNED[bits]))
 
     return shifted
+
+
+def _funnel(is_left: bool, wraps: bool) -> Callable[..., Bits]:
+    """shf: the high word of 64 bits, a below b, moved to the left, or the low word moved to the right."""
+
+    def shifted(a: Bits, b: Bits, amount: Bits) -> Bits:
+        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+        by = (amount & np.uint32(31) if wraps else np.minimum(amount, np.uint32(32))).astype(
+            np.uint64
+        )
+        return (both << by >> np.uint64(32) if is_left else both >> by).astype(np.uint32)
+
+    return shifted
+
+
+_FUNNELS = {
+    (side, mode, "b32"): _funnel(side == "l", mode == "wrap")
+    for side in ("l", "r")
+    for mode in ("wrap", "clamp")
+}
 
 
 def _extract(kind: str) -> Callable[..., Bits]:

@@ -7,6 +7,7 @@
                 and on one of multiples of 16, on which one cooperative launch does all; bits
     delayed     by the scale of earlier steps and at the first step, with NaN, at an odd address; bits
     corrected   casts that correct their scales (EDEN), on ragged and even shapes; bits
+    rotated     casts of x.T under a rotation, alone and with x beside it; bits
     strided     a view with gaps, x.T in memory, float32; bits
     precast     codes that the optimizer wrote, still right or not; bits
     norms       norms and activations, forward and backward, with their casts; as their self-check asks
@@ -36,12 +37,13 @@ from narrowgauge.formats import E4M3, E5M2, INT4
 from narrowgauge.ops import attention, rotary
 from narrowgauge.ops.grouped import launches as grouped
 from narrowgauge.ops.grouped import selfcheck as of_groups
-from narrowgauge.ops.hadamard import encoding
+from narrowgauge.ops.hadamard import casting, encoding
 from narrowgauge.ops.mm import triton as block_mm
 from narrowgauge.ops.norm_act import selfcheck as of_norms
 from narrowgauge.ops.norm_act import triton_launch as norms
 from narrowgauge.ops.quantize import definition, pair, triton_launch
 from narrowgauge.ops.quantize import selfcheck as of_casts
+from narrowgauge.ops.quantize.spec import Turn
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.selfcheck import OutputComparison, difference, examine, spread_normal
 from narrowgauge.ops.triton import has_conversions
@@ -49,7 +51,7 @@ from narrowgauge.optim import backends, selfcheck
 from narrowgauge.optim.triton import launch as optim_launch
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard
 from narrowgauge.scaling import to_exponents, unswizzled
-from tests.ops.triton.test_compiled import CASTS, EDEN
+from tests.ops.triton.test_compiled import CASTS, EDEN, ROTATED
 from tests.ptx.launching import CAPABILITIES, Interpretation, interpreted
 from tests.ptx.memory import Fault
 from tests.ptx.parser import PtxError
@@ -107,6 +109,7 @@ def cases(sm: int) -> Iterator[Case]:
     """
     yield from _casts()
     yield from _corrected()
+    yield from _rotated_casts()
     yield from _delayed()
     yield from _strided()
     yield from _groups()
@@ -200,6 +203,34 @@ def compare_corrected(cast: Cast, x: Tensor) -> str:
     got = triton_launch.eden(x, cast, None, noise, None)
     truth = definition.quantize(x, cast, None, noise, None)
     return _differences(of_casts.compared(got, truth, None, False))
+
+
+def _rotated_casts() -> Iterator[Case]:
+    for name, (cast, block) in ROTATED.items():
+        for shape in (RAGGED, EVEN):
+            for beside in (False, True):
+                run = partial(compare_rotated, cast, block, sample(shape), beside)
+                label = f"{name} rotated {shape[0]}x{shape[1]}{' and x' if beside else ''}"
+                yield Case("rotated", label, run)
+        for words, x in (
+            ("float32", sample((49, 131), torch.float32)),
+            ("NaN and infinity", sample((49, 131), poisoned=True)),
+        ):
+            run = partial(compare_rotated, cast, block, x, True)
+            yield Case("rotated", f"{name} rotated, {words}", run)
+        run = partial(compare_rotated, cast, block, sample(RAGGED), False, torch.float32)
+        yield Case("rotated", f"{name} rotated, decoded", run)
+
+
+def compare_rotated(
+    cast: Cast, block: int, x: Tensor, beside: bool, expand: torch.dtype | None = None
+) -> str:
+    length, generator = -(-x.shape[0] // block) * block, torch.Generator().manual_seed(block)
+    signs = torch.randint(0, 2, (length,), generator=generator, dtype=torch.float32) * 2 - 1
+    noise = KEYS if cast.draws else (None, None)
+    given = x.T, cast, Turn(block, signs), noise, expand, beside
+    got, truth = triton_launch.rotated(*given), casting.reference(*given)
+    return _differences(of_casts.compared((*got, None), (*truth, None), None, False))
 
 
 def compare_cast(cast: Cast, x: Tensor, cols: bool) -> str:

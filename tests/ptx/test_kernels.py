@@ -11,18 +11,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from narrowgauge.ops.hadamard import casting
 from narrowgauge.ops.mm import cublas
 from narrowgauge.ops.quantize import definition, triton_launch
+from narrowgauge.ops.quantize.spec import Turn
 from tests.ops.triton.test_compiled import CASTS
 from tests.ptx.launching import CAPABILITIES
 from tests.ptx.machine import Schedule
 from tests.ptx.proof import Case, cases, outcome, sample
+from tests.selection import quick
 
 GPUS = tuple(CAPABILITIES)
 QUICK = ("tensor 80x144 and x.T", "e4m3 later and x.T")
 # Family -> one case in so many, on each GPU; the cases differ from GPU to GPU.
 SHARES = {
-    "casts": 9, "corrected": 7, "delayed": 5, "strided": 10, "precast": 2, "norms": 24, "rotary": 8, "optimizer": 4,
+    "casts": 9, "corrected": 7, "rotated": 6, "delayed": 5, "strided": 10, "precast": 2, "norms": 24, "rotary": 8, "optimizer": 4,
     "hadamard": 9, "block mm": 4, "attention": 4,
 }  # fmt: skip
 # Programs that wait for each other, count their ends, or share maxima.
@@ -55,6 +58,25 @@ def swizzled_case(cast: str, cols: bool) -> Case:
         return ""
 
     return Case("casts", f"{cast} for tensor cores", call)
+
+
+@pytest.mark.parametrize("sm", quick([100], [100, 120]))
+def test_scales_of_rotated_casts_are_written_so_too(sm):
+    """Of x and of x.T under a rotation, whose ragged rows end in a block of zeros."""
+    cast, x, turn = CASTS["nv"], sample((67, 131)), Turn(16)
+
+    def call() -> str:
+        given = x.T, cast, turn, (None, None), None, True
+        for name, ours, truth in zip(
+            ("x.T", "x"), triton_launch.rotated(*given), casting.reference(*given), strict=True
+        ):
+            wanted = cublas.mx_operand(truth).scales[0].view(torch.uint8)
+            if ours.units is None or not torch.equal(ours.units, wanted):
+                return f"scales of {name} differ"
+        return ""
+
+    found = outcome(Case("rotated", "for tensor cores", call), sm)
+    assert not found.words and found.kernels == ("maxima_rotated", "cast_rotated"), found
 
 
 def test_scales_are_written_as_tensor_cores_read_them():

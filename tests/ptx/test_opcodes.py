@@ -632,6 +632,16 @@ def test_shifts_beyond_the_width_empty_or_fill(bits):
     compare(f"shr.s{bits}", [a, by], arithmetic)
 
 
+def test_funnel_shifts_move_two_words():
+    a, b = pairs(32)
+    by = [(0, 1, 4, 31, 32, 33, 200, 0xFFFFFFFF)[n % 8] for n in range(len(a))]
+    for mode, limited in (("wrap", [n & 31 for n in by]), ("clamp", [min(n, 32) for n in by])):
+        both = [(x | y << 32, n) for x, y, n in zip(a, b, limited, strict=True)]
+        left = [(word << n >> 32) & 0xFFFFFFFF for word, n in both]
+        compare(f"shf.l.{mode}.b32", [a, b, by], left)
+        compare(f"shf.r.{mode}.b32", [a, b, by], [word >> n & 0xFFFFFFFF for word, n in both])
+
+
 def test_fields_of_bits():
     a = [each for each in integers(32) for _ in range(16)]
     start = [0, 1, 8, 31] * (len(a) // 4)

@@ -31,6 +31,7 @@ from narrowgauge.recipe import Cast
 # In the order in which they are checked: what a training step uses most comes first.
 REGISTRIES = (
     ("narrowgauge.ops.quantize.pair", "KERNELS"),
+    ("narrowgauge.ops.hadamard.casting", "KERNELS"),
     ("narrowgauge.ops.mm", "KERNELS"),
     ("narrowgauge.ops.quantize.precast_weight", "KERNELS"),
     ("narrowgauge.ops.quantize", "KERNELS"),

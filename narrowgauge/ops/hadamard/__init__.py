@@ -34,10 +34,11 @@ A row whose energy is concentrated in one element is spread over its block: ever
 sqrt(b) times that element. The range shrinks, and with it the step size. Sums are float32; NaN and
 infinity spread over their block.
 
-Cost in plain torch: a rotation takes 2 b operations per element, as one GEMM with a b x b matrix,
-and encoding about ten passes. With a C++ compiler, on the CPU (native-cpp), each takes one pass
-over memory, with log2 b butterflies per element. The two rotations differ by the order of
-summation.
+Cost in plain torch: a rotation takes log2 b passes of butterflies on the CPU, and encoding about ten
+passes. With a C++ compiler (native-cpp) each takes one pass over memory, with the same butterflies:
+the results are bit-identical. On a GPU and in compiled code a rotation is one GEMM with a b x b
+matrix, 2 b operations per element, which differs by the order of summation. Kernels that rotate and
+cast have the order of the butterflies (`casting`).
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ def draw_signs(
         return None
     length = rotated_length(inner, hadamard)
     if hadamard.signs == "fixed":
-        return definition.fixed_signs(hadamard.block, device).repeat(length // hadamard.block)
+        # A view of signs for a power of two of blocks: few lengths are cached, and nothing is copied.
+        blocks = 1 << (max(length // hadamard.block, 1) - 1).bit_length()
+        return definition.fixed_signs(hadamard.block, device, blocks)[:length]
     if stream is not None:
         return (stream.key(product, "signs").uniform((length,)).to(device) < 0.5) * 2.0 - 1.0
     return torch.randint(0, 2, (length,), device=device, dtype=torch.float32) * 2 - 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import cached
+from narrowgauge.addresses import cached, is_compiling, type_of
 from narrowgauge.ops.chunking import row_chunks
 
 if TYPE_CHECKING:
@@ -33,22 +33,20 @@ class EncodedRows(NamedTuple):
     bits: Tensor | None
 
 
-def _constant(
-    build: Callable[[int, torch.device], Tensor],
-) -> Callable[[int, torch.device], Tensor]:
-    """Cache a constant tensor per block and device.
+def _constant(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cache a constant tensor per block, device and further integers.
 
     On a GPU, copying a constant from the host at every call synchronizes, and aborts the capture of
     a CUDA graph.
     """
     built = cached(build)
 
-    def get(block: int, device: torch.device) -> Tensor:
-        if torch.compiler.is_compiling():
-            return build(block, device)
+    def get(block: int, device: torch.device, *sizes: int) -> Tensor:
+        if is_compiling():
+            return build(block, device, *sizes)
         # A tensor that is created in inference mode could not be saved for backward later.
         with torch.inference_mode(False):
-            return built(block, device)
+            return built(block, device, *sizes)
 
     return get
 
@@ -65,15 +63,15 @@ def hadamard_matrix(block: int, device: torch.device) -> Tensor:
 
 
 @_constant
-def fixed_signs(block: int, device: torch.device) -> Tensor:
-    """Return [block] of +1 and -1.
+def fixed_signs(block: int, device: torch.device, blocks: int = 1) -> Tensor:
+    """Return the same +1 and -1 for each block, [blocks * block].
 
     The signs are TransformerEngine's for 16; others come from Python's generator, seeded with the
     block.
     """
     source = random.Random(block)
     signs = _SIGNS_16 if block == 16 else tuple(source.choice((1, -1)) for _ in range(block))
-    return torch.tensor(signs, dtype=torch.float32, device=device)
+    return torch.tensor(signs, dtype=torch.float32, device=device).repeat(blocks)
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
@@ -82,19 +80,20 @@ def rotate(x: Tensor, block: int, signs: Tensor | None) -> Tensor:
     On a GPU, process chunks of rows into one output; results are bit-identical.
     """
     slices, filled = row_chunks(x), -x.shape[1] % block
-    matrix = hadamard_matrix(block, x.device)
     if len(slices) == 1:
-        return _rotated(x, matrix, signs, filled)
+        return _rotated(x, block, signs, filled)
     out = x.new_empty(x.shape[0], x.shape[1] + filled, dtype=torch.float32)
     for each in slices:
-        out[each] = _rotated(x[each], matrix, signs, filled)
+        out[each] = _rotated(x[each], block, signs, filled)
     return out
 
 
-def _rotated(x: Tensor, matrix: Tensor, signs: Tensor | None, filled: int) -> Tensor:
+def _rotated(x: Tensor, block: int, signs: Tensor | None, filled: int) -> Tensor:
     """Rotate one piece. filled: number of zero columns that complete the blocks."""
-    full = torch.nn.functional.pad(x.to(torch.float32), (0, filled))
-    return _times_hadamard(full if signs is None else full * signs, matrix)
+    full = x.to(torch.float32)
+    # Padded after the signs: with a sign of its own a zero of the padding could become -0.
+    full = full if signs is None else full * signs[: x.shape[1]]
+    return _times_hadamard(torch.nn.functional.pad(full, (0, filled)), block)
 
 
 def unrotate(
@@ -102,32 +101,52 @@ def unrotate(
 ) -> Tensor:
     """See `ops.hadamard`. On a GPU, process chunks of rows; results are bit-identical."""
     slices = row_chunks(y)
-    matrix = None if block == 1 else hadamard_matrix(block, y.device)
     if len(slices) == 1:
-        return _unrotated(y, matrix, inner, signs, bits)
+        return _unrotated(y, block, inner, signs, bits)
     out = y.new_empty(y.shape[0], inner, dtype=torch.float32)
     for each in slices:
-        out[each] = _unrotated(y[each], matrix, inner, signs, None if bits is None else bits[each])
+        out[each] = _unrotated(y[each], block, inner, signs, None if bits is None else bits[each])
     return out
 
 
 def _unrotated(
-    y: Tensor, matrix: Tensor | None, inner: int, signs: Tensor | None, bits: Tensor | None
+    y: Tensor, block: int, inner: int, signs: Tensor | None, bits: Tensor | None
 ) -> Tensor:
-    """Unrotate one piece. matrix: None if only the signs are undone."""
+    """Unrotate one piece. block: 1 if only the signs are undone."""
     full = y.to(torch.float32)
     full = full if bits is None else torch.where(unpack_bits(bits, y.shape[1]), full, 0.0)
-    full = full if matrix is None else _times_hadamard(full, matrix)
+    full = full if block == 1 else _times_hadamard(full, block)
     return (full if signs is None else full * signs)[:, :inner]
 
 
-def _times_hadamard(x: Tensor, matrix: Tensor) -> Tensor:
-    """Return x [outer, whole blocks] times BlockDiag(matrix)."""
+def _times_hadamard(x: Tensor, block: int) -> Tensor:
+    """Return x [outer, whole blocks] times BlockDiag(H)."""
+    # One pass of a GEMM where log2 block passes are slow, or a compiler would fuse them badly.
+    if is_compiling() or type_of(x.device) != "cpu":
+        return _by_matrix(x, block)
+    return butterflies(x, block)
+
+
+def butterflies(x: Tensor, block: int) -> Tensor:
+    """The same in the order of additions that kernels have, so that they can be compared bit for bit.
+
+        y[i], y[i + h] <- y[i] + y[i + h], y[i] - y[i + h]        for h = 1, 2, 4 ... block / 2
+
+    and the factor 1 / sqrt(block) last.
+    """
+    y, half = x, 1
+    while half < block:
+        low, high = y.reshape(-1, block // (2 * half), 2, half).unbind(2)
+        y, half = torch.stack((low + high, low - high), dim=2), 2 * half
+    return y.reshape(x.shape) * block**-0.5
+
+
+def _by_matrix(x: Tensor, block: int) -> Tensor:
     # Autocast would round both operands to 16 bits.
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
-            return _times_hadamard(x, matrix)
-    turned = torch.mm(x.reshape(-1, len(matrix)), matrix)
+            return _by_matrix(x, block)
+    turned = torch.mm(x.reshape(-1, block), hadamard_matrix(block, x.device))
     return turned.reshape(x.shape)
 
 

@@ -27,7 +27,6 @@ values, if noise is a Key. EDEN casts have a kernel of their own there, which al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,19 +112,6 @@ def plan_amax(x: Tensor) -> Callable[[Tensor], Tensor]:
         and KERNELS.choose(Spec.of(x, _WHOLE)).kernel.name == "triton"
     )
     return imported(LAUNCHES, "amax") if is_launched else definition.whole_amax
-
-
-def plan_rotated(
-    x: Tensor, cast: Cast, expand: torch.dtype | None
-) -> Callable[..., QTensor] | None:
-    """Return the kernel that rotates, casts and corrects such an x, or None if none does all three.
-
-    cast  of the rotated x, with rounding "eden"
-    ->    run(x, cast, amax, noise, expand, block, signs, second), valid as the result of `plan`
-    """
-    spec = replace(Spec.of(x, cast, expand=expand), noise="key" if cast.draws else None)
-    kernel = KERNELS.choose(spec).kernel
-    return imported(EDEN, "run_rotated") if kernel.name == "native-eden" else None
 
 
 def plan(

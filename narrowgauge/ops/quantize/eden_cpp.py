@@ -14,13 +14,14 @@ Left out: tiles of other widths than WIDTHS, noise that is no key, and codes of 
 from __future__ import annotations
 
 from ctypes import c_int32, c_int64, c_uint32, c_void_p
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.ops.cpp import Library
 from narrowgauge.ops.quantize import cpp
+from narrowgauge.ops.quantize.spec import Turn
 from narrowgauge.ops.registry import Refusal
 from narrowgauge.qtensor import QTensor
 
@@ -40,14 +41,6 @@ LIBRARY = Library(
         "eden": (_P, *_SOURCE, _L, _L, _L, _I, _P, _P, _P, _U, _U, _P),
     },
 )
-
-
-class Turn(NamedTuple):
-    """A rotation along the rows of x, in blocks, by signs of a first and of a second round. block 1: none."""
-
-    block: int = 1
-    signs: Tensor | None = None
-    second: Tensor | None = None
 
 
 def refuse(spec: Spec) -> Refusal | None:

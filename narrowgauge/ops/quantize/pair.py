@@ -138,18 +138,34 @@ def plan(
     return lambda x, state, _: replays(x, state)
 
 
-def plan_with_amax(x: Tensor, cast: Cast) -> Callable[[Tensor], tuple[QTensor | None, Tensor]]:
+def plan_with_amax(
+    x: Tensor, cast: Cast
+) -> Callable[[Tensor], tuple[QTensor | None, Tensor | None]]:
     """Return a function of x that returns (its cast or None, its amax [1, 1]).
 
-    The cast is None if it takes a separate launch. x.T is then cast by this amax, with one scale.
+    The cast is None if it takes a separate launch. x.T is then cast by this amax: with one scale, or
+    under a two-level rule by `plan_by_amax`. Without a kernel for that, cast and amax are None.
     The function is valid for the same tensors as `plan`.
     """
-    specs = Spec.of(x, cast), Spec.of(x.T, cast, x.new_empty((1, 1)))
+    of_tiles = cast.scale.two_level
+    specs = Spec.of(x, cast), Spec.of(x.T, cast, None if of_tiles else x.new_empty((1, 1)))
     if not all(OF_ONE.choose(spec).kernel.name == "triton" for spec in specs):
+        if of_tiles:
+            return lambda x: (None, None)
         return lambda x: (None, definition.tile_amax(x.detach(), cast.tile))
     from narrowgauge.ops.triton.replay import Replays  # imported only where kernels are launched
 
     return Replays(lambda x: triton.with_amax(x, cast))
+
+
+def plan_by_amax(cast: Cast) -> Callable[[Tensor, Tensor], QTensor]:
+    """Return run(x, amax) for a two-level cast whose amax `plan_with_amax` returned.
+
+    amax  [1, 1], of the whole tensor: it sets the tensor's scale, and tiles take their own
+    """
+    from narrowgauge.ops.triton.replay import Replays  # imported only where kernels are launched
+
+    return Replays(lambda x, amax: triton.by_amax(x, cast, amax))
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ def empty_units(shape: tuple[int, int], cast: Cast, device: torch.device) -> Ten
     is_whole = not (shape[0] % SCALE_ROWS or columns % SCALE_COLUMNS)
     made = torch.empty if is_whole else torch.zeros
     return made(swizzled_length(shape[0], columns), dtype=torch.uint8, device=device)
+
+
+class Turn(NamedTuple):
+    """A rotation along the rows of x, in blocks, by signs of a first and of a second round. block 1: none."""
+
+    block: int = 1
+    signs: Tensor | None = None
+    second: Tensor | None = None
 
 
 # Noise of x and of x.T, of `quantize_pair`, and what it returns.
@@ -79,11 +87,15 @@ class Spec:
         amax: Tensor | None = None,
         noise: Tensor | Key | None = None,
         expand: torch.dtype | None = None,
-        **of_pair: bool,
-    ) -> Spec:
+        **others: Any,
+    ) -> Self:
         given = noise if isinstance(noise, Tensor) else None
         kind: Literal["key", "tensor"] | None = (
             None if noise is None else "key" if given is None else "tensor"
         )
         device, shape = device_of(x, amax, given), (x.shape[0], x.shape[1])
-        return cls(device, x.dtype, shape, cast, kind, amax is not None, expand, **of_pair)
+        return cls(device, x.dtype, shape, cast, kind, amax is not None, expand, **others)
+
+    def with_keys(self) -> Self:
+        """The same with noise that is no tensor, for a plan that is made before it is drawn."""
+        return replace(self, noise="key")

@@ -71,6 +71,7 @@ def refuse_eden(spec: Spec) -> Refusal | None:
     return None
 
 
-run, both, pair, precast, with_amax, empty = (
-    imported(LAUNCHES, name) for name in ("run", "both", "pair", "precast", "with_amax", "empty")
+run, both, pair, precast, with_amax, by_amax, empty = (
+    imported(LAUNCHES, name)
+    for name in ("run", "both", "pair", "precast", "with_amax", "by_amax", "empty")
 )

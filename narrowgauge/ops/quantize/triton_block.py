@@ -59,6 +59,22 @@ def cast_block(
 
 
 @triton.jit
+def shared_scale(maxima, out, C: tl.constexpr, PARTS: tl.constexpr):
+    """Return the scale of a tensor before headroom under two-level rules, else zeros.
+
+    maxima  [PARTS] int32 of the whole tensor under two-level rules, else None
+    out     [1] float32, receives the scale under two-level rules, else None
+    """
+    shared = tl.zeros((1, 1), tl.float32)
+    if C.two_level:
+        shared = scale_of(tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0), C)
+        # All programs compute the same value; one stores it.
+        if tl.program_id(0) == 0:
+            tl.store(out, shared * C.headroom)
+    return shared
+
+
+@triton.jit
 def cast_blocks(
     x, plain, transposed, shared_out,
     C: tl.constexpr, PARTS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -74,12 +90,7 @@ def cast_blocks(
     """
     down, across = place_of_program(x.columns, COLUMNS)
     values, row, column = load_piece(x, down, across, ROWS, COLUMNS)
-    shared = tl.zeros((1, 1), tl.float32)
-    if C.two_level:
-        shared = scale_of(tl.max(tl.load(plain.maxima + tl.arange(0, PARTS)), axis=0), C)
-        # All programs compute the same value; one stores it.
-        if tl.program_id(0) == 0:
-            tl.store(shared_out, shared * C.headroom)
+    shared = shared_scale(plain.maxima, shared_out, C, PARTS)
     # Stochastic rounding draws other noise for x.T, so its codes differ.
     SAME: tl.constexpr = A == B and not C.stochastic
     if plain.codes is not None or SAME:

@@ -10,6 +10,7 @@ Results are bit-identical to the reference, in one or two launches.
     blocks           one                              1
     blocks, 2 level  maxima, cast                     2, like a tensor
     EDEN             one; maxima, cast under 2 levels 1; 2
+    rotated blocks   one; maxima, cast under 2 levels 1; 2, x.T rotated and x beside it
 
 Two launches, maxima and cast, replace one that would exceed its limit of 64 registers: for
 stochastic rounding, for sides that are no multiple of 16, and for rows with x.T in formats outside
@@ -25,6 +26,8 @@ Sizes of the pieces, none measured on a GPU:
                Triton 3.6, i.e. one program per multiprocessor
     blocks     one block of 128 in both directions: 128 x 128 in 16 warps, 32 elements per thread
     EDEN       rows of one corrected block, 2,048 elements in 4 warps
+    rotated    four blocks of rows by 64 columns in 8 warps: a thread has one block of one column. Two
+               columns in 4 warps spilled 8 bytes on 10.0 with Triton 3.7, and had up to 172 registers
 """
 
 from __future__ import annotations
@@ -58,12 +61,14 @@ if TYPE_CHECKING:
 
 triton_block = Kernels("narrowgauge.ops.quantize.triton_block")
 triton_eden = Kernels("narrowgauge.ops.quantize.triton_eden")
+triton_rotated = Kernels("narrowgauge.ops.quantize.triton_rotated")
 triton_transpose = Kernels("narrowgauge.ops.quantize.triton_transpose")
 
 RUN, RUN_WARPS = 4096, 4
 SQUARE, SQUARE_WARPS = 64, 8
 LONGEST_ROW, ROW_PIECE, ROW_WARPS = 8192, 4096, 8
 CORRECTED, CORRECTED_WARPS = 2048, 4
+ROTATED_BLOCKS = 4  # blocks of a rotation that a program has in each column
 LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # for tiles with a side above 64; other tiles take squares
 # Number of programs that compute a maximum: the smallest that suffices, so that few variants are
 # compiled. 512 programs of 4 warps keep 64 KB in flight per multiprocessor of an H200.
@@ -119,6 +124,40 @@ def eden(x: Tensor, cast: Cast, amax: Amax, noise: Key | None, expand: Dtype) ->
         BLOCK=cast.block, TILE=cast.tile[1], ROWS=rows, warps=CORRECTED_WARPS,
     )  # fmt: skip
     return output.finished()
+
+
+def rotated(
+    x: Tensor, cast: Cast, turn: Any, noise: Noise, expand: Dtype, beside: bool
+) -> tuple[QTensor, QTensor | None]:
+    """See `ops.hadamard.casting`. turn: a `spec.Turn` of one round."""
+    block, signs, _ = turn
+    # Rows of x lie across the memory of x.T, whose rows are contiguous.
+    memory = x.detach().T
+    memory = memory if memory.stride(1) == 1 or memory.shape[1] == 1 else memory.contiguous()
+    rows, columns = memory.shape
+    length = -(-rows // block) * block
+    turned = Output((columns, length), cast, x.device, expand, noise[0], for_units=True)
+    plain = Output((rows, columns), cast, x.device, None, noise[1], True) if beside else None
+    height = ROTATED_BLOCKS * block
+    sizes = {"ORDER": block, "ROWS": height, "COLUMNS": SQUARE, "warps": SQUARE_WARPS}
+    given = Matrix.of(memory), signs
+    of_plain = of_turned = None
+    parts = _parts(memory) if cast.scale.two_level else 0
+    if parts:
+        of_turned, of_plain = (
+            torch.empty(parts, dtype=torch.int32, device=x.device) if is_wanted else None
+            for is_wanted in (True, beside)
+        )
+        launch(
+            triton_rotated.maxima_rotated, parts, *given, of_plain, of_turned, PARTS=parts, **sizes
+        )
+    launch(
+        triton_rotated.cast_rotated, -(-rows // height) * -(-columns // SQUARE), *given,
+        _orientation(plain, of_plain), _orientation(turned, of_turned),
+        None if plain is None else plain.shared, turned.shared,
+        C=constants(x, cast, expand), PARTS=parts, TILE=cast.tile[1], **sizes,
+    )  # fmt: skip
+    return turned.finished(), None if plain is None else plain.finished()
 
 
 def empty(x: Tensor, cast: Cast) -> QTensor:
@@ -226,8 +265,9 @@ def cast_pair(
 
     in_operator  True for an operator of compiled code, whose outputs are float32 scales
 
-    amax  float32, contiguous. For a tensor: slots whose maximum is the amax, a power of two of
-          them. For rows: one each (without cols). Not for blocks
+    amax  float32, contiguous. For a tensor, and for blocks under two-level rules: slots whose
+          maximum is the amax of the tensor, a power of two of them. For rows: one each (without
+          cols). Not for other blocks
     """
     given = cast, x.device, expand
     rows = Output(tuple(x.shape), *given, noise[0], not in_operator)
@@ -334,21 +374,32 @@ def amax(x: Tensor) -> Tensor:
 
 
 def with_amax(x: Tensor, cast: Cast) -> tuple[QTensor | None, Tensor]:
-    """Cast x, not empty, with one scale, and return (cast, amax [1, 1] float32), in one launch.
+    """Cast x, not empty, and return (cast, amax [1, 1] float32), without another read for the amax.
+
+    cast  with one scale, or with a scale of the tensor above those of its tiles
 
     With stochastic rounding the cast is None.
     """
     if cast.draws:
         return None, amax(x)
+    of_blocks = cast.scale.two_level
     rows, whole = (
-        Output(tuple(x.shape), cast, x.device),
+        Output(tuple(x.shape), cast, x.device, for_units=of_blocks),
         torch.empty(1, 1, dtype=torch.int32, device=x.device),
     )
     memory, is_transposed = _in_memory_order(x.detach())
-    _cast_by_one(
-        memory, constants(x, cast), (None, rows) if is_transposed else (rows, None), None, whole
-    )
+    wanted = (None, rows) if is_transposed else (rows, None)
+    if of_blocks:
+        _tensor_maxima(memory, whole)
+        _cast_blocks(memory, constants(x, cast), wanted, whole.view(torch.float32))
+    else:
+        _cast_by_one(memory, constants(x, cast), wanted, None, whole)
     return rows.finished(), whole.view(torch.float32)
+
+
+def by_amax(x: Tensor, cast: Cast, amax: Tensor) -> QTensor:
+    """Cast x, not empty, under a two-level rule, by the amax of the tensor that `with_amax` returned."""
+    return cast_pair(x, cast, amax=amax)[0]
 
 
 # Outputs for x, whose rows are contiguous, and for x.T; None: not requested.
@@ -493,9 +544,14 @@ def _cast_rows(x: Tensor, C: CastConstants, output: Output | None) -> None:
 
 
 def _cast_blocks(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
-    """Cast with a scale for each block, and a shared float32 scale under two-level rules."""
+    """Cast with a scale for each block, and a shared float32 scale under two-level rules.
+
+    amax  under two-level rules: slots whose maximum is the amax of the tensor
+    """
     given = next(output for output in wanted if output is not None)
-    maxima = _tensor_maxima(x) if C.two_level else None
+    maxima = None
+    if C.two_level:
+        maxima = _tensor_maxima(x) if amax is None else amax.view(torch.int32)
     a, b = given.cast.tile
     side, warps = (LARGE_BLOCK, LARGE_BLOCK_WARPS) if max(a, b) > SQUARE else (SQUARE, SQUARE_WARPS)
     first = _orientation(wanted[0])._replace(maxima=maxima)

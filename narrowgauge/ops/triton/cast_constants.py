@@ -65,6 +65,12 @@ class CastConstants:
     ceils: bool  # True if the e4m3 scales are rounded up
 
     @property
+    def largest_scaled(self) -> float:
+        """Largest amax under a scale of one, of a tile, or of a tensor under two-level rules."""
+        # Here and not in a kernel: Triton 3.7 cannot multiply two fields of a constant.
+        return self.largest_tile * self.largest if self.two_level else self.largest
+
+    @property
     def packed(self) -> bool:
         """True if two codes share a byte."""
         return self.bits == 4 and not self.decoded

@@ -54,8 +54,7 @@ def scale_of(amax_bits, C: tl.constexpr):
         scale = tl.maximum(exponent, (C.lowest_exponent + 127) << 23).to(tl.float32, bitcast=True)
     else:
         amax = amax_bits.to(tl.float32, bitcast=True)
-        largest = C.largest_tile * C.largest if C.two_level else C.largest
-        scale = tl.maximum(_over(amax, largest, C), 2.0**C.lowest_exponent)
+        scale = tl.maximum(_over(amax, C.largest_scaled, C), 2.0**C.lowest_exponent)
     scale = tl.where(amax_bits < 0x00800000, 1.0, scale)
     return tl.where((amax_bits & 0x7FFFFFFF) < 0x7F800000, scale, float("nan"))
 

@@ -31,8 +31,8 @@ from tests.raising import raises
 HOPPER, BLACKWELL, ADA = (Device("cuda", each, cuda=(13, 0)) for each in ((9, 0), (10, 0), (8, 9)))
 SETTINGS = card.CardSettings()
 OPS = (
-    "quantize_pair", "mm", "quantize_precast", "quantize", "optim", "rotary", "rotate_and_encode", "norm_act", "norm_act_backward",
-    "attention",
+    "quantize_pair", "quantize_rotated", "mm", "quantize_precast", "quantize", "optim", "rotary", "rotate_and_encode", "norm_act",
+    "norm_act_backward", "attention",
 )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ The quick cases are one per kernel on sm_90, and one without the GPU's conversio
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -229,6 +231,36 @@ def test_corrected_casts_compile_without_spills(cast, sm):
     wide = sorted(each for each in names if each.endswith("f64"))
     assert "div.rn.f64" in wide and {"add.f64", "add.rn.f64"} & names, wide
     assert not any("div.full" in name for name in names)
+
+
+# Casts under a rotation, with its block: those of nvfp4, and of mxfp4's gradients.
+ROTATED = {
+    "nv": (CASTS["nv"], 16),
+    "nv-stochastic": (replace(CASTS["nv-stochastic"], headroom=1.0), 16),
+    "mx-e2m1": (CASTS["mx-e2m1"], 32),
+}
+
+
+@pytest.mark.parametrize(
+    ("cast", "sm"),
+    quick([("nv-stochastic", 90)], [(cast, sm) for cast in ROTATED for sm in (*TARGETS, 120)]),
+)
+def test_rotated_casts_compile_without_spills(cast, sm, monkeypatch):
+    """The butterflies are additions of whole registers: none is fused with a product."""
+    monkeypatch.setitem(TARGETS, 120, (12, 0))
+    how, block = ROTATED[cast]
+    x, signs = torch.empty(512, 4096, dtype=torch.bfloat16), torch.ones(512)
+    key = Key((1, 2)) if how.draws else None
+    for beside in (False, True):
+        for expand in (None, torch.bfloat16)[: 1 + (not beside)]:
+            given = x.T, how, (block, signs, None), (key, key), expand, beside
+            found = compiled([casting], sm, lambda given=given: casting.rotated(*given))
+            assert set(found) == {
+                "cast_rotated",
+                *(["maxima_rotated"] if how.scale.two_level else []),
+            }
+            assert all(each.spills == 0 for each in found.values()), found
+            assert not any("div.full" in name for name in found["cast_rotated"].instructions())
 
 
 @pytest.mark.parametrize(("cast", "scales"), [("tensor", 1), ("row", 512)])

@@ -16,7 +16,8 @@ pytest.importorskip(
 # Modules of one process -> into how many parts, of a few minutes each, their slow cases are cut.
 PROCESSES = {
     ("interpreted", "interpreted_produced"): 4,
-    ("stepped", "casting", "interpreted_products", "interpreted_eden", "interpreted_grouped"): 2,
+    ("stepped", "casting", "interpreted_products", "interpreted_eden"): 2,
+    ("interpreted_grouped", "interpreted_rotated"): 2,
 }
 
 # `make test` runs the first of these parts of the quick cases; the others wait for the slow suite.
