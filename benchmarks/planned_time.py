@@ -9,7 +9,7 @@ compiled  4 layers of 8B's shape, 8,192 tokens, vocabulary 32,000, head in bfloa
 eager     Llama 3 8B, one row, counted with 3 and 4 layers; their work lies on a line with the number of layers (`plan.tally`)
 
 experts   the experts of one layer of a mixture, forward and backward, 16,384 tokens, beside torch's grouped products in bf16; and the
-          fewest tokens at which the recipe is predicted to be no slower
+          fewest tokens of an expert at which the recipe is predicted to be no slower, and to gain a quarter
 
 How far predictions of published times are off is what `benchmarks.calibration` says.
 """
@@ -158,12 +158,16 @@ def experts(on: Card) -> Iterator[dict[str, Any]]:
             kind: round(1e3 * sum(seconds(each, on) for each, _ in done if each.kind == kind), 3)
             for kind in ("products", "casts", "elementwise")
         }
-        bound = next((t for t in (2**k for k in range(7, 18)) if gain(t) >= 1), None)
+        gains = {2**k * chosen // count: gain(2**k) for k in range(9, 18)}
+        fewest = {
+            reach: next((tokens for tokens, found in gains.items() if found >= reach), None)
+            for reach in (1, 1.25)
+        }
         yield {
             "case": f"experts of {model}, {recipe}", "card": on.name, "tokens": MIXTURE_TOKENS,
             "tokens_an_expert": MIXTURE_TOKENS * chosen // count, "ms": round(1e3 * taken(done, on), 3),
             "gain_over_bf16": round(own, 3), "likely_gain": _likely(own, "layer"), "by_kind_ms": parts,
-            "launches": len(done), "fewest_tokens_an_expert": bound and bound * chosen // count,
+            "launches": len(done), "fewest_tokens_an_expert": fewest,
         }  # fmt: skip
 
 

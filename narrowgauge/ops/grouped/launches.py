@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -129,20 +130,25 @@ def _cast(
     width, matrix, mx = -(-inner // TILE), Matrix.of(x), cast.tile[1] if cast.mx_kind else 0
     of_rows = of_columns = scales = turned_scales = None
     if by_row:
-        zeros = x.new_zeros(outer * rows + groups.experts * inner * cols, dtype=torch.int32)
+        count = outer * rows + groups.experts * inner * cols
+        zeros = torch.zeros(count, dtype=torch.int32, device=x.device)
         of_rows = zeros[: outer * rows] if rows else None
         of_columns = zeros[outer * rows :] if cols else None
         launch(
             kernels.group_maxima, slots * width, matrix, of_rows, of_columns, counts, G=groups, warps=LARGE_BLOCK_WARPS
         )  # fmt: skip
     # Ones: a row without an expert, and an expert without rows, have no largest magnitude.
-    make, dtype = x.new_ones if by_row else x.new_empty, torch.uint8 if mx else torch.float32
+    make = partial(
+        torch.ones if by_row else torch.empty,
+        dtype=torch.uint8 if mx else torch.float32,
+        device=x.device,
+    )
     if rows:
         sizes = (slots * TILE, inner // mx) if mx else (outer, 1 if by_row else width)
-        scales = make(sizes, dtype=dtype)
+        scales = make(sizes)
     if cols:
         columns = slots * TILE // mx if mx else slots
-        turned_scales = make((groups.experts, inner) if by_row else (inner, columns), dtype=dtype)
+        turned_scales = make((groups.experts, inner) if by_row else (inner, columns))
     codes = x.new_empty(outer, inner, dtype=E4M3.storage) if rows else None
     turned = x.new_empty(inner, slots * TILE, dtype=E4M3.storage) if cols else None
     as_bytes = [None if each is None else each.view(torch.uint8) for each in (codes, turned)]
