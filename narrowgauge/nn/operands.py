@@ -155,7 +155,7 @@ class Operand:
         ):
             delayed, both = (
                 isinstance(cast.calibrate, DelayedScaling),
-                plan.pairs and self._casts_both(cast),
+                plan.pairs and not plan.turns_freely and self._casts_both(cast),
             )
             # Reading x once saves a read only if the kernel also returns the amax or the cols.
             x, run = self.tensor, None
@@ -284,7 +284,8 @@ class Operand:
             return made
         if plan.transposes and casts.rows is not None:
             made = casts.rows.T if isinstance(casts.rows, Tensor) else casts.rows.transposed()
-            if plan.role == "w" and plan.cols_expand is None and isinstance(made, QTensor):
+            stores = plan.role == "w" and plan.cols_expand is None and not plan.turns_freely
+            if stores and isinstance(made, QTensor):
                 # Store w.T row-major: native GEMMs would otherwise transpose
                 # it at every micro-batch.
                 made = replace(made, data=made.data.contiguous(), checked=True)

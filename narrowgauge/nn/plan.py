@@ -47,6 +47,7 @@ class OperandPlan:
     *_expand      dtype of dequantized values if the GEMM's kernel reads those instead of codes
     *_rotate      rotation of the GEMM
     transposes    t.T needs no cast of its own: it is the transposed cast of t
+    turns_freely  the GEMMs read t.T as a view of the codes of t, which have one orientation alone
     pairs         both GEMMs read codes of the same cast, so one read of t may give both
                   (`ops.quantize.pair`)
     casts_once    t.T needs no read of its own: as `transposes`, or a kernel of the CPU casts both
@@ -70,6 +71,7 @@ class OperandPlan:
     rows_rotate: Hadamard | None
     cols_rotate: Hadamard | None
     transposes: bool
+    turns_freely: bool
     pairs: bool
     casts_once: bool
     pairs_turned: bool
@@ -325,6 +327,7 @@ def _operand_plan(
     is_delayed = any(
         cast is not None and isinstance(cast.calibrate, DelayedScaling) for cast in (rows, cols)
     )
+    turns_freely = pairs and transposes and _turns_freely((plans[first], plans[second]), device)
     is_paired = pairs and not is_delayed and _is_paired_on_cpu(rows, device)
     turns = [each for each in rotations if each is not None]
     is_cuda = device_facts(device.type, device.index).type == "cuda"
@@ -341,9 +344,18 @@ def _operand_plan(
         and recipe.backward == "recast"
     )
     return OperandPlan(
-        role, kind, rows, cols, *expands, *rotations, transposes, pairs, transposes or is_paired, pairs_turned, fuses,
+        role, kind, rows, cols, *expands, *rotations, transposes, turns_freely, pairs, transposes or is_paired, pairs_turned, fuses,
         *shares, is_delayed,
     )  # fmt: skip
+
+
+def _turns_freely(products: tuple[MmPlan, MmPlan], device: torch.device) -> bool:
+    """True if both GEMMs take codes in either memory order. Compiled code stores both orders."""
+    if is_compiling() or any(each.choice.kernel.name != "native" for each in products):
+        return False
+    from narrowgauge.ops.mm import cublas  # only for its GEMMs
+
+    return cublas.takes_every_layout(device)
 
 
 def _is_paired_on_cpu(cast: Cast | None, device: torch.device) -> bool:

@@ -273,7 +273,13 @@ def _reached(module: Any) -> None:
     module.launch = run
 
 
+def _layouts(module: Any) -> None:
+    """Asked by comparing products; `takes_every_layout` has asked for the kind of GPU before."""
+    module._reads_views = lambda index: True
+
+
 NARROWGAUGE = {
+    "narrowgauge.ops.mm.cublas": _layouts,
     "narrowgauge.ops.selfcheck": _selfcheck,
     "narrowgauge.fuse.probe": _proofs,
     "narrowgauge.train.loss": _proofs,

@@ -95,7 +95,7 @@ def test_importing_the_linear_brings_few_statements():
     # 3,345 before a CPU's GEMM added a bias, rotations were vectors, and `tetrajet2`, two statements.
     # 3,358 before sums for biases. 3,370 before codes were read from tables. 3,391 before a GPU's kernels
     # rotated and cast in one. Docstrings and comments may grow.
-    assert int(done.stdout) <= 3426
+    assert int(done.stdout) <= 3434
 
 
 class Gathered:

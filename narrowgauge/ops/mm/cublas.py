@@ -9,7 +9,7 @@
     native-int8    _int_mm        integers, one scale per tensor or row; 8.0, and CPUs with VNNI
 
 All GEMMs take lhs row-major [M, K] and rhs column-major, i.e. our row-major rhs [N, K] as a
-transposed view.
+transposed view. Of FP8 with one scale per tensor, 10.x takes every layout (`takes_every_layout`).
 
 Alignment: all axes multiples of 16 (integers: 8, and M above 16). Blocks: K a multiple of 128, and
 the outer axis too in 128x128 tiles. MX: K a multiple of 32, so that rows start at 16 bytes even
@@ -36,6 +36,7 @@ that all tiles of a tensor share is float32: the NVFP4 kernel takes it as an arg
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.ops.mm.definition import times_scales, with_epilogue
 from narrowgauge.ops.mm.spec import BLOCK, MX, SQUARE, mx_kind
+from narrowgauge.ops.registry import device_facts
 from narrowgauge.scaling import SCALE_COLUMNS, swizzled, to_exponents
 
 if TYPE_CHECKING:
@@ -76,11 +78,48 @@ def _on_cuda(lhs: QTensor, rhs: QTensor) -> bool:
     return type_of(lhs.device) == "cuda"
 
 
+def takes_every_layout(device: torch.device) -> bool:
+    """Return True if `_scaled_mm` on this device reads FP8 codes of x.T as a view of those of x.
+
+    cuBLAS does so on 10.x, and on 12.x not (NVIDIA/TransformerEngine, `is_non_tn_fp8_gemm_supported`).
+    A device that is present is asked once.
+    """
+    facts = device_facts(device.type, device.index)
+    if facts.type != "cuda" or facts.capability[0] != 10:
+        return False
+    return facts.index is None or dry_run_on() is not None or _reads_views(facts.index)
+
+
+@cache
+def _reads_views(index: int) -> bool:
+    """Compare a small product with one of turned memory: [48, 32] by [64, 32], in whole numbers."""
+    device = torch.device("cuda", index)
+    numbers = torch.arange(112 * 32, device=device).remainder(9).sub(4).float().to(E4M3.storage)
+    a, b = numbers.view(112, 32).split([48, 64])
+    one = torch.ones((), device=device)
+    try:
+        wanted, *found = (
+            torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
+            for left in (a, _turned(a)) for right in (b, _turned(b))
+        )  # fmt: skip
+    except RuntimeError:
+        return False
+    return all(torch.equal(wanted, each) for each in found)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The same matrix with contiguous columns."""
+    return x.t().contiguous().t()
+
+
 def _scaled(
     lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
     """torch._scaled_mm. With row scales its result is rounded to bfloat16, whatever `dtype` is."""
-    a, b = aligned(lhs.data, ALIGNMENT, ALIGNMENT), aligned(rhs.data, ALIGNMENT, ALIGNMENT)
+    a, b = (
+        each.data if _is_view(each) else aligned(each.data, ALIGNMENT, ALIGNMENT)
+        for each in (lhs, rhs)
+    )
     scale_a, scale_b = lhs.scale, rhs.scale
     if not lhs.cast.is_per_tensor or not rhs.cast.is_per_tensor:
         # torch's kernel for row scales returns bfloat16 only; `with_epilogue` converts the result.
@@ -88,6 +127,15 @@ def _scaled(
     return torch._scaled_mm(
         a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=filled(bias, b.shape[0]), out_dtype=dtype, use_fast_accum=fast_accumulate
     )  # fmt: skip
+
+
+def _is_view(operand: QTensor) -> bool:
+    """True if the codes are those of the transposed tensor, and the GEMM reads them so."""
+    data = operand.data
+    if data.stride(0) != 1 or data.stride(1) == 1 or not operand.cast.is_per_tensor:
+        return False
+    fits = not any(size % ALIGNMENT for size in data.shape)
+    return fits and not torch.compiler.is_compiling() and takes_every_layout(data.device)
 
 
 run_scaled = with_epilogue(_scaled, adds=_on_cuda)
