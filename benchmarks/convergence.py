@@ -93,14 +93,17 @@ def train(
         "seed": seed,
         "validation_loss": final,
         "train_loss_last_100": statistics.mean(losses[-100:]),
+        "train_loss_last_500": statistics.mean(losses[-500:]),
     }
 
 
-def summarize(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per recipe: losses and paired differences by seed, in nats per token."""
+def summarize(
+    results: list[dict[str, Any]], metric: str = "validation_loss"
+) -> list[dict[str, Any]]:
+    """A row per recipe: losses and paired differences by seed, in nats per token. metric: of `train`."""
     by_recipe: dict[str, dict[int, float]] = {}
     for result in results:
-        by_recipe.setdefault(result["recipe"], {})[result["seed"]] = result["validation_loss"]
+        by_recipe.setdefault(result["recipe"], {})[result["seed"]] = result[metric]
     reference = by_recipe["bf16"]
     values = list(reference.values())
     spread = max(values) - min(values)
@@ -111,7 +114,7 @@ def summarize(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "recipe": recipe,
-                "validation_loss": statistics.mean(losses.values()),
+                metric: statistics.mean(losses.values()),
                 "losses": losses,
                 "difference": statistics.mean(differences.values()),
                 "differences": differences,

@@ -80,5 +80,6 @@ def test_a_study_ends_with_a_row_for_each_recipe_and_repeats_no_run(tmp_path, mo
     frontier_study.main()
     assert len(made) == 2 and made == [each.stat().st_mtime_ns for each in finals]
     rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    assert [row["recipe"] for row in rows] == ["bf16", "nvfp4"] * 2
-    assert rows[1]["ratio"] == 1.0 and rows[1]["losses"] == rows[3]["losses"]
+    assert [row["recipe"] for row in rows] == ["bf16", "nvfp4"] * 4
+    assert [row["metric"] for row in rows[::2]] == [*frontier_study.METRICS] * 2
+    assert rows[1]["ratio"] == 1.0 and rows[1]["losses"] == rows[5]["losses"]
