@@ -474,7 +474,9 @@ class GraphedStep:
 
         In eager mode the first micro-batch casts the weights and the others reuse its casts.
         """
-        self._casts = {layer: cast_weight(layer) for layer in self._layers()}
+        # An expert's own casts would be those of one matrix; a pass casts the whole stack.
+        layers = (layer for layer in self._layers() if not layer.is_expert)
+        self._casts = {layer: cast_weight(layer) for layer in layers}
 
     def _forward_and_backward(self, **batch: Tensor) -> None:
         for layer, casts in self._casts.items():

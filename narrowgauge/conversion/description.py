@@ -88,9 +88,10 @@ def describe(model: nn.Module, *, batch: Any = None) -> Description:
     description.fused, description.float32 = tuple(fusions(model)), tuple(kept_modules(model))
     description.attention = tuple(attention_words(model))
     is_converted = any(isinstance(module, QLinear) for module in model.modules())
+    of_stacks: dict[tuple[str, str], Note] = {}
     for name, module in model.named_modules():
         if isinstance(module, QLinear) and module.recipe is not None:
-            description.append(_row(model, name, module, module.recipe))
+            description.append(_row(model, name, module, module.recipe, of_stacks))
         elif (foreign := adapter(module)) is not None:
             description.append(_foreign_row(name, foreign))
         elif is_linear(module):
@@ -170,7 +171,13 @@ def _embedding_row(model: nn.Module, name: str, layer: QEmbedding) -> Row:
     )  # fmt: skip
 
 
-def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
+def _row(
+    model: nn.Module,
+    name: str,
+    layer: QLinear,
+    recipe: Recipe,
+    of_stacks: dict[tuple[str, str], Note],
+) -> Row:
     kept = ", x kept as codes" if recipe.saves_codes else ""
     if kept and recipe.backward == "straight-through":
         kept += " and what was clipped"
@@ -184,7 +191,7 @@ def _row(model: nn.Module, name: str, layer: QLinear, recipe: Recipe) -> Row:
         grad_input=str(recipe.grad_input),
         grad_weight=str(recipe.grad_weight) + kept,
         backend=backends["output"] if len(set(backends.values())) == 1 else backend,
-        notes=(*_notes(model, name, layer), *_four_bit_notes(layer, recipe)),
+        notes=(*_notes(model, name, layer, of_stacks), *_four_bit_notes(layer, recipe)),
         sends="" if layer.state.peers is None else layer.state.peers.describe_traffic(layer),
         emulated=any(why_emulated(gemm, layer.weight.device) for gemm in recipe.gemms().values()),
     )
@@ -209,17 +216,26 @@ def _backend(gemm: Gemm, layer: QLinear) -> str:
     return f"emulated exactly in {dtype} ({reasons or why_emulated(gemm, layer.weight.device)})"
 
 
-def _of_experts(model: nn.Module, name: str) -> Note:
-    """How the stack of the expert "mlp.experts.3.down_proj" is multiplied on a GPU."""
+def _of_experts(model: nn.Module, name: str, known: dict[tuple[str, str], Note]) -> Note:
+    """How the stack of the expert "mlp.experts.3.down_proj" is multiplied on a GPU.
+
+    known  notes of the stacks that were asked before, since each asks all of its experts
+    """
     path, _, own = name.rpartition(".")
-    module: Any = model.get_submodule(path.rpartition(".")[0])
-    found = module.kernel_of(own)
-    if isinstance(found, Reason):
-        return Note(f"experts are multiplied one after another: {found}", code="experts-loop")
-    return Note(f"all experts in one launch: {found}", code="experts-grouped")
+    stack = path.rpartition(".")[0]
+    if (stack, own) not in known:
+        module: Any = model.get_submodule(stack)
+        found, code = module.kernel_of(own), "experts-grouped"
+        words = f"all experts in one launch: {found}"
+        if isinstance(found, Reason):
+            words, code = f"experts are multiplied one after another: {found}", "experts-loop"
+        known[stack, own] = Note(words, code=code)
+    return known[stack, own]
 
 
-def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
+def _notes(
+    model: nn.Module, name: str, layer: QLinear, of_stacks: dict[tuple[str, str], Note]
+) -> Iterator[Note]:
     if layer.reason:
         yield Note.of(layer.reason)
     if layer.frozen is not None:
@@ -231,7 +247,7 @@ def _notes(model: nn.Module, name: str, layer: QLinear) -> Iterator[Note]:
         also = (getattr(decision, key, "") for key in ("times", "no_candidates"))
         yield from (Note(words, code="auto") for words in (own, *also) if words)
     if layer.is_expert and layer.weight.is_cuda:
-        yield _of_experts(model, name)
+        yield _of_experts(model, name, of_stacks)
     if layer.is_suspended:
         yield Note("suspended", code="suspended")
     # Of one scale per tensor or row without a history: these casts find maxima before they cast.

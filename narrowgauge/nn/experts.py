@@ -146,8 +146,7 @@ class StackedExperts(GroupedExperts):
         """hidden_states [E T, K], expert by expert -> [E T, K]."""
         module: Any = self
         experts = len(self.slices("down_proj"))
-        rows = hidden_states.shape[0] // experts
-        counts = RowCounts.equal(rows, experts, hidden_states.device)
+        counts = RowCounts.equal(hidden_states.shape[0], experts, hidden_states.device)
         gate, up = self.product("gate_up_proj", hidden_states, counts).chunk(2, dim=-1)
         return self.product("down_proj", up * module.act_fn(gate), counts)
 

@@ -23,9 +23,9 @@ from narrowgauge.addresses import is_compiling, wrapper
 from narrowgauge.errors import Reason
 from narrowgauge.nn.autograd_rules import asked_for, no_double_backward
 from narrowgauge.nn.keep_policy import KEEPER, SavedInput
-from narrowgauge.nn.operands import Operand, find
+from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.rotation import NONE
-from narrowgauge.ops.grouped import GroupSpec, choose
+from narrowgauge.ops.grouped import TILE, GroupSpec, choose, slots_for
 from narrowgauge.ops.registry import facts_of, imported
 from narrowgauge.scaling import WHOLE
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from narrowgauge.nn.linear import QLinear
     from narrowgauge.nn.linear_context import LinearContext
     from narrowgauge.ops.grouped.launches import GroupedCodes, Matrices
+    from narrowgauge.recipe import Recipe
 
-_KERNELS = "narrowgauge.ops.grouped.launches"
 _MODULES = {
     "native": "native",
     "native-mx": "native",
@@ -62,36 +62,43 @@ def kernel_of(
     x      their rows; None: rows like the stack
     dtype  of the result; None: the stack's
     """
-    first = layers[0].state
-    recipe = first.recipe
-    if recipe is None or any(
-        each.state.recipe is not recipe or each.state.is_suspended for each in layers
-    ):
-        return Reason("experts-recipes", "its experts have no recipe in common")
-    if recipe.has_state or recipe.backward != "recast" or _rotates(layers[0]):
+    recipe = layers[0].state.recipe
+    if recipe is None:
+        return Reason("experts-recipes", "its experts have no recipe")
+    if recipe.has_state or recipe.backward != "recast" or _rotates(recipe):
         return Reason("experts-state", f"{recipe.name} keeps state or rotates for each expert")
-    if recipe.output.lhs != recipe.grad_input.lhs:
-        return Reason("experts-formats", f"{recipe.name} casts gradients otherwise than x")
-    if type(stack).__name__ == "DTensor" or not stack.is_contiguous():
-        return Reason("experts-memory", "its memory is sharded or strided")
+    x_cast, w_cast = recipe.output.lhs, recipe.output.rhs
+    backward = recipe.grad_input.lhs, recipe.grad_weight.lhs, recipe.grad_weight.rhs
+    if any(each != x_cast for each in backward) or recipe.grad_input.rhs != w_cast:
+        return Reason("experts-formats", f"{recipe.name} casts otherwise in its three products")
+    if type(stack).__name__ == "DTensor":
+        return Reason("experts-sharded", "ranks share it: decided when it is gathered")
+    if not stack.is_contiguous():
+        return Reason("experts-memory", "its memory is strided")
     facts = facts_of(stack.device, wrapper(stack, x))
     dtypes = stack.dtype if x is None else x.dtype, dtype or stack.dtype, stack.dtype
-    casts, sizes = (recipe.output.lhs, recipe.output.rhs), (stack.shape[1], stack.shape[2])
-    choice = choose(GroupSpec(*casts, facts, dtypes, stack.shape[0], sizes, biases is not None))
+    sizes, biased = (stack.shape[1], stack.shape[2]), biases is not None
+    choice = choose(GroupSpec(x_cast, w_cast, facts, dtypes, stack.shape[0], sizes, biased))
     if choice.kernel.name == "loop":
         return Reason("experts-loop", "; ".join(choice.reasons))
+    w = layers[0].plan(stack.device, facts.wrapper).w
+    if w.rows_expand is not None or w.cols_expand is not None:
+        return Reason("experts-emulated", "the products of one expert are emulated here")
     # Last, since it asks every expert: hooks and observers expect a call for each.
-    for each in layers:
-        state = each.state
-        watched = state.observer is not None or any(each.__dict__[name] for name in _HOOKS)
-        if watched or each.code_source is not None:
-            return Reason("experts-watched", "an expert is observed, hooked or frozen as codes")
-    return choice.kernel.name
+    return next(filter(None, (_differs(each, recipe) for each in layers)), choice.kernel.name)
 
 
-def _rotates(layer: QLinear) -> bool:
-    recipe = layer.state.recipe
-    assert recipe is not None
+def _differs(layer: QLinear, recipe: Recipe) -> Reason | None:
+    """Why this expert is not multiplied as the others of its stack, whose recipe is given."""
+    state, own = layer.state, layer.__dict__
+    if state.is_suspended or (state.recipe is not recipe and state.recipe != recipe):
+        return Reason("experts-recipes", "its experts have no recipe in common")
+    if state.observer is not None or any(own[name] for name in _HOOKS):
+        return Reason("experts-watched", "an expert is observed or has a hook")
+    return None if layer.code_source is None else Reason("experts-codes", "its weights are codes")
+
+
+def _rotates(recipe: Recipe) -> bool:
     return any(gemm.rotate is not None for gemm in recipe.gemms().values())
 
 
@@ -106,19 +113,23 @@ def grouped_products(
     """
     first = layers[0]
     # The loop has the words for wrong shapes, and empty tensors are rare.
-    fits = not is_compiling() and x.ndim == 2 and 0 not in (*x.shape, *stack.shape)
-    if not fits or first.state.recipe is None or first.state.is_suspended:
+    inner = stack.shape[1 if is_transposed else 2]
+    fits = x.ndim == 2 and x.shape[1] == inner and x.device == stack.device
+    if is_compiling() or not fits or 0 in (*x.shape, *stack.shape) or _is_wide(first):
         return None
     # One expert's options are those of all: they have one recipe.
     context = first.context(x, first.state.cache if torch.is_grad_enabled() else None)
     kernel = kernel_of(layers, stack, biases, x, context.out_dtype)
-    plan = context.plan
-    if isinstance(kernel, Reason) or not plan.w.rows_expand is plan.w.cols_expand is None:
+    if isinstance(kernel, Reason):
         return None
     how = _Stack(kernel, stack.shape[0], is_transposed)
     weight = stack.flatten(0, 1)
     found: Tensor = GroupedFunction.apply(x, weight, biases, counts, context, how)
     return found
+
+
+def _is_wide(layer: QLinear) -> bool:
+    return layer.state.recipe is None or layer.state.is_suspended
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,7 @@ class GroupedFunction(torch.autograd.Function):
         keeper = KEEPER.get()
         y: Tensor | None = None if keeper is None else keeper.begin()
         form = context.keep.of_input(wants[1], False)
-        cols = form is SavedInput.CODES and context.keep.grads
+        cols = form is SavedInput.CODES and context.keep.grads and _saves_memory(x, how.experts)
         # A repeated pass that has its result casts only what backward reads.
         codes: GroupedCodes = _operand(x, plan.x.rows, counts, y is None, cols)
         w = _weight(weight, context, wants)
@@ -172,6 +183,8 @@ class GroupedFunction(torch.autograd.Function):
             )  # fmt: skip
         if keeper is not None:
             keeper.end(y)
+        if not w.plan.transposes:  # backward turns the stack anew, and reads no codes of its rows
+            w.casts = Casts()
         kept = (codes.cols, codes.col_scales) if cols else (x if wants[1] else None, None)
         ctx.context, ctx.wants, ctx.how = context, wants, how
         ctx.x_dtype, ctx.saves_codes = x.dtype, cols
@@ -213,6 +226,11 @@ class GroupedFunction(torch.autograd.Function):
             _sums(gy, counts, ctx.bias_dtype) if ctx.bias_dtype is not None and asked[2] else None
         )
         return grad_input, grad_weight, grad_bias, None, None, None
+
+
+def _saves_memory(x: Tensor, experts: int) -> bool:
+    """True if the codes of x.T, in whole tiles for each expert, take less than x."""
+    return slots_for(x.shape[0], experts) * TILE < x.element_size() * x.shape[0]
 
 
 def _weight(weight: Tensor, context: LinearContext, wants: tuple[bool, bool]) -> Operand:

@@ -9,8 +9,8 @@
 
 Each w_e is an ExpertLinear: a QLinear whose weight is a view of the parameter. It has the recipe,
 the caches and the state of its expert, so a recipe with one scale per tensor has one per expert.
-Everything that holds for a QLinear holds for it: the result is that of a loop over QLinears, bit
-for bit. Gate and up projection are one product where the model fuses them, and x is cast once.
+Everything that holds for a QLinear holds for it: a loop over experts has the result of a loop over
+QLinears, bit for bit. Gate and up projection are one product where the model fuses them, and x is cast once.
 
 An expert without rows is not called: it casts nothing, and its amax histories stay as they are.
 
@@ -20,8 +20,9 @@ expert and backward from the last one. Without a recipe the results thus equal t
 bit for bit, and no sum depends on the order of threads.
 
 On a GPU, `grouped_function` multiplies all experts of a stack in one launch, where its kernels take
-the recipe. Elsewhere the products run one after another. The host must then know the number of rows
-of each expert, so on a GPU it waits once per layer for the router.
+the recipe: the codes of the loop, and sums in another order. Elsewhere the products run one after
+another. The host must then know the number of rows of each expert, so on a GPU it waits once per
+layer for the router.
 """
 
 from __future__ import annotations
@@ -214,10 +215,11 @@ class RowCounts:
         return cls(found, holds_numbers(experts), experts.shape[0])
 
     @classmethod
-    def equal(cls, each: int, count: int, device: torch.device) -> RowCounts:
-        """`count` experts have `each` rows, and no row is left over."""
+    def equal(cls, rows: int, count: int, device: torch.device) -> RowCounts:
+        """Each of `count` experts has as many rows; a rest has no expert."""
+        each, rest = divmod(rows, count)
         found = torch.full((count + 1,), each, dtype=torch.int32, device=device)
-        found[-1:].zero_()
+        found[-1:].fill_(rest)
         return cls(found, False, each * count)
 
     @cached_property

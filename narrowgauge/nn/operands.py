@@ -155,7 +155,7 @@ class Operand:
         ):
             delayed, both = (
                 isinstance(cast.calibrate, DelayedScaling),
-                plan.pairs and not plan.turns_freely and self._casts_both(cast),
+                plan.pairs and not self._turns_freely and self._casts_both(cast),
             )
             # Reading x once saves a read only if the kernel also returns the amax or the cols.
             x, run = self.tensor, None
@@ -284,7 +284,7 @@ class Operand:
             return made
         if plan.transposes and casts.rows is not None:
             made = casts.rows.T if isinstance(casts.rows, Tensor) else casts.rows.transposed()
-            stores = plan.role == "w" and plan.cols_expand is None and not plan.turns_freely
+            stores = plan.role == "w" and plan.cols_expand is None and not self._turns_freely
             if stores and isinstance(made, QTensor):
                 # Store w.T row-major: native GEMMs would otherwise transpose
                 # it at every micro-batch.
@@ -299,6 +299,15 @@ class Operand:
         if not rotation.is_random:
             casts.cols = made
         return made
+
+    @property
+    def _turns_freely(self) -> bool:
+        """True if the GEMMs read cols as a view of rows."""
+        if not self.plan.turns_freely:
+            return False
+        from narrowgauge.ops.mm import cublas  # only for its GEMMs
+
+        return cublas.turns_freely(self.tensor)
 
     def _may_share(self, casts: Casts) -> bool:
         """(w) True if later forward passes may read the copies that backward makes now."""

@@ -94,8 +94,8 @@ def test_importing_the_linear_brings_few_statements():
     # wrote scales in cuBLAS' layout. 3,290 before C++ kernels ran on torch's threads and multiplied INT8.
     # 3,345 before a CPU's GEMM added a bias, rotations were vectors, and `tetrajet2`, two statements.
     # 3,358 before sums for biases. 3,370 before codes were read from tables. 3,391 before a GPU's kernels
-    # rotated and cast in one. Docstrings and comments may grow.
-    assert int(done.stdout) <= 3434
+    # rotated and cast in one, 3,426 before FP8 codes of one orientation. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3439
 
 
 class Gathered:

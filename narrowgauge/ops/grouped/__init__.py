@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from narrowgauge.ops.selfcheck import KernelCheck
     from narrowgauge.recipe import Cast
 
-TILE, ALIGNMENT, MX = 128, 16, 32
+TILE, ALIGNMENT, MX = 128, 16, 32  # TILE: tokens, and elements of a tile along either axis
 MOST_EXPERTS = 1023  # a program holds one number for each in registers
 
 
@@ -149,6 +149,11 @@ KERNELS.register(
     Kernel("triton", refuse, imported(f"{__name__}.launches", "passes"), check=check_of_groups),
     Kernel("loop", lambda spec: None, _loop, by_torch=True),
 )  # fmt: skip
+
+
+def slots_for(rows: int, experts: int) -> int:
+    """Return the largest number of tiles that so many rows can take."""
+    return (rows + (TILE - 1) * experts) // TILE
 
 
 def choose(spec: GroupSpec) -> KernelChoice[GroupSpec]:

@@ -1,4 +1,4 @@
-"""Triton kernels of `triton.py`: casts and products of rows sorted by expert.
+"""Triton kernels of `launches.py`: casts and products of rows sorted by expert.
 
 The number of rows of each expert is in device memory, so no program can know its place from its
 number alone. Each one reads the E numbers and finds the tile of TILE rows that is its own
@@ -213,6 +213,8 @@ def grouped_mm(
         if bias is not None:
             known = tl.where(is_known, N, 0)
             total += tl.load(bias + of * N + n, n < known, other=0.0).to(tl.float32)[None, :]
+        # A scale of expert 0 that is NaN must not reach rows without an expert.
+        total = tl.where(is_known, total, 0.0)
         tl.store(
             out + m[:, None] * N + n[None, :],
             total.to(out.dtype.element_ty),

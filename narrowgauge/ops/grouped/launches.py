@@ -6,9 +6,8 @@
     gradient     the product over each expert's tokens -> [E, M, N]    one launch
     sums         the sum of each expert's rows -> [E, N]               one launch
 
-The host never reads how many rows an expert has, so nothing waits for the router. Results are those
-of a loop over experts with the kernels of `ops.quantize`, and of `ops.mm.triton` for tiles, bit for
-bit.
+The host never reads how many rows an expert has, so nothing waits for the router. Codes and scales
+are those of a loop over experts with the kernels of `ops.quantize`, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import E4M3
+from narrowgauge.ops.grouped import TILE, slots_for
 from narrowgauge.ops.mm.triton import Blocks, blocks_for
 from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.quantize.triton_launch import LARGE_BLOCK_WARPS, constants
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
     from narrowgauge.recipe import Cast
 
-TILE = 128  # tokens, and elements of a tile along either axis
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 32, 128, 4
 Optional = Tensor | None
 
@@ -94,11 +93,6 @@ class Groups:
     def of(cls, counts: Tensor) -> Groups:
         """counts: int32 [E + 1], rows of each expert, and rows without one."""
         return cls(counts.shape[0] - 1, 1 << (counts.shape[0] - 1).bit_length())
-
-
-def slots_for(rows: int, experts: int) -> int:
-    """Return the largest number of tiles that so many rows can take."""
-    return (rows + (TILE - 1) * experts) // TILE
 
 
 def operand(x: Tensor, cast: Cast, counts: Tensor, rows: bool, cols: bool) -> GroupedCodes:

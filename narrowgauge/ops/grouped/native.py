@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.ops.grouped import launches
+from narrowgauge.ops.grouped import TILE, launches
 from narrowgauge.ops.grouped.launches import (
-    TILE,
     GroupedCodes,
     Matrices,
     clear_rest,

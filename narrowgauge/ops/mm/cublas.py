@@ -36,14 +36,15 @@ that all tiles of a tensor share is float32: the NVFP4 kernel takes it as an arg
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.addresses import dry_run_on, tell_launch, type_of
+from narrowgauge.errors import BackendError
 from narrowgauge.formats import E4M3
 from narrowgauge.ops.chunking import row_chunks
 from narrowgauge.ops.mm.definition import times_scales, with_epilogue
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 SMALLEST_INT8_ROWS = 32  # torch._int_mm on CUDA needs M > 16
 Bias = Tensor | None
+_READS_VIEWS: dict[int, bool] = {}  # index of a GPU -> `_reads_views`
 LONGEST_INT8_SUM = 2**17  # 127 * 127 * 2**17 < 2**31; longer sums would wrap around
 
 
@@ -90,10 +92,26 @@ def takes_every_layout(device: torch.device) -> bool:
     return facts.index is None or dry_run_on() is not None or _reads_views(facts.index)
 
 
-@cache
 def _reads_views(index: int) -> bool:
-    """Compare a small product with one of turned memory: [48, 32] by [64, 32], in whole numbers."""
-    device = torch.device("cuda", index)
+    """Compare a small product with one of turned memory, once. Raises BackendError in a capture."""
+    if index not in _READS_VIEWS:
+        if torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                f"mm: cuda:{index} was never asked whether it reads transposed codes, and cannot be while a CUDA graph is "
+                "captured. Run one step before the capture.",
+                code="kernel.unchecked",
+            )
+        with (
+            _disable_current_modes(),
+            torch.no_grad(),
+            torch.autocast("cuda", enabled=False),
+        ):
+            _READS_VIEWS[index] = _gives_the_same(torch.device("cuda", index))
+    return _READS_VIEWS[index]
+
+
+def _gives_the_same(device: torch.device) -> bool:
+    """Multiply [48, 32] by [64, 32], whole numbers, in all four layouts."""
     numbers = torch.arange(112 * 32, device=device).remainder(9).sub(4).float().to(E4M3.storage)
     a, b = numbers.view(112, 32).split([48, 64])
     one = torch.ones((), device=device)
@@ -102,7 +120,9 @@ def _reads_views(index: int) -> bool:
             torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
             for left in (a, _turned(a)) for right in (b, _turned(b))
         )  # fmt: skip
-    except RuntimeError:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # cuBLAS has no such product
         return False
     return all(torch.equal(wanted, each) for each in found)
 
@@ -116,12 +136,13 @@ def _scaled(
     lhs: QTensor, rhs: QTensor, bias: Bias, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
     """torch._scaled_mm. With row scales its result is rounded to bfloat16, whatever `dtype` is."""
+    by_tensor = lhs.cast.is_per_tensor and rhs.cast.is_per_tensor
     a, b = (
-        each.data if _is_view(each) else aligned(each.data, ALIGNMENT, ALIGNMENT)
-        for each in (lhs, rhs)
+        each if by_tensor and _is_view(each) else aligned(each, ALIGNMENT, ALIGNMENT)
+        for each in (lhs.data, rhs.data)
     )
     scale_a, scale_b = lhs.scale, rhs.scale
-    if not lhs.cast.is_per_tensor or not rhs.cast.is_per_tensor:
+    if not by_tensor:
         # torch's kernel for row scales returns bfloat16 only; `with_epilogue` converts the result.
         scale_a, scale_b, dtype = _rows(lhs, a.shape[0]), _rows(rhs, b.shape[0]).t(), torch.bfloat16
     return torch._scaled_mm(
@@ -129,13 +150,16 @@ def _scaled(
     )  # fmt: skip
 
 
-def _is_view(operand: QTensor) -> bool:
+def _is_view(codes: Tensor) -> bool:
     """True if the codes are those of the transposed tensor, and the GEMM reads them so."""
-    data = operand.data
-    if data.stride(0) != 1 or data.stride(1) == 1 or not operand.cast.is_per_tensor:
+    if codes.stride(0) != 1 or codes.stride(1) == 1 or torch.compiler.is_compiling():
         return False
-    fits = not any(size % ALIGNMENT for size in data.shape)
-    return fits and not torch.compiler.is_compiling() and takes_every_layout(data.device)
+    return turns_freely(codes) and takes_every_layout(codes.device)
+
+
+def turns_freely(x: Tensor) -> bool:
+    """True if the codes of such a matrix need no padding in either orientation."""
+    return not any(size % ALIGNMENT for size in x.shape)
 
 
 run_scaled = with_epilogue(_scaled, adds=_on_cuda)
