@@ -94,12 +94,10 @@ def group_maxima(
 @triton.jit
 def cast_groups(
     x,  # a `Matrix`
-    codes,  # uint8 [S, K], or None
-    scales,  # float32 [S, ceil(K / TILE)], or [S] with maxima; bytes [slots * TILE, K / MX] with MX
-    turned,  # uint8 [K, slots * TILE], or [E, K, N] if APART, or None
-    turned_scales,  # float32 [K, slots], or [E, K] with maxima; bytes [K, slots * TILE / MX]
-    of_rows,  # of `group_maxima`; None: a scale for each tile
-    of_columns,
+    plain,  # an `Orientation` of x: codes uint8 [S, K], scales float32 [S, ceil(K / TILE)]
+    transposed,  # of x.T: codes uint8 [K, slots * TILE], or [E, K, N] if APART; scales [K, slots]
+    # With maxima, of `group_maxima`: scales [S] and [E, K]. With MX: bytes [slots * TILE, K / MX]
+    # and [K, slots * TILE / MX].
     counts,
     slots,
     G: tl.constexpr,
@@ -117,26 +115,26 @@ def cast_groups(
         mask = inside[:, None] & is_column[None, :]
         shared = tl.zeros((1, 1), tl.float32)
         one = tl.arange(0, 1)
-        if codes is not None:
+        if plain.codes is not None:
             if MX:
                 found, scale = cast_block(
                     values, shared, None, row[:, None], column[None, :], x.columns, C, 1, MX
                 )
-                _store_units(scales, tile * width + across, scale, C)
-            elif of_rows is None:
+                _store_units(plain.scales, tile * width + across, scale, C)
+            elif plain.maxima is None:
                 found, scale = cast_block(
                     values, shared, None, row[:, None], column[None, :], x.columns, C, 1, TILE
                 )
-                to = scales + row[:, None] * width + across + one[None, :]
+                to = plain.scales + row[:, None] * width + across + one[None, :]
                 tl.store(to, scale, inside[:, None])
             else:
-                scale = scale_of(tl.load(of_rows + row, inside, other=0), C)
+                scale = scale_of(tl.load(plain.maxima + row, inside, other=0), C)
                 found = _encoded(values, scale[:, None], C)
                 # Once for a row, and once for a column of an expert.
                 once = first + tl.where(across == 0, count, 0)
-                tl.store(scales + row, scale, row < once)
-            tl.store(codes + row[:, None] * x.columns + column[None, :], found, mask=mask)
-        if turned is not None:
+                tl.store(plain.scales + row, scale, row < once)
+            tl.store(plain.codes + row[:, None] * x.columns + column[None, :], found, mask=mask)
+        if transposed.codes is not None:
             line = column.to(tl.int64)[:, None]
             if MX:
                 found, scale = cast_block(
@@ -144,25 +142,25 @@ def cast_groups(
                 )
                 # The blocks of an expert lie together: rows of blocks, each of its tiles.
                 block = (tile - within) * width + across * its_tiles + within
-                _store_units(turned_scales, block, tl.trans(scale), C)
-            elif of_columns is None:
+                _store_units(transposed.scales, block, tl.trans(scale), C)
+            elif transposed.maxima is None:
                 found, scale = cast_block(
                     values, shared, None, column[None, :], row[:, None], x.rows, C, TILE, 1
                 )
-                to = turned_scales + line * slots + tile + one[None, :]
+                to = transposed.scales + line * slots + tile + one[None, :]
                 tl.store(to, tl.trans(scale), is_column[:, None])
             else:
                 at = expert.to(tl.int64) * x.columns + column
-                scale = scale_of(tl.load(of_columns + at, is_column, other=0), C)
+                scale = scale_of(tl.load(transposed.maxima + at, is_column, other=0), C)
                 found = _encoded(values, scale[None, :], C)
                 once = tl.where(within == 0, x.columns, 0)
-                tl.store(turned_scales + at, scale, column < once)
+                tl.store(transposed.scales + at, scale, column < once)
             if APART:
                 length, start = its_tiles * TILE, within * TILE
-                to = turned + (expert.to(tl.int64) * x.columns + line) * length
+                to = transposed.codes + (expert.to(tl.int64) * x.columns + line) * length
             else:
                 start = tile * TILE
-                to = turned + line * (slots * TILE)
+                to = transposed.codes + line * (slots * TILE)
             to += (start + tl.arange(0, TILE))[None, :]
             tl.store(to, tl.trans(found), mask=is_column[:, None])
 
@@ -224,7 +222,7 @@ def grouped_mm(
 
 @triton.jit
 def grouped_grad(
-    lhs,  # [M, slots * TILE] e4m3, as `cast_groups` writes `turned`
+    lhs,  # [M, slots * TILE] e4m3, as `cast_groups` writes x.T
     lhs_scale,  # float32 [M, slots], or [E, M]
     rhs,  # [N, slots * TILE]
     rhs_scale,  # [N, slots], or [E, N]

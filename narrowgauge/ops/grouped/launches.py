@@ -26,7 +26,7 @@ from narrowgauge.ops.mm.triton import Blocks, blocks_for
 from narrowgauge.ops.quantize import quantize
 from narrowgauge.ops.quantize.triton_launch import LARGE_BLOCK_WARPS, constants
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.triton.launch import Kernels, Matrix, launch
+from narrowgauge.ops.triton.launch import Kernels, Matrix, Orientation, launch
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
@@ -145,10 +145,12 @@ def _cast(
         turned_scales = make((groups.experts, inner) if by_row else (inner, columns))
     codes = x.new_empty(outer, inner, dtype=E4M3.storage) if rows else None
     turned = x.new_empty(inner, slots * TILE, dtype=E4M3.storage) if cols else None
-    as_bytes = [None if each is None else each.view(torch.uint8) for each in (codes, turned)]
+    plain = Orientation(None if codes is None else codes.view(torch.uint8), scales, of_rows)
+    across = None if turned is None else turned.view(torch.uint8)
+    transposed = Orientation(across, turned_scales, of_columns)
     launch(
-        kernels.cast_groups, slots * width, matrix, as_bytes[0], scales, as_bytes[1], turned_scales,
-        of_rows, of_columns, counts, slots, G=groups, C=constants(x, cast), APART=apart, MX=mx, warps=LARGE_BLOCK_WARPS,
+        kernels.cast_groups, slots * width, matrix, plain, transposed, counts, slots,
+        G=groups, C=constants(x, cast), APART=apart, MX=mx, warps=LARGE_BLOCK_WARPS,
     )  # fmt: skip
     return GroupedCodes(codes, scales, turned, turned_scales)
 
