@@ -33,7 +33,9 @@ from tests.selection import quick
 
 PACKAGE = Path(ng.__file__).parent
 # (op, kernel) beside the definitions that computes by torch's operators alone. One that takes an address does not belong here.
-BY_TORCH = {("mm", name) for name in ("native", "native-block", "native-mx", "native-int8")}
+BY_TORCH = {("mm", name) for name in ("native", "native-block", "native-mx", "native-int8")} | {
+    ("grouped", "loop")
+}
 DEFINITIONS = {"reference", "torch"}
 
 
@@ -70,7 +72,7 @@ def fake(x: torch.Tensor) -> FakeTensor:
 
 OPS = {
     "mm", "quantize", "quantize_pair", "quantize_precast", "quantize_rotated", "hadamard", "rotate_and_encode", "rotary", "optim",
-    "norm_act", "norm_act_backward", "cross_entropy", "cross_entropy_backward", "attention", "attention16",
+    "norm_act", "norm_act_backward", "cross_entropy", "cross_entropy_backward", "attention", "attention16", "grouped",
 }  # fmt: skip
 
 
@@ -112,7 +114,11 @@ def test_no_other_file_takes_an_address_or_starts_a_kernel():
         "train/checkpoint/store.py",
     }  # fmt: skip
     spoken_of = {"ops/triton/__init__.py"}
-    assert holding["enable_fp_fusion"] - spoken_of == {"ops/triton/launch.py", "ops/mm/triton.py"}
+    assert holding["enable_fp_fusion"] - spoken_of == {
+        "ops/triton/launch.py",
+        "ops/mm/triton.py",
+        "ops/grouped/launches.py",  # an option of `launch`
+    }
 
 
 @pytest.mark.parametrize("hide", [Wrapper, fake])

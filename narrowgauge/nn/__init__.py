@@ -38,6 +38,7 @@ What a recipe adds to a layer
 
 Mixtures of experts
     products of experts in one parameter; rows sorted by expert   grouped_linear
+    all experts of a stack in one launch on a GPU                 grouped_function, ops.grouped
     whose experts can be converted; their forward pass            experts
 
 A whole model, and its training loop

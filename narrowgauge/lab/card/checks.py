@@ -41,6 +41,7 @@ REGISTRIES = (
     ("narrowgauge.ops.norm_act", "FORWARD"),
     ("narrowgauge.ops.norm_act", "BACKWARD"),
     ("narrowgauge.ops.attention", "KERNELS"),
+    ("narrowgauge.ops.grouped", "KERNELS"),
 )
 # A first compilation takes seconds, the reference on the CPU up to ten, four at a time.
 CHECK_S, PROBE_S = 90.0, 30.0

@@ -6,11 +6,14 @@
 The reference is a loop over the experts on the CPU: the casts of the definition, decoded, and
 products in float64. Every result passes within the bound of `ops.mm.selfcheck`. NaN in one token
 must appear in its row of output and grad_input, and in its expert's gradient alone.
+
+LARGE is for `KernelCheck.large`: more tiles than a device computes at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ from narrowgauge.scaling import E8M0_CEIL, POW2, WHOLE
 
 COUNTS, OUTER, INNER, SEED = (0, 1, 127, 128, 129, 20, 14), TILE, 208, 20261129
 INNER_MX = 2 * TILE  # torch takes whole tiles
+LARGE, LARGE_OUTER, LARGE_INNER = (0, 1500, 700, 129, 1, 900, 600, 266, 40), 1024, 1280
 SPREAD = 4
 Casts = tuple[Cast, Cast]
 NAMES = ("output", "grad_input", "grad_weight", "bias gradient")
@@ -38,11 +42,14 @@ def _kind(spec: GroupSpec) -> tuple[Hashable, ...] | None:
 
 
 def _compare(
-    run: Callable[..., tuple[Tensor, ...]], kind: tuple[Hashable, ...], device: torch.device
-) -> Iterator[OutputComparison]:
+    run: Callable[..., tuple[Tensor, ...]], kind: tuple[Hashable, ...], device: torch.device,
+    large: bool = False,
+) -> Iterator[OutputComparison]:  # fmt: skip
     casts = unflatten_cast(*kind[0]), unflatten_cast(*kind[1])  # type: ignore[misc]
-    for with_nan in (False, True):
-        given = sample(with_nan, bool(kind[2]), INNER_MX if casts[0].mx_kind else INNER)
+    counts, outer = (LARGE, LARGE_OUTER) if large else (COUNTS, OUTER)
+    inner = LARGE_INNER if large else INNER_MX if casts[0].mx_kind else INNER
+    for with_nan in (False,) if large else (False, True):
+        given = sample(counts, (outer, inner), bool(kind[2]), with_nan)
         on_device = [None if each is None else each.to(device) for each in given]
         found = run(*on_device, casts)
         for name, out, (truth, bound) in zip(NAMES, found, loop(*given, casts), strict=True):
@@ -50,17 +57,17 @@ def _compare(
 
 
 def sample(
-    with_nan: bool, biased: bool, inner: int
+    counts: tuple[int, ...], sizes: tuple[int, int], biased: bool, with_nan: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Return x [S, K], w [E, N, K], bias [E, N], gy [S, N] and counts of a stack."""
+    """Return x [S, K], w [E, N, K], bias [E, N], gy [S, N] and counts of a stack. sizes: N, K."""
     made = torch.Generator().manual_seed(SEED)
-    rows, experts = sum(COUNTS), len(COUNTS) - 1
-    x, gy = (spread_normal(rows, each, SPREAD, made) for each in (inner, OUTER))
-    w = spread_normal(experts * OUTER, inner, SPREAD, made).view(experts, OUTER, inner)
-    bias = torch.randn(experts, OUTER, generator=made) if biased else None
+    rows, experts, (outer, inner) = sum(counts), len(counts) - 1, sizes
+    x, gy = (spread_normal(rows, each, SPREAD, made) for each in (inner, outer))
+    w = spread_normal(experts * outer, inner, SPREAD, made).view(experts, outer, inner)
+    bias = torch.randn(experts, outer, generator=made) if biased else None
     if with_nan:
         x[200, 3] = gy[200, 5] = float("nan")
-    return x, w, bias, gy, torch.tensor(COUNTS, dtype=torch.int32)
+    return x, w, bias, gy, torch.tensor(counts, dtype=torch.int32)
 
 
 def loop(
@@ -99,7 +106,8 @@ def _product(lhs: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _examples() -> Iterator[GroupSpec]:
-    experts, dtypes = len(COUNTS) - 1, (torch.float32,) * 3
+    # Of training. The check's own tensors are float32.
+    experts, dtypes = len(COUNTS) - 1, (torch.bfloat16,) * 3
     for tiles in (((1, TILE), (TILE, TILE)), ((1, WHOLE), (1, WHOLE))):
         x, w = (Cast(format=E4M3, tile=tile, scale=POW2) for tile in tiles)
         for biased in (False, True):
@@ -108,4 +116,6 @@ def _examples() -> Iterator[GroupSpec]:
     yield GroupSpec(mx, mx, Device("cpu"), dtypes, experts, (OUTER, INNER_MX), False)
 
 
-CHECK: KernelCheck[GroupSpec] = KernelCheck(_kind, _compare, _examples)
+CHECK: KernelCheck[GroupSpec] = KernelCheck(
+    _kind, _compare, _examples, large=partial(_compare, large=True)
+)

@@ -32,7 +32,7 @@ HOPPER, BLACKWELL, ADA = (Device("cuda", each, cuda=(13, 0)) for each in ((9, 0)
 SETTINGS = card.CardSettings()
 OPS = (
     "quantize_pair", "quantize_rotated", "mm", "quantize_precast", "quantize", "optim", "rotary", "rotate_and_encode", "norm_act",
-    "norm_act_backward", "attention",
+    "norm_act_backward", "attention", "grouped",
 )  # fmt: skip
 
 
