@@ -460,10 +460,14 @@ class GraphedStep:
 
     def _shares_casts(self) -> bool:
         """True if several micro-batches of a step share the weight casts of some layer."""
-        return self._usual > 1 and any(keeps_casts(layer) for layer in self._layers())
+        return self._usual > 1 and any(keeps_casts(layer) for layer in self._casting())
 
     def _layers(self) -> list[QLinear]:
         return [layer for layer in self.model.modules() if isinstance(layer, QLinear)]
+
+    def _casting(self) -> list[QLinear]:
+        """The layers whose casts micro-batches share, without experts: a pass casts their stack."""
+        return [layer for layer in self._layers() if not layer.is_expert]
 
     def _may_record(self) -> bool:
         """True once micro-batches per step and addresses of the shared casts are known."""
@@ -474,9 +478,7 @@ class GraphedStep:
 
         In eager mode the first micro-batch casts the weights and the others reuse its casts.
         """
-        # An expert's own casts would be those of one matrix; a pass casts the whole stack.
-        layers = (layer for layer in self._layers() if not layer.is_expert)
-        self._casts = {layer: cast_weight(layer) for layer in layers}
+        self._casts = {layer: cast_weight(layer) for layer in self._casting()}
 
     def _forward_and_backward(self, **batch: Tensor) -> None:
         for layer, casts in self._casts.items():
@@ -521,7 +523,6 @@ def keeps_casts(layer: QLinear) -> bool:
         or layer.is_suspended
         or layer.steps is not None
         or layer.code_source is not None
-        or layer.is_expert  # each pass casts the whole stack
     ):
         return False
     return any(layer.plan(layer.weight.device).w.serves_a_step)

@@ -33,9 +33,7 @@ from tests.selection import quick
 
 PACKAGE = Path(ng.__file__).parent
 # (op, kernel) beside the definitions that computes by torch's operators alone. One that takes an address does not belong here.
-BY_TORCH = {("mm", name) for name in ("native", "native-block", "native-mx", "native-int8")} | {
-    ("grouped", "loop")
-}
+BY_TORCH = {("mm", name) for name in ("native", "native-block", "native-mx", "native-int8")}
 DEFINITIONS = {"reference", "torch"}
 
 

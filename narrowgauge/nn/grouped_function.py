@@ -79,7 +79,7 @@ def kernel_of(
     dtypes = stack.dtype if x is None else x.dtype, dtype or stack.dtype, stack.dtype
     sizes, biased = (stack.shape[1], stack.shape[2]), biases is not None
     choice = choose(GroupSpec(x_cast, w_cast, facts, dtypes, stack.shape[0], sizes, biased))
-    if choice.kernel.name == "loop":
+    if choice.kernel.name == "reference":
         return Reason("experts-loop", "; ".join(choice.reasons))
     w = layers[0].plan(stack.device, facts.wrapper).w
     if w.rows_expand is not None or w.cols_expand is not None:

@@ -235,7 +235,7 @@ def test_sixteen_bits_are_torchs_own(ranks):
 def test_words_say_how_an_input_travels():
     for recipe, begins, ends in (
         ("mxfp8", "e4m3 1x32", "e8m0-ceil"),
-        ("nvfp4", "e4m3 1x128", "two scales"),
+        ("nvfp4", "e4m3 1x128", "its input"),
     ):
         layer = ng.convert(nn.Sequential(nn.Linear(64, 64)), {"0": ng.recipes.get(recipe)})[0]
         words = sequence_messages.describe_traffic(layer, "x")

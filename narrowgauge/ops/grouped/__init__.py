@@ -15,7 +15,7 @@ products of these as `ops.mm` defines them. The host does not read `counts`.
     native     one scale for a row (fp8-row): torch's grouped GEMM, on 9.0
     native-mx  one scale for 1 x 32 (mxfp8): torch's grouped GEMM, on 10.x
     triton     one scale for a row, or tiles of 1 x 128 beside 128 x 128 (fp8-block); from 8.9 on
-    loop       the definition: the caller multiplies expert by expert, and reads `counts` once
+    reference  the definition: the caller multiplies expert by expert, and reads `counts` once
 
 Left out: one scale for an expert (fp8-current, int8), and state for each expert.
 """
@@ -147,7 +147,7 @@ KERNELS.register(
     Kernel("native", refuse_native, imported(f"{__name__}.native", "passes"), check=check_of_groups),
     Kernel("native-mx", refuse_mx, imported(f"{__name__}.native", "passes"), check=check_of_groups),
     Kernel("triton", refuse, imported(f"{__name__}.launches", "passes"), check=check_of_groups),
-    Kernel("loop", lambda spec: None, _loop, by_torch=True),
+    Kernel("reference", lambda spec: None, _loop, by_torch=True),
 )  # fmt: skip
 
 
@@ -157,5 +157,5 @@ def slots_for(rows: int, experts: int) -> int:
 
 
 def choose(spec: GroupSpec) -> KernelChoice[GroupSpec]:
-    """Return the kernel for a stack of experts, "loop" if none takes it."""
+    """Return the kernel for a stack of experts, "reference" if none takes it."""
     return KERNELS.choose(spec)
