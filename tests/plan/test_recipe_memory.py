@@ -59,8 +59,8 @@ def test_no_recipe_needs_more_than_bfloat16(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "expected"),
-    # mxfp4 keeps what nvfp4 does, and its count takes minutes.
-    [("fp8-current", 72.64), ("mxfp8", 72.7), ("nvfp4", 75.39)],
+    # mxfp4 keeps what bfloat16 does, and its count takes minutes.
+    [("fp8-current", 72.64), ("mxfp8", 72.7), ("nvfp4", 72.05)],
 )
 def test_a_llama_of_8_billion_parameters_on_the_device_of_its_recipe(recipe, expected):
     found = counted(LARGE["llama-8b"], recipe, device_for(recipe))
