@@ -516,7 +516,7 @@ class Operand:
         found = cache.lookup(self) if is_gathered else sources.saved_for_w
         if found is None:
             return
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph():
             # The autograd graph holds the context, and the loss holds the
             # graph: free the codes now.
             sources.saved_for_w = None
