@@ -1,4 +1,4 @@
-"""grouped: casts and products of rows sorted by expert, one launch for all experts each.
+"""grouped: casts and products of rows sorted by expert, each in one or two launches for all experts.
 
     x [S, K], sorted by expert; w [E, N, K]; counts int32 [E + 1] on the device, rows of each
     expert and rows without one
