@@ -3,7 +3,7 @@
     python -m benchmarks.frontier_study --learning-rate 1e-3 --warmup 200   the standard library; hours, see --cost
     python -m benchmarks.frontier_study --data shakespeare.txt --cost       the processor's time of a step, and of the study
 
-At a rate of 2e-3 pairs scatter by 0.02 to 0.05 whatever the recipe, and none is told from another. At 1e-3 with 200 steps of warm-up,
+At a rate of 2e-3 pairs scatter by 0.01 to 0.05 whatever the recipe, and none is told from another. At 1e-3 with 200 steps of warm-up,
 bf16 with its batch cut in two, which changes the order of sums alone, ended 0.0008 from bf16 after 1,000 steps.
 
 Runs are those of benchmarks/convergence.py at another size: a recipe and bf16 of one seed begin alike and read the same batches.

@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """GroupedCodes of the matrices [N, K] of all experts, whose rows are contracted, and their scales.
+    """Codes of the matrices [N, K] of all experts, whose rows are contracted, and their scales.
 
     by_row  there is one scale for a row
     """

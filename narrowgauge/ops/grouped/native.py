@@ -20,19 +20,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.ops.grouped import TILE, launches
-from narrowgauge.ops.grouped.launches import (
-    GroupedCodes,
-    Matrices,
-    clear_rest,
-    operand,
-    sums,
-    turned_stack,
-)
+from narrowgauge.ops.grouped.launches import GroupedCodes, Matrices, clear_rest
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Cast
-
-__all__ = ["gradient", "operand", "passes", "product", "sums", "turned_stack"]
 
 
 def product(
@@ -68,7 +59,7 @@ def gradient(
     by_row: bool,
     fast: bool,
 ) -> Tensor:
-    """See `launches.gradient`; a scale for each row, a bfloat16 result."""
+    """See `launches.gradient`; a bfloat16 result."""
     assert dtype == torch.bfloat16
     assert lhs.cols is not None and lhs.col_scales is not None
     assert rhs.cols is not None and rhs.col_scales is not None

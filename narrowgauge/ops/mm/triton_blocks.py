@@ -6,6 +6,8 @@ scales multiply that sum, which is added to a float32 total in registers. The te
 accumulator (about 14 bits on Hopper) therefore never holds more than 128 products: the promotion of
 DeepSeek-V3 (arXiv 2412.19437, 3.3.2).
 
+`sum_of_blocks` also serves the products of experts (ops/grouped).
+
 `group_m` tiles of rows are numbered consecutively, so that they share the columns they read while
 those are in the L2 cache.
 """
@@ -54,9 +56,9 @@ def sum_of_blocks(lhs, rows, rhs, columns, begin, end, B: tl.constexpr):
 
     Without `B.lhs_columns` a row of each operand has one scale, which multiplies the whole sum.
 
-    lhs    (elements, scales, elements from a row to the next, scales from a row of tiles to the next)
-    rows   (int64 [B.m], the first of them, the end: rows from there on count as zero)
-    begin  a multiple of B.k; rhs and columns as lhs and rows
+    lhs    pointers to elements and scales, and the strides of their rows
+    rows   int64 [B.m], the first of them, and the end. Rows from the end on count as zero
+    begin  a multiple of B.k. rhs and columns are as lhs and rows
     """
     # Constants of their own: Triton 3.7 passes no number of a structure to a device function.
     BLOCK_M: tl.constexpr = B.m
