@@ -31,7 +31,7 @@ from narrowgauge.nn.keep_policy import RecomputeSource, SavePolicy, producer_pol
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.observer import needs_x
 from narrowgauge.nn.operands import Casts, Operand
-from narrowgauge.nn.rotation import Rotation
+from narrowgauge.nn.rotation import NONE
 from narrowgauge.ops.norm_act import BACKWARD, FORWARD, CastRequest, Kind, NormActSpec
 from narrowgauge.ops.norm_act.definition import ACTIVATIONS
 from narrowgauge.ops.norm_act.spec import NARROW, Given, StoredAsCodes
@@ -387,7 +387,7 @@ def fill(operand: Operand, y: Tensor) -> None:
     operand.tensor = y
     if operand.casts.rows is None:
         operand.read()
-        operand.rows(Rotation())
+        operand.rows(NONE)
     if operand.casts.source is None:
         operand.saved()
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from narrowgauge.addresses import PIECE, in_memory, is_compiling, type_of
 from narrowgauge.nn.keep_policy import SavedInput
 from narrowgauge.nn.plan import PRODUCTS, OperandPlan
-from narrowgauge.nn.rotation import NONE, Rotation
+from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.mm import high_precision
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.ops.quantize.amax_state import update_amax
@@ -322,18 +322,18 @@ class Operand:
         expand: torch.dtype | None,
         which: str,
     ) -> QTensor | Tensor:
-        if rotation is not NONE and cast is not None and self.plan.fuses_turns:
+        if rotation.hadamard is not None and cast is not None and self.plan.fuses_turns:
             run = self.plan.casts_in_rotation(x, cast, expand, rotation.turn)
             if run is not None:
                 noise = self._noise(x, which) if cast.draws else None
                 return run(x, cast, rotation.turn, (noise, None), expand, False)[0]
-        if rotation is not NONE and cast is not None and x.numel() > PIECE:
+        if rotation.hadamard is not None and cast is not None and x.numel() > PIECE:
             from narrowgauge.nn.rotated_pieces import cast_in_pieces, casts_apart
 
             if casts_apart(cast, x):
                 noise = self._noise(x, which) if cast.draws else None
                 return cast_in_pieces(x, cast, rotation, noise, self.plan, expand)
-        return self.cast(x if rotation is NONE else rotation(x), cast, expand, which)
+        return self.cast(x if rotation.hadamard is None else rotation(x), cast, expand, which)
 
     def cast(
         self, x: Tensor, cast: Cast | None, expand: torch.dtype | None, which: str

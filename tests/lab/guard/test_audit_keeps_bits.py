@@ -91,8 +91,8 @@ def check(recipe, **case):
 @pytest.mark.parametrize(
     "recipe",
     quick(
-        ["fp8-delayed", "nvfp4"],
-        ["fp8-current", "fp8-delayed", "fp8-block", "int8", "nvfp4", "int4-hq-bs"],
+        ["fp8-delayed", "nvfp4", "quartet2"],
+        ["fp8-current", "fp8-delayed", "fp8-block", "int8", "nvfp4", "quartet2", "int4-hq-bs"],
     ),
 )
 def test_an_observed_step_has_the_bits_of_one_that_is_not(recipe):
