@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence import SIZES, summarize, train
+from benchmarks.four_bit_variants import add, hooked
 from benchmarks.harness import RESULTS, record
 
 BASE = "nvfp4"  # whose gap the others' are divided by
@@ -103,6 +105,21 @@ def markdown(rows: list[dict[str, Any]], metric: str) -> str:
     return "\n".join(lines)
 
 
+def train_variant(
+    data: str, recipe: str, seed: int, steps: int, output: Path, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """`convergence.train` in a process that knows the variants too."""
+    add()
+    with hooked(recipe, steps) as hook:
+        folder = output / Path(data).stem / f"{recipe}-seed{seed}"
+        if hook is not None and not (folder / "final").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        result = train(data, recipe, seed, steps, output, changes)
+    if hook is not None and hook.resets:
+        print(f"{recipe}, seed {seed}: share of weights reset, by step: {hook.resets}", flush=True)
+    return result
+
+
 def processor_s(data: str, recipe: str, steps: int, output: Path) -> float:
     """Seconds of the processor that a run takes, its start and its evaluation included."""
     started_at_s = time.process_time()
@@ -142,7 +159,9 @@ def main() -> None:
     jobs = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         futures = [
-            pool.submit(train, options.data, recipe, seed, options.steps, options.output, changes)
+            pool.submit(
+                train_variant, options.data, recipe, seed, options.steps, options.output, changes
+            )
             for recipe, seed in jobs
         ]
         results = [future.result() for future in futures]

@@ -2,6 +2,7 @@
 
     python -m benchmarks.ptx_proof                                every case for five GPUs
     python -m benchmarks.ptx_proof --gpus 90 --families casts delayed
+    python -m benchmarks.ptx_proof --triton 3.6.0 3.7.1           the same by other versions of Triton's compiler, installed apart
     python -m benchmarks.ptx_proof --mutations                    fifty faults in the PTX: are they noticed?
     python -m benchmarks.ptx_proof --mutations --equivalent 17 "the barrier before it is enough"
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -41,7 +44,11 @@ SEED, GPU = 20261128, 90
 
 
 def main() -> None:
-    options = _options()
+    options, others = _options()
+    if options.triton:
+        for version in options.triton:
+            by_other_triton(version, others)
+        return
     triton.unavailable = lambda: ""  # nothing is launched, so no C compiler is needed
     if options.equivalent:
         number, reason = options.equivalent
@@ -55,6 +62,28 @@ def main() -> None:
         return
     for row in matrix(options):
         record("ptx_proof", [row], options.results)
+
+
+def by_other_triton(version: str, arguments: list[str]) -> None:
+    """Start this command anew with another version of Triton, in a folder of its own."""
+    folder = cache_folder() / "tests" / f"triton-{version}"
+    if not (folder / f"triton-{version}.dist-info").exists():
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(folder),
+        ]
+        subprocess.run([*install, f"triton=={version}"], check=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    }
+    command = [sys.executable, "-m", "benchmarks.ptx_proof", *arguments]
+    subprocess.run(command, env=environment, check=True)
 
 
 def matrix(options: Any) -> Iterator[dict[str, Any]]:
@@ -117,10 +146,14 @@ def changed(only: list[int]) -> Iterator[dict[str, Any]]:
     print(f"{len(drawn) - len(survivors)} of {len(drawn)} noticed; survivors: {survivors}")
 
 
-def _options() -> argparse.Namespace:
+def _options() -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the arguments without --triton."""
+    versions = argparse.ArgumentParser(add_help=False)
+    versions.add_argument("--triton", nargs="+", default=[], help="versions, for instance 3.6.0")
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ptx_proof", description=(__doc__ or "").partition("\n")[0]
-    )
+        prog="python -m benchmarks.ptx_proof", description=(__doc__ or "").partition("\n")[0],
+        parents=[versions],
+    )  # fmt: skip
     parser.add_argument(
         "--gpus", nargs="+", type=int, choices=list(CAPABILITIES), default=list(CAPABILITIES)
     )
@@ -132,7 +165,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", type=int, default=[], help="numbers of mutants")
     parser.add_argument("--equivalent", nargs=2, metavar=("NUMBER", "REASON"))
     parser.add_argument("--results", type=Path, default=RESULTS / "ptx_proof.jsonl")
-    return parser.parse_args()
+    return parser.parse_args(), versions.parse_known_args()[1]
 
 
 if __name__ == "__main__":

@@ -81,6 +81,19 @@ def resources(kernel, folder):
     }
 
 
+def is_fenced(ptx: str) -> bool:
+    """True if a proxy fence stands between each write to shared memory and the product that reads it, line by line."""
+    waits = False
+    for line in ptx.splitlines():
+        if re.search(r"^\s*(@%\w+ )?(cp\.async\.c|st\.shared)", line):
+            waits = True
+        elif "fence.proxy.async" in line:
+            waits = False
+        elif waits and re.search(r"wgmma\.mma_async|tcgen05\.mma", line):
+            return False
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "rows", "tiles"),
@@ -101,7 +114,10 @@ def resources(kernel, folder):
 def test_it_compiles_to_fp8_tensor_cores_and_spills_nothing(architecture, rows, tiles, tmp_path):
     instruction, shared_bytes = ARCHITECTURES[architecture]
     kernel = compiled(architecture, rows, tiles)
-    assert re.search(instruction, kernel.asm["ptx"])
+    assert re.search(instruction, ptx := kernel.asm["ptx"])
+    assert is_fenced(ptx)
+    if architecture in (90, 100):
+        assert not is_fenced(ptx.replace("fence.proxy.async", "// "))
     found = resources(kernel, tmp_path)
     assert found["STACK"] == found["LOCAL"] == 0, found
     assert 0 < found["REG"] <= 255 and kernel.metadata.shared <= shared_bytes

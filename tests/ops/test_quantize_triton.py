@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -58,10 +59,10 @@ CASTS = (
 @pytest.fixture(autouse=True)
 def forgotten():
     """What was found out of the Triton that is here is forgotten, and so is what the test finds out."""
-    for each in (triton.version, triton.unavailable):
+    for each in (triton.version, triton.unavailable, triton._races):
         each.cache_clear()
     yield
-    for each in (triton.version, triton.unavailable):
+    for each in (triton.version, triton.unavailable, triton._races):
         each.cache_clear()
 
 
@@ -167,6 +168,27 @@ def test_an_old_or_absent_triton_is_named(monkeypatch, version, values):
 
     monkeypatch.setattr(triton.metadata, "version", found)
     require(triton.refuse("cuda", (9, 0)), "toolchain", *values)
+
+
+@pytest.mark.parametrize(
+    ("version", "races"),
+    [
+        ("3.6.0", True),
+        ("3.7.0", True),
+        ("3.7.1", False),
+        ("3.8.0+git675c", False),
+        ("3.10.0", False),
+    ],
+)
+def test_products_load_in_one_stage_where_triton_leaves_out_a_fence(monkeypatch, version, races):
+    """On capabilities whose products read shared memory; the others keep their stages."""
+    monkeypatch.setattr(triton.metadata, "version", lambda name: version)
+    capabilities = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = [triton.stages(4, capability) for capability in capabilities]
+    assert found == ([4, 4, 1, 1, 1, 4] if races else [4] * 6)
+    assert [each.message.code for each in seen] == ["triton.one-stage"] * races
 
 
 def test_no_c_compiler_is_a_reason(monkeypatch):

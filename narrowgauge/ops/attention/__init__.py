@@ -53,7 +53,7 @@ from narrowgauge.ops.registry import (
     device_of,
 )
 from narrowgauge.ops.selfcheck import KernelCheck, OutputComparison
-from narrowgauge.ops.triton import FP8_CONVERSIONS, refuse_tensors
+from narrowgauge.ops.triton import FP8_CONVERSIONS, refuse_tensors, stages
 from narrowgauge.ops.triton.cast_constants import constants_of
 from narrowgauge.ops.triton.launch import Kernels, launch
 from narrowgauge.recipe import WHOLE, Cast
@@ -272,7 +272,7 @@ def run_triton(
         triton_kernel.fp8_attention, batch * heads * -(-queries // tiles.rows),
         (x.contiguous(), x_scale), (y.contiguous(), y_scale), (values, z_scale), strides, out,
         (heads, key_heads), (queries, keys), (width, value_width), scale,
-        C=constants_of(CAST, capability, decoded), A=tiles, warps=WARPS, num_stages=STAGES,
+        C=constants_of(CAST, capability, decoded), A=tiles, warps=WARPS, num_stages=stages(STAGES, capability),
     )  # fmt: skip
     return out
 

@@ -68,9 +68,10 @@ def fp8_attention(
     )
     x_scale = tl.load(q[1] + of_head * tl.cdiv(queries, A.block) + tile * A.rows // A.block)
     of_blocks = of_keys * tl.cdiv(keys, A.block)
-    largest = tl.full((A.rows,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((A.rows,), dtype=tl.float32)
-    y = tl.zeros((A.rows, A.value_width), dtype=tl.float32)
+    # Shapes of tensors: Triton 3.6 and 3.7 take no field of a constant for a length.
+    largest = tl.full(rows.shape, float("-inf"), dtype=tl.float32)
+    total = tl.zeros(rows.shape, dtype=tl.float32)
+    y = tl.zeros((rows.shape[0], down.shape[0]), dtype=tl.float32)
     last = keys
     if A.is_causal:
         last = min(keys, (tile + 1) * A.rows)

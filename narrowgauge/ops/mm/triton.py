@@ -76,6 +76,7 @@ def blocks_for(tiles: list[int], capability: tuple[int, int], rows: int) -> Bloc
         n = 64
     step = min(tiles[1] or LONGEST_STEP, tiles[3] or LONGEST_STEP, LONGEST_STEP)
     of_lhs, of_rhs = (tiles[0], tiles[1]), (tiles[2], tiles[3])
+    stages = triton.stages(stages, capability)
     return Blocks(*of_lhs, *of_rhs, m=m, n=n, k=step, warps=warps, stages=stages)
 
 

@@ -29,6 +29,7 @@ from functools import cache
 from importlib import metadata
 
 import torch
+from packaging.version import Version
 
 from narrowgauge.addresses import dry_run_on
 from narrowgauge.errors import SlowerWarning, warn
@@ -39,6 +40,10 @@ LEAST_CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # input dtypes of the kernels
 # cvt.rn.satfinite.e4m3x2.f32 and similar; older GPUs take integer arithmetic.
 FP8_CONVERSIONS = (8, 9)
+# Older Triton leaves out the fence (fence.proxy.async) between asynchronous copies to shared memory and
+# products that read it there: its pull request 9610, which 3.7.1 took over (10537).
+FENCES_COPIES = Version("3.7.1")
+READ_SHARED_MEMORY = (9, 10)  # major capabilities whose products (wgmma, tcgen05) do
 EVERYWHERE = (3, 9)  # older Triton converts float32 by way of float16 on 8.9, which rounds twice
 
 
@@ -126,6 +131,29 @@ def launched_as_grid(start: Callable[[], None], index: int | None) -> bool:
 def has_conversions(capability: tuple[int, int]) -> bool:
     """Return True if Triton compiles float32 -> FP8 to the instruction that rounds once."""
     return capability >= (FP8_CONVERSIONS if version() >= EVERYWHERE else (9, 0))
+
+
+def stages(wanted: int, capability: tuple[int, int]) -> int:
+    """Return how many stages of loads a kernel with products may have in flight: `wanted`, or 1.
+
+    With one stage loads pass through registers, which every Triton orders. Warns once.
+    """
+    return 1 if capability[0] in READ_SHARED_MEMORY and _races() else wanted
+
+
+@constant_while_compiling
+@cache
+def _races() -> bool:
+    if not version() or Version(metadata.version("triton")) >= FENCES_COPIES:
+        return False
+    warn(
+        f"Triton {metadata.version('triton')} does not order copies before products on compute capability 9.0 and 10.x: results could be "
+        f"wrong. FP8 products load in one stage there, which is right and slower. Install triton>={FENCES_COPIES}.",
+        code="triton.one-stage",
+        stacklevel=2,
+        category=SlowerWarning,
+    )
+    return True
 
 
 @constant_while_compiling

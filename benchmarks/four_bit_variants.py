@@ -1,0 +1,98 @@
+"""Changes of single parts of the 4-bit recipes, for benchmarks/frontier_study.py: which part makes a recipe end where it does?
+
+Each is one constant, named by the recipe that it changes and by the change. No variant is a recipe of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from benchmarks.oscillation_reset import OscillationReset
+from narrowgauge import recipes
+from narrowgauge.formats import INT8
+from narrowgauge.recipe import Cast, Gemm, LearnedStep, LeverageScore, Recipe
+
+
+def _casts(
+    recipe: Recipe, name: str, change: dict[str, object], products: tuple[str, ...]
+) -> Recipe:
+    """`recipe` with both casts of `products` changed."""
+
+    def changed(cast: Cast | None) -> Cast | None:
+        return None if cast is None else replace(cast, **change)  # type: ignore[arg-type]
+
+    gemms: dict[str, Gemm] = {
+        product: replace(gemm, lhs=changed(gemm.lhs), rhs=changed(gemm.rhs))
+        for product, gemm in recipe.gemms().items()
+        if product in products
+    }
+    return replace(recipe, name=name, **gemms)  # type: ignore[arg-type]
+
+
+def _sampled(recipe: Recipe, name: str, sample: LeverageScore | None) -> Recipe:
+    return replace(
+        recipe,
+        name=name,
+        grad_input=replace(recipe.grad_input, sample=sample),
+        grad_weight=replace(recipe.grad_weight, sample=sample),
+    )
+
+
+def _forward(recipe: Recipe, name: str, calibrate: LearnedStep) -> Recipe:
+    """`recipe` with other steps of x and w, which a straight-through backward pass reads too."""
+    cast = replace(recipe.output.rhs, calibrate=calibrate)  # type: ignore[type-var]
+    return replace(
+        recipe,
+        name=name,
+        output=replace(recipe.output, lhs=cast, rhs=cast),
+        grad_input=replace(recipe.grad_input, rhs=cast),
+        grad_weight=replace(recipe.grad_weight, rhs=cast),
+    )
+
+
+BACKWARD = ("grad_input", "grad_weight")
+_ALL_ROWS = _sampled(recipes.INT4_HQ_LSS, "int4-hq-lss-all-rows", None)
+_TWICE = replace(recipes.QUARTET2_46.grad_input, rotate=replace(
+    recipes.QUARTET2_46.grad_input.rotate, rounds=2  # type: ignore[type-var]
+))  # fmt: skip
+
+VARIANTS: tuple[Recipe, ...] = (
+    _ALL_ROWS,
+    _sampled(recipes.INT4_HQ_BS, "int4-hq-bs-sampled", LeverageScore()),
+    _sampled(recipes.INT4_HQ_LSS, "int4-hq-lss-variance-0.002", LeverageScore(max_variance=0.002)),
+    _forward(_ALL_ROWS, "int4-hq-lss-cold-200", LearnedStep(cold_steps=200)),
+    _casts(recipes.INT4_EDEN, "int4-eden-backward-in-8", {"format": INT8}, BACKWARD),
+    _casts(recipes.INT4_EDEN, "int4-eden-scale-of-32", {"tile": (1, 32)}, BACKWARD),
+    replace(
+        recipes.QUARTET2_46, name="quartet2-46-two-rounds", grad_input=_TWICE, grad_weight=_TWICE
+    ),
+    replace(recipes.QUARTET2_46, name="quartet2-46-oscireset"),
+    replace(recipes.TETRAJET2, name="tetrajet2-oscireset"),
+)
+RESET = "-oscireset"  # ends the names of the variants whose weights are reset
+
+
+@contextmanager
+def hooked(recipe: str, steps: int) -> Iterator[OscillationReset | None]:
+    """Change the optimizer steps of a run as its variant says. A run that is hooked cannot be resumed."""
+    if not recipe.endswith(RESET):
+        yield None
+        return
+    cast = recipes.get(recipe).output.rhs
+    assert cast is not None
+    reset = OscillationReset(cast, steps)
+    handle = register_optimizer_step_post_hook(reset)
+    try:
+        yield reset
+    finally:
+        handle.remove()
+
+
+def add() -> None:
+    """Let `recipes.get` find the variants, in this process."""
+    known = recipes.names()
+    recipes.ALL = (*recipes.ALL, *(each for each in VARIANTS if each.name not in known))
