@@ -64,7 +64,7 @@ VARIANTS: tuple[Recipe, ...] = (
     _ALL_ROWS,
     _sampled(recipes.INT4_HQ_BS, "int4-hq-bs-sampled", LeverageScore()),
     _sampled(recipes.INT4_HQ_LSS, "int4-hq-lss-variance-0.002", LeverageScore(max_variance=0.002)),
-    _forward(_ALL_ROWS, "int4-hq-lss-cold-200", LearnedStep(cold_steps=200)),
+    _forward(recipes.INT4_HQ_LSS, "int4-hq-lss-cold-256", LearnedStep(cold_steps=256)),
     _casts(recipes.INT4_EDEN, "int4-eden-backward-in-8", {"format": INT8}, BACKWARD),
     _casts(recipes.INT4_EDEN, "int4-eden-scale-of-32", {"tile": (1, 32)}, BACKWARD),
     replace(
