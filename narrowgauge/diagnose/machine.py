@@ -66,7 +66,8 @@ def _headline(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
-        return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {total:.0f} GiB"
+        kind = f"compute capability {major}.{minor}" if torch.version.hip is None else "an AMD GPU"
+        return f"{device}: {torch.cuda.get_device_name(device)}, {kind}, {total:.0f} GiB"
     facts = device_facts("cpu", None)
     has = [
         name

@@ -144,6 +144,15 @@ def test_every_refusal_has_its_reason(name, device, changed, monkeypatch):
     assert set(choice.reasons) == set(changed.values()) - {mm_spec.NOT_BY_ROW}
 
 
+@pytest.mark.parametrize("name", ["fp8-current", "int8", "mxfp8", "int4-hq-bs"])
+def test_an_amd_gpu_is_no_nvidia_gpu_of_compute_capability_0(name, monkeypatch):
+    """torch calls its device "cuda"."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    choice = choose(recipes.get(name).output, Device("cuda"))
+    assert choice.kernel.name == "reference" and mm_spec.ROCM in choice.reasons
+    assert not any("compute capability" in reason for reason in choice.reasons)
+
+
 @pytest.mark.parametrize(
     ("lhs", "rhs", "reason"),
     [

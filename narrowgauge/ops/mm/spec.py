@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from narrowgauge.addresses import dry_run_on
 from narrowgauge.formats import E4M3, E5M2, INT4, INT4X2, Format, IntFormat
 from narrowgauge.ops.registry import Code, Device, Refusal
 from narrowgauge.scaling import WHOLE
@@ -67,6 +68,8 @@ class MmSpec:
     @property
     def units(self) -> str:
         """Name of the tensor cores that such operands are made for."""
+        if self.formats == (INT4, INT4):
+            return "INT4"
         return {None: "FP8", "mxfp8": "MX"}.get(self.kind, "FP4")
 
 
@@ -122,6 +125,10 @@ def _reaches(version: tuple[int, int], least: tuple[int, int]) -> bool:
     return version[0] > least[0] or (version[0] == least[0] and version[1] >= least[1])
 
 
+def _is_nvidia(device: Device) -> bool:
+    return device.type == "cuda" and (torch.version.hip is None or dry_run_on() is not None)
+
+
 def _sm(met: Callable[[MmSpec], bool], text: str) -> Need:
     """Return a requirement on the compute capability.
 
@@ -151,9 +158,14 @@ ONE_SCALE = Need(
 NO_E5M2_PAIR = Need(
     "format", lambda s: s.formats != (E5M2, E5M2), "e5m2 x e5m2 does not exist in hardware"
 )
-ON_CUDA = Need(
-    "device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no {s.units} units"
+# torch calls an AMD GPU "cuda" too.
+ROCM = (
+    "narrowgauge has no kernels for AMD GPUs (ROCm) yet, and FP8 of MI300 is another format (fnuz)"
 )
+ON_CUDA = Need(
+    "device", lambda s: _is_nvidia(s.device),
+    lambda s: ROCM if s.device.type == "cuda" else f"{s.device.type} has no {s.units} units",
+)  # fmt: skip
 ADA = _sm(lambda s: _reaches(s.device.capability, (8, 9)), "FP8 needs 8.9")
 FP8_UNITS = (NO_E5M2_PAIR, CODES, ONE_SCALE, ON_CUDA, ADA)
 NOT_FP8 = "needs two FP8 operands"
@@ -199,7 +211,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("operands", lambda s: s.formats == (INT4, INT4), NOT_TWO_INT4),
         Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
-        Need("device", lambda s: s.device.type == "cuda", lambda s: f"{s.device.type} has no INT4 units"),
+        ON_CUDA,
         _sm(lambda s: s.device.capability[0] == 8, "INT4 units are those of 8.0 to 8.9"),
     ),
     "native-int8-cpp": (
@@ -212,7 +224,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
         Need("capability", lambda s: s.device.type != "cpu" or s.device.int8_gemm, CPU_IS_SLOW),
-        Need("device", lambda s: s.device.type in ("cpu", "cuda"), lambda s: f"no integer GEMM on {s.device.type}"),
+        Need(
+            "device", lambda s: s.device.type == "cpu" or _is_nvidia(s.device),
+            lambda s: ROCM if s.device.type == "cuda" else f"no integer GEMM on {s.device.type}",
+        ),
         _sm(lambda s: s.device.type == "cpu" or _reaches(s.device.capability, (8, 0)), "the integer GEMM needs 8.0"),
     ),
     "native-cpp": (
