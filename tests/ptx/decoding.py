@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from tests.ptx import accesses, matrices, warp, warpgroup
+from tests.ptx import accesses, matrices, tensor_memory, warp, warpgroup
 from tests.ptx.numerics import UNSIGNED
 from tests.ptx.opcodes import operation
 from tests.ptx.operands import Execute, Lanes, Machine, reader, writer
@@ -61,7 +61,8 @@ def _nothing(machine: Machine, lanes: Lanes) -> None:
 
 
 def _execution(instruction: Instruction, kernel: Kernel) -> Execute:
-    for decode in (accesses.decode, warp.decode, matrices.decode, warpgroup.decode):
+    kinds = (accesses, warp, matrices, warpgroup, tensor_memory)
+    for decode in (each.decode for each in kinds):
         if (execute := decode(instruction, kernel)) is not None:
             return execute
     if instruction.opcode.split(".")[0] == "mov":

@@ -171,6 +171,7 @@ class SharedMemory:
         self.reader = np.full(len(self.data), -1, np.int32)
         self.read, self.warp_read = (np.zeros(len(self.data), np.int32) for _ in range(2))
         self.unfenced = np.zeros(len(self.data), bool)  # stored, and unseen by asynchronous reads
+        self.in_use = np.zeros(len(self.data), bool)  # read by a product that nobody has waited for
 
     def place(self, address: Bits, size: int, threads: Places) -> Places:
         """[n, size] indices into `data`."""
@@ -204,8 +205,19 @@ class SharedMemory:
         self._note_reader(at, me)
         return self.data[at]
 
+    def load_for_product(self, at: Places, threads: Places) -> Array:
+        """As an asynchronous load, for a product that goes on after it: see `tensor_memory`."""
+        if self.unfenced[at].any():
+            raise Fault("race: no proxy fence between a store and an asynchronous product")
+        me = np.broadcast_to(threads[:, None], at.shape)
+        self._check(self.writer[at], self.written[at], self.warp_written[at], me, "load")
+        self.in_use[at] = True
+        return self.data[at]
+
     def store(self, at: Places, raw: Array, threads: Places) -> None:
         me = np.broadcast_to(threads[:, None], at.shape)
+        if self.in_use[at].any():
+            raise Fault("race: a store over what a product that nobody waited for reads")
         changes = self.data[at] != raw
         if changes.any():
             place, mine = at[changes], me[changes]

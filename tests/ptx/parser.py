@@ -13,7 +13,7 @@ Source of the grammar: PTX ISA 9.0, chapters 4 (syntax), 5 (state spaces) and 9 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -125,20 +125,37 @@ class _Body:
         self.variables = variables
         self._banks: dict[str, int] = {}  # "%r" -> 32
         self._named: dict[str, int] = {}
-        depth = 1
-        while depth:
+        # A label within braces is known there alone, and others may have its name.
+        blocks = [(0, set[str]())]  # the first instruction, and the labels
+        while blocks:
             while text[start].isspace():
                 start += 1
-            if text[start] in "{}":  # a vector never begins a statement
-                depth += 1 if text[start] == "{" else -1
+            if text[start] == "{":  # a vector never begins a statement
+                blocks.append((len(self.instructions), set()))
+                start += 1
+            elif text[start] == "}":
+                self._close(*blocks.pop(), is_last=not blocks)
                 start += 1
             elif label := _LABEL.match(text, start):
                 self.labels[label[1]] = len(self.instructions)
+                blocks[-1][1].add(label[1])
                 start = label.end()
             else:
                 end = text.index(";", start)
                 self._statement(" ".join(text[start:end].split()))
                 start = end + 1
+
+    def _close(self, first: int, labels: set[str], is_last: bool) -> None:
+        """Give the labels of a block names that no other block has."""
+        for label in () if is_last else labels:
+            own = f"{label} in {first}"
+            self.labels[own] = self.labels.pop(label)
+            for at in range(first, len(self.instructions)):
+                each = self.instructions[at]
+                operands = tuple(
+                    Symbol(own) if one == Symbol(label) else one for one in each.operands
+                )
+                self.instructions[at] = replace(each, operands=operands)
 
     def _statement(self, text: str) -> None:
         if declared := _REGISTERS.match(text):
