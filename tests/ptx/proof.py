@@ -103,30 +103,25 @@ def attempt(case: Case) -> str:
 
 
 def cases(sm: int) -> Iterator[Case]:
-    """All cases that a GPU of this kind can be asked for.
-
-    Not the products of sm_100, whose tensor cores are asked by tcgen05, which `machine` does not know.
-    """
+    """All cases that a GPU of this kind can be asked for."""
     yield from _casts()
     yield from _corrected()
     yield from _rotated_casts()
     yield from _delayed()
     yield from _strided()
     yield from _groups()
-    multiplies = sm != 100
     for family, op, run, check in (
         ("norms", "forward", norms.forward, of_norms.FORWARD),
         ("norms", "backward", norms.backward, of_norms.BACKWARD),
         ("rotary", "rotary", rotary.run_triton, rotary.CHECK),
-        *[("hadamard", "rotate", encoding.run_triton, encoding.CHECK)] * multiplies,
+        ("hadamard", "rotate", encoding.run_triton, encoding.CHECK),
     ):
         for kind in dict.fromkeys(check.kind(spec) for spec in check.examples()):
             yield Case(family, f"{op} {_named(kind)}", partial(_examined, op, run, check, kind))
     for name, kind in selfcheck.EXAMPLES.items():
         run = partial(_examined, "optim", optim_launch.step, backends.CHECK, (kind,))
         yield Case("optimizer", name, run)
-    if multiplies:
-        yield from _products(has_conversions(CAPABILITIES[sm]))
+    yield from _products(has_conversions(CAPABILITIES[sm]))
 
 
 def _products(has_fp8: bool) -> Iterator[Case]:

@@ -1,15 +1,17 @@
 """Products of 10.x: tcgen05 with operands in shared memory, results in tensor memory, mbarriers that say when.
 
-    D[M, N] = A[M, 32] B[32, N] + (D if enable-input-d else 0)      kind::f8f6f4, M 64 or 128
+    D[M, N] = A[M, K] B[K, N] + (D if enable-input-d else 0)      K: 32 bytes of elements; M 64 or 128
 
 One thread issues a product. A, and B as columns, lie in shared memory by descriptors:
 
     bits 0-13    address / 16        bits 32-45   bytes between groups of 8 lines / 16
+    bits 16-29   bytes between pieces of a turned line / 16
     bits 61-63   swizzle: 2: lines of 128 bytes, 4: 64, 6: 32; else as `warpgroup` has it
 
-The instruction descriptor has the format of D (bits 4-5, 1: float32), A (7-9) and B (10-12; 0: E4M3, 1: E5M2),
-N / 8 (17-22) and M / 16 (24-28). Tensor memory has 128 lanes of 512 columns of 32 bits a program; an address is lane << 16
-| column. Row r of D with M = 128 is lane r; with M = 64 it is lane r + 16 (r // 16), 16 lanes of each warp. Warp w of a
+A may lie in tensor memory instead: its rows as those of D, its elements along the columns. The instruction descriptor
+has the format of D (bits 4-5, 1: float32), A (7-9) and B (10-12), whether A (15) and B (16) are turned, N / 8 (17-22) and
+M / 16 (24-28). Tensor memory has 128 lanes of 512 columns of 32 bits a program; an address is lane << 16
+| column. Row r of D with M = 128 is lane r; with M = 64 it is lane r + 16 (r // 16), or 16 lanes higher. Warp w of a
 group of four reads lanes 32 w to 32 w + 31 (PTX ISA 9.7.16).
 
 A product is computed when it is issued. It is there for others once a thread has waited for the mbarrier of its
@@ -19,37 +21,42 @@ commit: before, a load of its columns is a fault, and so is a store over its ope
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.ptx.matrices import elements
+from tests.ptx.matrices import elements, width_of
 from tests.ptx.memory import Fault
 from tests.ptx.numerics import bits32, f32
 from tests.ptx.operands import Execute, Lanes, Machine, address_reader, reader, writer
-from tests.ptx.parser import Immediate, Instruction, Kernel, PtxError, Vector
+from tests.ptx.parser import Address, Immediate, Instruction, Kernel, PtxError, Vector
 from tests.ptx.warp import warps_of
 
 LANES, COLUMNS, BYTES_OF_K = 128, 512, 32
 _WIDTHS = {2: 128, 4: 64, 6: 32}  # swizzle -> bytes of a line
-_FORMATS = {0: "e4m3", 1: "e5m2"}
+_FORMATS = {"kind::f8f6f4": ("e4m3", "e5m2"), "kind::f16": ("f16", "bf16")}
 
 
 @dataclass
 class Issued:
-    """A product on its way: columns of its result, and places of its operands in shared memory."""
+    """A product on its way: lanes and columns of its result, and places of its operands in shared memory."""
 
+    rows: Any
     columns: slice
     places: list[Any] = field(default_factory=list)
 
 
 @dataclass
 class Barrier:
-    """An mbarrier: arrivals that a phase needs and still lacks, phases that ended, and products that it tells of."""
+    """An mbarrier: arrivals that a phase needs and still lacks, phases that ended, and products that it tells of.
+
+    is_late  the end of the phase has not been seen: the first question after it is answered with no
+    """
 
     count: int
     left: int
     phase: int = 0
+    is_late: bool = False
     told: list[Issued] = field(default_factory=list)
 
 
@@ -58,7 +65,7 @@ class TensorMemory:
 
     def __init__(self, programs: int) -> None:
         self.data = np.full((programs, LANES, COLUMNS), 0x7FC0CDCD, np.uint32)
-        self.unseen = np.zeros((programs, COLUMNS), bool)
+        self.unseen = np.zeros((programs, LANES, COLUMNS), bool)
         self.allocated = [0] * programs
         self.issued: list[list[Issued]] = [[] for _ in range(programs)]
         self.barriers: dict[tuple[int, int], Barrier] = {}
@@ -91,8 +98,8 @@ def decode(instruction: Instruction, kernel: Kernel) -> Execute | None:
         return _free(instruction, kernel)
     if what == "commit":
         return _commit(instruction, kernel)
-    if what == "mma" and words[1:] == ["cta_group::1", "kind::f8f6f4"]:
-        return _product(instruction, kernel)
+    if what == "mma" and words[1] == "cta_group::1" and words[-1] in _FORMATS:
+        return _product(instruction, _FORMATS[words[-1]], kernel)
     if what in ("ld", "st") and words[3] in ("32x32b", "16x32bx2") and words[-1] == "b32":
         return _access(instruction, what == "st", words[3] == "16x32bx2", kernel)
     raise PtxError("This instruction of tensor memory is not known.")
@@ -176,16 +183,19 @@ def _try_wait(instruction: Instruction, kernel: Kernel) -> Execute:
     def wait(machine: Machine, lanes: Lanes) -> None:
         memory, given = memory_of(machine), addresses(machine, lanes).tolist()
         wanted = np.broadcast_to(read(machine, lanes), len(given)).tolist()
-        found = np.zeros(len(given), bool)
+        found, asked = np.zeros(len(given), bool), []
         for n, ((program, _), address) in enumerate(zip(_each(machine, lanes), given, strict=True)):
             barrier = memory.barrier(program, address)
-            found[n] = barrier.phase % 2 != wanted[n] % 2
+            asked.append(barrier)
+            found[n] = barrier.phase % 2 != wanted[n] % 2 and not barrier.is_late
             if found[n]:
                 for each in barrier.told:
-                    memory.unseen[program, each.columns] = False
+                    memory.unseen[program][each.rows, each.columns] = False
                     for at in each.places:
                         machine.shared.in_use[at] = False
                 barrier.told = []
+        for barrier in asked:
+            barrier.is_late = False
         write(machine, lanes, found)
 
     return wait
@@ -205,15 +215,17 @@ def _commit(instruction: Instruction, kernel: Kernel) -> Execute:
             barrier.left -= 1
             if barrier.left == 0:
                 barrier.phase, barrier.left = barrier.phase + 1, barrier.count
+                barrier.is_late = True
 
     return commit
 
 
-def _product(instruction: Instruction, kernel: Kernel) -> Execute:
-    result, *others = instruction.operands
-    results = address_reader(result, kernel)
-    lhs, rhs = (reader(each, 64, kernel) for each in others[:2])
-    described, adds = reader(others[2], 32, kernel), reader(others[3], 1, kernel)
+def _product(instruction: Instruction, kinds: tuple[str, ...], kernel: Kernel) -> Execute:
+    result, left, *others = instruction.operands
+    results, in_tensor_memory = address_reader(result, kernel), isinstance(left, Address)
+    lhs = address_reader(left, kernel) if in_tensor_memory else reader(left, 64, kernel)
+    rhs, described = reader(others[0], 64, kernel), reader(others[1], 32, kernel)
+    adds = reader(others[2], 1, kernel)
 
     def run(machine: Machine, lanes: Lanes) -> None:
         machine.progress()
@@ -222,55 +234,99 @@ def _product(instruction: Instruction, kernel: Kernel) -> Execute:
             np.broadcast_to(read(machine, lanes), len(each)).tolist()
             for read in (results, lhs, rhs, described, adds)
         ]
-        for (program, thread), *values in zip(each, *given, strict=True):
-            _multiply(machine, program, thread, *values)
+        for (program, thread), result, a, b, fields, keeps in zip(each, *given, strict=True):
+            shape = _shape(fields, kinds)
+            memory, issued = memory_of(machine), Issued(*_place(result, shape, shape.n))
+            _check_columns(memory, program, issued.columns)
+            left = (
+                _rows_of(memory, program, a, shape)
+                if in_tensor_memory
+                else _from_shared(machine, a, thread, shape.m, shape.left, issued)
+            )
+            right = _from_shared(machine, b, thread, shape.n, shape.right, issued)
+            target = memory.data[program][issued.rows, issued.columns]
+            start = f32(target) if keeps else np.float32(0)
+            total = (left @ right.T + start).astype(np.float32)
+            memory.data[program][issued.rows, issued.columns] = bits32(total)
+            memory.unseen[program][issued.rows, issued.columns] = True
+            memory.issued[program].append(issued)
 
     return run
 
 
-def _multiply(
-    machine: Machine, program: int, thread: int, result: int, lhs: int, rhs: int, fields: int, adds: bool
-) -> None:  # fmt: skip
-    known = 3 << 4 | 7 << 7 | 7 << 10 | 63 << 17 | 31 << 24
-    kinds = _FORMATS.get(fields >> 7 & 7), _FORMATS.get(fields >> 10 & 7)
-    n, m = 8 * (fields >> 17 & 63), 16 * (fields >> 24 & 31)
-    if fields & ~known or fields >> 4 & 3 != 1 or None in kinds or m not in (64, 128):
+class _Side(NamedTuple):
+    """An operand: name of its format, and whether its lines run along the outer axis."""
+
+    kind: str
+    is_turned: bool
+
+
+class _Shape(NamedTuple):
+    m: int
+    n: int
+    left: _Side
+    right: _Side
+
+
+def _shape(fields: int, kinds: tuple[str, ...]) -> _Shape:
+    """What an instruction descriptor says."""
+    known = 3 << 4 | 7 << 7 | 7 << 10 | 3 << 15 | 63 << 17 | 31 << 24
+    formats = fields >> 7 & 7, fields >> 10 & 7
+    m = 16 * (fields >> 24 & 31)
+    if fields & ~known or fields >> 4 & 3 != 1 or max(formats) > 1 or m not in (64, 128):
         raise PtxError(f"Products like {fields:#x} are unknown.")
-    memory = memory_of(machine)
-    lane, column = result >> 16, result & 0xFFFF
-    if lane or column + n > memory.allocated[program]:
-        raise Fault(f"outside of the program's tensor memory: columns {column} to {column + n}")
-    issued = Issued(slice(column, column + n))
-    sides = [
-        _operand(machine, descriptor, thread, lines, str(kind), issued)
-        for descriptor, lines, kind in zip((lhs, rhs), (m, n), kinds, strict=True)
-    ]
-    rows = np.arange(m)
-    rows = rows if m == 128 else rows + 16 * (rows // 16)
-    target = memory.data[program][rows, column : column + n]
-    start = f32(target) if adds else np.float32(0)
-    total = (sides[0] @ sides[1].T + start).astype(np.float32)
-    memory.data[program][rows, column : column + n] = bits32(total)
-    memory.unseen[program, issued.columns] = True
-    memory.issued[program].append(issued)
+    left, right = (
+        _Side(kinds[format], bool(fields >> bit & 1))
+        for format, bit in zip(formats, (15, 16), strict=True)
+    )
+    return _Shape(m, 8 * (fields >> 17 & 63), left, right)
 
 
-def _operand(
-    machine: Machine, descriptor: int, thread: int, lines: int, kind: str, issued: Issued
+def _place(address: int, shape: _Shape, count: int) -> tuple[Any, slice]:
+    """(lanes, columns) of the rows of A or D."""
+    first, column = address >> 16, address & 0xFFFF
+    # 64 rows may lie in the upper 16 lanes of each warp.
+    if first not in ((0,) if shape.m == LANES else (0, 16)):
+        raise PtxError(f"Results and operands from lane {first} on are unknown.")
+    rows = np.arange(shape.m)
+    rows = rows if shape.m == LANES else first + rows + 16 * (rows // 16)
+    return rows, slice(column, column + count)
+
+
+def _check_columns(memory: TensorMemory, program: int, columns: slice) -> None:
+    if columns.stop > memory.allocated[program]:
+        raise Fault(f"outside of the program's tensor memory: columns up to {columns.stop}")
+
+
+def _rows_of(memory: TensorMemory, program: int, address: int, shape: _Shape) -> Any:
+    """[M, K] of an A in tensor memory."""
+    rows, columns = _place(address, shape, BYTES_OF_K // 4)
+    _check_columns(memory, program, columns)
+    if memory.unseen[program][rows, columns].any():
+        raise Fault("race: a product in tensor memory that no thread has waited for")
+    raw = memory.data[program][rows, columns]
+    return elements(np.ascontiguousarray(raw), shape.left.kind).reshape(shape.m, -1)
+
+
+def _from_shared(
+    machine: Machine, descriptor: int, thread: int, outer: int, side: _Side, issued: Issued
 ) -> Any:
-    """[lines, 32] of an operand."""
-    width = _WIDTHS.get(descriptor >> 61 & 7, 0)
+    """[outer, K] of an operand."""
+    width, size = _WIDTHS.get(descriptor >> 61 & 7, 0), width_of(side.kind) // 8
     if not width or descriptor >> 49 & 15:
         raise PtxError(f"Descriptors like {descriptor:#x} are unknown.")
-    stride = 16 * (descriptor >> 32 & 0x3FFF)
-    line, byte = np.arange(lines)[:, None], np.arange(BYTES_OF_K)
-    place = 16 * (descriptor & 0x3FFF) + line // 8 * stride + line % 8 * width + byte
+    stride, piece = (16 * (descriptor >> at & 0x3FFF) for at in (32, 16))
+    lines, length = (BYTES_OF_K // size, outer * size) if side.is_turned else (outer, BYTES_OF_K)
+    line, byte = np.arange(lines)[:, None], np.arange(length)
+    place = line // 8 * stride + line % 8 * width + byte // width * piece + byte % width
+    place = place + 16 * (descriptor & 0x3FFF)
     place = place ^ (((place >> 7) & (width // 16 - 1)) << 4)
     who = np.full(place.size, thread)
     at = machine.shared.place(place.reshape(-1).astype(np.uint64), 1, who)
-    raw = machine.shared.load_for_product(at, who).reshape(lines, BYTES_OF_K)
+    raw = machine.shared.load_for_product(at, who).reshape(lines, length)
     issued.places.append(at)
-    return elements(np.ascontiguousarray(raw).view(np.uint32), kind).reshape(lines, -1)
+    values = elements(np.ascontiguousarray(raw).view(np.uint32), side.kind).reshape(lines, -1)
+    return values.T if side.is_turned else values
 
 
 def _access(instruction: Instruction, stores: bool, is_halved: bool, kernel: Kernel) -> Execute:
@@ -305,7 +361,7 @@ def _access(instruction: Instruction, stores: bool, is_halved: bool, kernel: Ker
         if (column + len(parts) > allocated).any():
             raise Fault("outside of the program's tensor memory")
         for j in range(len(parts)):
-            if memory.unseen[programs, column + j].any():
+            if memory.unseen[programs, row, column + j].any():
                 raise Fault("race: a product in tensor memory that no thread has waited for")
             if stores:
                 machine.progress()
