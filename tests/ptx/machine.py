@@ -67,6 +67,7 @@ class Machine:
         self.pending: list[Any] = []  # asynchronous copies, see `accesses`
         self.pc = np.zeros(self.lanes, np.int64)
         self.waiting = np.zeros(self.lanes, bool)
+        self.polling = np.zeros(self.lanes, bool)  # asked in vain: others go first
         self.steps = self.idle = 0
         self._together: int | None = 0 if launch.schedule is Schedule.TOGETHER else None
         self._warp, self._burst = 0, 0
@@ -99,6 +100,7 @@ class Machine:
     def progress(self) -> None:
         """Something happened that another thread may wait for."""
         self.idle = 0
+        self.polling[:] = False
 
     def run(self) -> None:
         """Raises Fault, with the statement at which it happened."""
@@ -176,6 +178,12 @@ class Machine:
             self._together = int(self.pc[0])
             return self._choose()
         behind = np.where(self.waiting, end, self.pc)
+        # What they wait for may stand further on in the text.
+        others = np.where(self.polling, end, behind)
+        if others.min() < end:
+            behind = others
+        else:
+            self.polling[:] = False
         at = int(behind.min())
         if at >= end:
             return self._ended()

@@ -196,6 +196,7 @@ def _try_wait(instruction: Instruction, kernel: Kernel) -> Execute:
                 barrier.told = []
         for barrier in asked:
             barrier.is_late = False
+        machine.polling[slice(None) if lanes is None else lanes] = ~found
         write(machine, lanes, found)
 
     return wait
