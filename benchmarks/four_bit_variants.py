@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.oscillation_reset import OscillationReset
 from narrowgauge import recipes
-from narrowgauge.formats import INT8
-from narrowgauge.recipe import Cast, Gemm, LearnedStep, LeverageScore, Recipe
+from narrowgauge.formats import INT4, INT8
+from narrowgauge.recipe import Cast, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
 
 
 def _casts(
@@ -59,6 +59,9 @@ _ALL_ROWS = _sampled(recipes.INT4_HQ_LSS, "int4-hq-lss-all-rows", None)
 _TWICE = replace(recipes.QUARTET2_46.grad_input, rotate=replace(
     recipes.QUARTET2_46.grad_input.rotate, rounds=2  # type: ignore[type-var]
 ))  # fmt: skip
+# A scale for each rotated block instead of one for the tensor: nothing is clipped, and rows may differ in size.
+_BLOCK = Cast(format=INT4, tile=(1, 128))
+_BLOCKS = Gemm(lhs=_BLOCK, rhs=_BLOCK, rotate=Hadamard(block=128))
 
 VARIANTS: tuple[Recipe, ...] = (
     _ALL_ROWS,
@@ -66,6 +69,7 @@ VARIANTS: tuple[Recipe, ...] = (
     _sampled(recipes.INT4_HQ_LSS, "int4-hq-lss-variance-0.002", LeverageScore(max_variance=0.002)),
     _forward(recipes.INT4_HQ_LSS, "int4-hq-lss-cold-256", LearnedStep(cold_steps=256)),
     _casts(recipes.INT4_EDEN, "int4-eden-backward-in-8", {"format": INT8}, BACKWARD),
+    replace(recipes.INT4_EDEN, name="int4-eden-forward-of-128", output=_BLOCKS),
     _casts(recipes.INT4_EDEN, "int4-eden-scale-of-32", {"tile": (1, 32)}, BACKWARD),
     replace(
         recipes.QUARTET2_46, name="quartet2-46-two-rounds", grad_input=_TWICE, grad_weight=_TWICE

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import narrowgauge as ng
+from tests.cold_start import shorten
 from tests.compare import assert_same
 from tests.selection import quick
 
@@ -35,9 +36,7 @@ def trainer(folder: Path, recipe: str, cold_steps: int, **options: Any) -> Train
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     model = ng.convert(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), recipe)
-    for layer in model.modules():
-        if isinstance(layer, ng.QLinear) and layer.steps is not None:
-            layer.steps.cold_left.fill_(cold_steps)
+    shorten(model, cold_steps)
     arguments = TrainingArguments(
         folder,
         max_steps=6,

@@ -241,8 +241,11 @@ class FrozenWeight(LayerState):
         if self._turns(plan):
             operand.is_carrier = True
             return Casts(cols=_expanded(_turned(self.quantized), plan.cols_expand))
-        # The operand casts this copy along the other axis and frees it after the GEMM.
-        operand.tensor, operand.is_decoded = self.decoded(operand.tensor.dtype), True
+        # The operand casts this copy along the other axis and frees it after the GEMM. A recipe that
+        # casts decoded values in every backward pass takes them in float32.
+        recasts = self.recipe.backward == "recast-codes"
+        dtype = torch.float32 if recasts else operand.tensor.dtype
+        operand.tensor, operand.is_decoded = self.decoded(dtype), True
         return Casts()
 
     def _turns(self, plan: OperandPlan) -> bool:

@@ -13,6 +13,7 @@ import narrowgauge as ng
 from narrowgauge import recipes
 from narrowgauge.nn import state_loading
 from narrowgauge.nn.step_watch import PATIENCE
+from tests.cold_start import shorten
 from tests.compare import assert_same
 from tests.raising import require, with_code
 from tests.selection import quick
@@ -128,7 +129,7 @@ def test_what_is_converted_in_inference_mode_can_be_trained() -> None:
 def test_an_averaged_copy_leaves_the_cold_start_with_its_buffers() -> None:
     """Nobody calls `advance` on it; it computes as what its own state dict gives (exact)."""
     model = ng.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "int4-hq-lss")
-    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged = torch.optim.swa_utils.AveragedModel(shorten(model, 16))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for _ in range(18):
         model(torch.randn(16, 32)).square().mean().backward()
@@ -145,6 +146,7 @@ def test_an_averaged_copy_leaves_the_cold_start_with_its_buffers() -> None:
 def test_past_the_cold_start_nobody_looks_at_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """DistributedDataParallel writes buffers at every forward pass, and each look would wait for the device."""
     layer = ng.QLinear(32, 32, recipe="int4-hq-lss")
+    shorten(layer, 16)
     for _ in range(16):
         layer(torch.randn(4, 32)).sum().backward()
         ng.advance(layer)

@@ -32,6 +32,7 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.recipe import Cast, ClippedRms, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
 from narrowgauge.scaling import least_error_clip
 from narrowgauge.train.tensor_stats import operand_statistics
+from tests.cold_start import shorten
 from tests.compare import assert_same, sqnr_db
 from tests.raising import raises
 from tests.selection import quick
@@ -432,7 +433,9 @@ def test_steps_and_readings_are_in_the_state_dict_and_survive_a_change_of_type()
     assert moved.steps.x.dtype == torch.float32 and moved.steps.x == layer.steps.x
     built = QLinear(64, 48, recipe=recipes.get("int4-hq-lss"), device="meta").to_empty(device="cpu")
     assert (
-        built.steps.x.device.type == "cpu" and built.steps.is_cold and built.steps.cold_left == 16
+        built.steps.x.device.type == "cpu"
+        and built.steps.is_cold
+        and built.steps.cold_left == LearnedStep().cold_steps
     )
     moved.sampling.reset_parameters()
     assert moved.sampling.active == () and (moved.sampling.variance == UNREAD).all()
@@ -845,6 +848,7 @@ def test_a_layer_that_is_not_used_at_first_begins_with_steps_from_its_data():
         torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(2)]), "int4-hq-lss"
     )
     x = torch.randn(32, 64)
+    shorten(model, 16)
     for step in range(20):
         model[0](x).sum().backward()
         if step % 2:
@@ -952,6 +956,7 @@ def test_buffers_can_be_averaged(kind, name):
     """By torch's AveragedModel(use_buffers=True): means of the windows (bounded), and a cold start that ends where the model's has."""
     torch.manual_seed(0)
     layer = QLinear(32, 32, recipe=name)
+    shorten(layer, 16)
     how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if kind == "ema" else {}
     averaged, expected = AveragedModel(layer, use_buffers=True, **how), None
     for step in range(40):
