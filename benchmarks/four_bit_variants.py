@@ -55,7 +55,9 @@ def _forward(recipe: Recipe, name: str, calibrate: LearnedStep) -> Recipe:
 
 
 BACKWARD = ("grad_input", "grad_weight")
-_ALL_ROWS = _sampled(recipes.INT4_HQ_LSS, "int4-hq-lss-all-rows", None)
+# Until 29 November 2026 the cold start of learned steps was 16 steps long. Rows of that day call these
+# `int4-hq-lss` and `int4-hq-lss-all-rows`, and today's `int4-hq-lss` they call `int4-hq-lss-cold-256`.
+_SHORT = _forward(recipes.INT4_HQ_LSS, "int4-hq-lss-cold-16", LearnedStep(cold_steps=16))
 _TWICE = replace(recipes.QUARTET2_46.grad_input, rotate=replace(
     recipes.QUARTET2_46.grad_input.rotate, rounds=2  # type: ignore[type-var]
 ))  # fmt: skip
@@ -64,10 +66,9 @@ _BLOCK = Cast(format=INT4, tile=(1, 128))
 _BLOCKS = Gemm(lhs=_BLOCK, rhs=_BLOCK, rotate=Hadamard(block=128))
 
 VARIANTS: tuple[Recipe, ...] = (
-    _ALL_ROWS,
+    _SHORT,
+    _sampled(_SHORT, "int4-hq-lss-cold-16-all-rows", None),
     _sampled(recipes.INT4_HQ_BS, "int4-hq-bs-sampled", LeverageScore()),
-    _sampled(recipes.INT4_HQ_LSS, "int4-hq-lss-variance-0.002", LeverageScore(max_variance=0.002)),
-    _forward(recipes.INT4_HQ_LSS, "int4-hq-lss-cold-256", LearnedStep(cold_steps=256)),
     _casts(recipes.INT4_EDEN, "int4-eden-backward-in-8", {"format": INT8}, BACKWARD),
     replace(recipes.INT4_EDEN, name="int4-eden-forward-of-128", output=_BLOCKS),
     _casts(recipes.INT4_EDEN, "int4-eden-scale-of-32", {"tile": (1, 32)}, BACKWARD),
