@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from narrowgauge.addresses import dry_run_on
 from narrowgauge.formats import E4M3, E5M2, INT4, INT4X2, Format, IntFormat
 from narrowgauge.ops.registry import Code, Device, Refusal
 from narrowgauge.scaling import WHOLE
@@ -126,7 +125,7 @@ def _reaches(version: tuple[int, int], least: tuple[int, int]) -> bool:
 
 
 def _is_nvidia(device: Device) -> bool:
-    return device.type == "cuda" and (torch.version.hip is None or dry_run_on() is not None)
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def _sm(met: Callable[[MmSpec], bool], text: str) -> Need:
@@ -169,13 +168,8 @@ ON_CUDA = Need(
 ADA = _sm(lambda s: _reaches(s.device.capability, (8, 9)), "FP8 needs 8.9")
 FP8_UNITS = (NO_E5M2_PAIR, CODES, ONE_SCALE, ON_CUDA, ADA)
 NOT_FP8 = "needs two FP8 operands"
-NOT_IN_BLOCKS = "needs two FP8 operands in tiles of 1x128 or 128x128"
 NOT_BY_ROW = "needs two operands with one scale per tensor or row"
-NOT_MX = "needs two operands of MXFP8, MXFP4 or NVFP4"
-NOT_IN_TILES = "needs two FP8 operands in tiles"
 NOT_INTEGERS = "needs two integer operands"
-NOT_ON_CPU = "needs two integer operands on a CPU"
-NOT_TWO_INT4 = "needs two operands of INT4"
 NOT_INT4 = "needs two operands of INT4, one of which may be a bit-split gradient"
 # Bug in torch 2.13, _check_scaled_mm_sizes_v2.
 COUNTS_BYTES = "torch 2.13 takes two packed codes for one in the shapes of compiled MXFP4"
@@ -192,7 +186,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         _sm(lambda s: _reaches(s.device.capability, (9, 0)) or not _has_e5m2_rows(s), "row scales of E5M2 need 9.0"),
     ),
     "native-block": (
-        Need("operands", lambda s: _in(s.tiles, (VECTOR, SQUARE)) and _in(s.formats, FP8), NOT_IN_BLOCKS),
+        Need(
+            "operands", lambda s: _in(s.tiles, (VECTOR, SQUARE)) and _in(s.formats, FP8),
+            "needs two FP8 operands in tiles of 1x128 or 128x128",
+        ),
         Need("format", lambda s: s.formats == (E4M3, E4M3), "takes E4M3 alone in tiles of 128"),
         *FP8_UNITS,
         _sm(lambda s: s.device.capability[0] == 9, "cuBLAS has blocks of 128 on 9.0 alone"),
@@ -200,7 +197,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("tile", lambda s: s.tiles != (SQUARE, SQUARE), "128x128 by 128x128 does not exist in cuBLAS"),
     ),
     "native-mx": (
-        Need("operands", lambda s: s.kind is not None, NOT_MX),
+        Need("operands", lambda s: s.kind is not None, "needs two operands of MXFP8, MXFP4 or NVFP4"),
         NO_E5M2_PAIR, CODES, ON_CUDA,
         _sm(lambda s: _reaches(s.device.capability, (10, 0)), "{} needs 10.0"),
         _sm(lambda s: s.kind != "mxfp4" or s.device.capability[0] == 10, "torch has MXFP4 on 10.x alone"),
@@ -208,14 +205,17 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("compiling", lambda s: s.kind != "mxfp4" or not torch.compiler.is_compiling(), COUNTS_BYTES),
     ),
     "native-int4": (
-        Need("operands", lambda s: s.formats == (INT4, INT4), NOT_TWO_INT4),
+        Need("operands", lambda s: s.formats == (INT4, INT4), "needs two operands of INT4"),
         Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
         ON_CUDA,
         _sm(lambda s: s.device.capability[0] == 8, "INT4 units are those of 8.0 to 8.9"),
     ),
     "native-int8-cpp": (
-        Need("operands", lambda s: s.device.type == "cpu" and all(isinstance(format, IntFormat) for format in s.formats), NOT_ON_CPU),
+        Need(
+            "operands", lambda s: s.device.type == "cpu" and all(isinstance(format, IntFormat) for format in s.formats),
+            "needs two integer operands on a CPU",
+        ),
         Need("tile", lambda s: _in(s.tiles, ROW_OR_TENSOR), "takes one scale per tensor or per row"),
         CODES, ONE_SCALE,
     ),
@@ -236,7 +236,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         CODES, ONE_SCALE,
     ),
     "triton": (
-        Need("operands", lambda s: _in(s.formats, FP8) and all(map(_is_tiled, s.casts)), NOT_IN_TILES),
+        Need("operands", lambda s: _in(s.formats, FP8) and all(map(_is_tiled, s.casts)), "needs two FP8 operands in tiles"),
         Need("tile", lambda s: all(map(_suits_triton, s.tiles)), _words_of_tiles),
         *FP8_UNITS,
     ),

@@ -23,13 +23,13 @@ maximum beside a transposed 8-bit store (triton-lang/triton issue 11111).
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import metadata
 
 import torch
-from packaging.version import Version
 
 from narrowgauge.addresses import dry_run_on
 from narrowgauge.errors import SlowerWarning, warn
@@ -42,7 +42,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # input dtypes of the k
 FP8_CONVERSIONS = (8, 9)
 # Older Triton leaves out the fence (fence.proxy.async) between asynchronous copies to shared memory and
 # products that read it there: its pull request 9610, which 3.7.1 took over (10537).
-FENCES_COPIES = Version("3.7.1")
+FENCES_COPIES = (3, 7, 1)
 READ_SHARED_MEMORY = (9, 10)  # major capabilities whose products (wgmma, tcgen05) do
 EVERYWHERE = (3, 9)  # older Triton converts float32 by way of float16 on 8.9, which rounds twice
 
@@ -144,11 +144,15 @@ def stages(wanted: int, capability: tuple[int, int]) -> int:
 @constant_while_compiling
 @cache
 def _races() -> bool:
-    if not version() or Version(metadata.version("triton")) >= FENCES_COPIES:
+    if not version():
+        return False
+    whole = metadata.version("triton")
+    # "3.8.0rc1" and "3.8.0+git1" are 3.8.0.
+    if tuple(map(int, re.findall(r"\d+", whole)[:3])) >= FENCES_COPIES:
         return False
     warn(
-        f"Triton {metadata.version('triton')} does not order copies before products on compute capability 9.0 and 10.x: results could be "
-        f"wrong. FP8 products load in one stage there, which is right and slower. Install triton>={FENCES_COPIES}.",
+        f"Triton {whole} does not order copies before products on compute capability 9.0 and 10.x: results could be "
+        f"wrong. FP8 products load in one stage there, which is right and slower. Install triton>={_dotted(FENCES_COPIES)}.",
         code="triton.one-stage",
         stacklevel=2,
         category=SlowerWarning,
