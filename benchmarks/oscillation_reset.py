@@ -1,7 +1,7 @@
 """OsciReset (TetraJet-v2, arXiv 2510.27527): weights that oscillate between two codes are set to the value of their code.
 
-The published settings, of a run of 12,505 steps: from step 8,000 on, in every period of 200 steps, the way of each weight and of its
-cast is added up for 50 steps. Where the cast went 8 times as far as the weight, the weight becomes the cast's value.
+The published settings, of a run of 12,505 steps: from step 8,000 on, in every period of 200 steps, the lengths of the paths of each weight and of its
+cast are added up for 50 steps. Where the cast went 8 times as far as the weight, the weight becomes the cast's value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OscillationReset:
         self.resets: dict[int, float] = {}
         self.weights: list[torch.Tensor] = []
         self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.ways: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.paths: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
     def __call__(self, optimizer: Any, arguments: Any, named: Any) -> None:
@@ -36,23 +36,23 @@ class OscillationReset:
             return
         now = [(weight.clone(), self._value(weight)) for weight in self._weights()]
         if phase == 0:
-            self.ways = [
+            self.paths = [
                 (torch.zeros_like(weight), torch.zeros_like(value)) for weight, value in now
             ]
         else:
-            for ways, last, current in zip(self.ways, self.before, now, strict=True):
-                for way, one, other in zip(ways, last, current, strict=True):
-                    way += (other - one).abs()
+            for lengths, last, current in zip(self.paths, self.before, now, strict=True):
+                for length, one, other in zip(lengths, last, current, strict=True):
+                    length += (other - one).abs()
         self.before = now
         if phase == TRACKED:
             self._reset()
 
     def _reset(self) -> None:
         changed = 0
-        for weight, (_, value), (way, way_of_value) in zip(
-            self._weights(), self.before, self.ways, strict=True
+        for weight, (_, value), (length, length_of_value) in zip(
+            self._weights(), self.before, self.paths, strict=True
         ):
-            oscillates = (way > 0) & (way_of_value >= RATIO * way)
+            oscillates = (length > 0) & (length_of_value >= RATIO * length)
             weight.copy_(torch.where(oscillates, value, weight))
             changed += int(oscillates.sum())
         self.resets[self.step] = changed / sum(weight.numel() for weight in self._weights())
