@@ -1,7 +1,7 @@
 """OsciReset (TetraJet-v2, arXiv 2510.27527): weights that oscillate between two codes are set to the value of their code.
 
-The published settings, of a run of 12,505 steps: from step 8,000 on, in every period of 200 steps, the lengths of the paths of each weight and of its
-cast are added up for 50 steps. Where the cast went 8 times as far as the weight, the weight becomes the cast's value.
+The published settings, of a run of 12,505 steps: from step 8,000 on, the lengths of the paths of each weight and of its cast are added up
+for 50 steps of every 200. Where the cast went 8 times as far as the weight, the weight becomes the cast's value.
 """
 
 from __future__ import annotations
