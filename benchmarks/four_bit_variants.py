@@ -97,7 +97,13 @@ def hooked(recipe: str, steps: int) -> Iterator[OscillationReset | None]:
         handle.remove()
 
 
-def add() -> None:
-    """Let `recipes.get` find the variants, in this process."""
+@contextmanager
+def added() -> Iterator[None]:
+    """Within it, `recipes.get` finds the variants."""
+    before = recipes.ALL
     known = recipes.names()
-    recipes.ALL = (*recipes.ALL, *(each for each in VARIANTS if each.name not in known))
+    recipes.ALL = (*before, *(each for each in VARIANTS if each.name not in known))
+    try:
+        yield
+    finally:
+        recipes.ALL = before

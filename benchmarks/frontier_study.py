@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence import SIZES, summarize, train
-from benchmarks.four_bit_variants import add, hooked
+from benchmarks.four_bit_variants import added, hooked
 from benchmarks.harness import RESULTS, record
 
 BASE = "nvfp4"  # whose gap the others' are divided by
@@ -109,8 +109,7 @@ def train_variant(
     data: str, recipe: str, seed: int, steps: int, output: Path, changes: dict[str, Any]
 ) -> dict[str, Any]:
     """`convergence.train` in a process that knows the variants too."""
-    add()
-    with hooked(recipe, steps) as hook:
+    with added(), hooked(recipe, steps) as hook:
         folder = output / Path(data).stem / f"{recipe}-seed{seed}"
         if hook is not None and not (folder / "final").exists():
             shutil.rmtree(folder, ignore_errors=True)
