@@ -17,20 +17,22 @@ from narrowgauge.formats import INT4, INT8
 from narrowgauge.recipe import Cast, Gemm, Hadamard, LearnedStep, LeverageScore, Recipe
 
 
-def _casts(
-    recipe: Recipe, name: str, change: dict[str, object], products: tuple[str, ...]
-) -> Recipe:
-    """`recipe` with both casts of `products` changed."""
+def _backward_casts(recipe: Recipe, name: str, **change: object) -> Recipe:
+    """`recipe` with all casts of its two backward products changed."""
 
-    def changed(cast: Cast | None) -> Cast | None:
-        return None if cast is None else replace(cast, **change)  # type: ignore[arg-type]
+    def changed(gemm: Gemm) -> Gemm:
+        casts = {
+            side: None if cast is None else replace(cast, **change)  # type: ignore[arg-type]
+            for side, cast in (("lhs", gemm.lhs), ("rhs", gemm.rhs))
+        }
+        return replace(gemm, **casts)  # type: ignore[arg-type]
 
-    gemms: dict[str, Gemm] = {
-        product: replace(gemm, lhs=changed(gemm.lhs), rhs=changed(gemm.rhs))
-        for product, gemm in recipe.gemms().items()
-        if product in products
-    }
-    return replace(recipe, name=name, **gemms)  # type: ignore[arg-type]
+    return replace(
+        recipe,
+        name=name,
+        grad_input=changed(recipe.grad_input),
+        grad_weight=changed(recipe.grad_weight),
+    )
 
 
 def _sampled(recipe: Recipe, name: str, sample: LeverageScore | None) -> Recipe:
@@ -54,13 +56,9 @@ def _forward(recipe: Recipe, name: str, calibrate: LearnedStep) -> Recipe:
     )
 
 
-BACKWARD = ("grad_input", "grad_weight")
 # Until 29 November 2026 the cold start of learned steps was 16 steps long. Rows of that day call these
 # `int4-hq-lss` and `int4-hq-lss-all-rows`, and today's `int4-hq-lss` they call `int4-hq-lss-cold-256`.
 _SHORT = _forward(recipes.INT4_HQ_LSS, "int4-hq-lss-cold-16", LearnedStep(cold_steps=16))
-_TWICE = replace(recipes.QUARTET2_46.grad_input, rotate=replace(
-    recipes.QUARTET2_46.grad_input.rotate, rounds=2  # type: ignore[type-var]
-))  # fmt: skip
 # A scale for each rotated block instead of one for the tensor: nothing is clipped, and rows may differ in size.
 _BLOCK = Cast(format=INT4, tile=(1, 128))
 _BLOCKS = Gemm(lhs=_BLOCK, rhs=_BLOCK, rotate=Hadamard(block=128))
@@ -69,14 +67,10 @@ VARIANTS: tuple[Recipe, ...] = (
     _SHORT,
     _sampled(_SHORT, "int4-hq-lss-cold-16-all-rows", None),
     _sampled(recipes.INT4_HQ_BS, "int4-hq-bs-sampled", LeverageScore()),
-    _casts(recipes.INT4_EDEN, "int4-eden-backward-in-8", {"format": INT8}, BACKWARD),
+    _backward_casts(recipes.INT4_EDEN, "int4-eden-backward-in-8", format=INT8),
     replace(recipes.INT4_EDEN, name="int4-eden-forward-of-128", output=_BLOCKS),
-    _casts(recipes.INT4_EDEN, "int4-eden-scale-of-32", {"tile": (1, 32)}, BACKWARD),
-    replace(
-        recipes.QUARTET2_46, name="quartet2-46-two-rounds", grad_input=_TWICE, grad_weight=_TWICE
-    ),
+    _backward_casts(recipes.INT4_EDEN, "int4-eden-scale-of-32", tile=(1, 32)),
     replace(recipes.QUARTET2_46, name="quartet2-46-oscireset"),
-    replace(recipes.TETRAJET2, name="tetrajet2-oscireset"),
 )
 RESET = "-oscireset"  # ends the names of the variants whose weights are reset
 

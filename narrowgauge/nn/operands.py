@@ -546,7 +546,7 @@ class Operand:
 
 
 def _scales(codes: QTensor) -> Tensor:
-    """What holds the scales: float32, or bytes for tensor cores, flat."""
+    """Return the scales as they are stored: float32, or flat bytes for tensor cores."""
     return codes.scale if codes.units is None else codes.units
 
 

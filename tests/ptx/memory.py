@@ -198,21 +198,23 @@ class SharedMemory:
 
     def load(self, at: Places, threads: Places, asynchronous: bool = False) -> Array:
         """Bytes [n, size] at indices. asynchronous: read by wgmma, which needs a proxy fence."""
-        if asynchronous and self.unfenced[at].any():
-            raise Fault("race: no proxy fence between a store and an asynchronous product")
-        me = np.broadcast_to(threads[:, None], at.shape)
-        self._check(self.writer[at], self.written[at], self.warp_written[at], me, "load")
+        me = self._check_load(at, threads, asynchronous)
         self._note_reader(at, me)
         return self.data[at]
 
     def load_for_product(self, at: Places, threads: Places) -> Array:
         """As an asynchronous load, for a product that goes on after it: see `tensor_memory`."""
-        if self.unfenced[at].any():
+        self._check_load(at, threads, asynchronous=True)
+        self.in_use[at] = True
+        return self.data[at]
+
+    def _check_load(self, at: Places, threads: Places, asynchronous: bool) -> Array:
+        """Fault if a store is not ordered before this load; return the reader of each byte."""
+        if asynchronous and self.unfenced[at].any():
             raise Fault("race: no proxy fence between a store and an asynchronous product")
         me = np.broadcast_to(threads[:, None], at.shape)
         self._check(self.writer[at], self.written[at], self.warp_written[at], me, "load")
-        self.in_use[at] = True
-        return self.data[at]
+        return me
 
     def store(self, at: Places, raw: Array, threads: Places) -> None:
         me = np.broadcast_to(threads[:, None], at.shape)

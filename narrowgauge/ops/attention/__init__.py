@@ -293,7 +293,7 @@ def _compare(
     run: Callable[..., Tensor], kind: tuple[Any, ...], device: torch.device,
     sizes: tuple[int, int, int, int] = SMALL,
 ) -> Iterator[OutputComparison]:  # fmt: skip
-    """Compare values of a sample, and its noise, with those of the definition."""
+    """Compare the results for a sample, and their noise, with the definition's."""
     dtypes, width, value_width, masked, is_causal = kind
     q, k, v, mask = _sample(dtypes, width, value_width, masked, sizes)
     scale = 1 / math.sqrt(q.shape[-1])
