@@ -99,7 +99,7 @@ def _detect(
 
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, QLinear)}
     for layer, name in layers.items():
-        if layer.frozen is not None and isinstance(layer.weight, DTensor):
+        if layer.frozen is not None and isinstance(layer.parameter, DTensor):
             raise ConfigError(
                 f"distribute: the weight of {name!r} is kept as codes (memory.freeze), which fully_shard and tensor parallelism do not "
                 "divide. Call narrowgauge.memory.thaw(model) before the model is sharded, or train copies by DistributedDataParallel.",

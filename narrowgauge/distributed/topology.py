@@ -164,7 +164,7 @@ class Topology:
         # rank's amax histories.
         own = {id(buffer) for layer in layers for buffer in layer.buffers()}
         # DDP's constructor also broadcasts all parameters once; these have no storage.
-        own |= {id(layer.weight) for layer in layers if layer.frozen is not None}
+        own |= {id(layer.parameter) for layer in layers if layer.frozen is not None}
 
         def names_in(module: nn.Module) -> list[str]:
             named = [*module.named_buffers(), *module.named_parameters()]

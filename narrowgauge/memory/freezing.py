@@ -16,16 +16,20 @@ is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from narrowgauge.conversion.bypassed import is_read_by_owner
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.nn import frozen_experts
 from narrowgauge.nn.coded_weight import plain
+from narrowgauge.nn.experts import GroupedExperts, grouped_experts, stacks
 from narrowgauge.nn.frozen import FrozenWeight, give_back, refuse
+from narrowgauge.nn.frozen_experts import is_coded, refuse_stack, store_stack_as_codes
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.structure import expanded, matches, require_module
 
@@ -104,8 +108,8 @@ def freeze(
     optimizer_bytes  for the report: bytes of optimizer state per element, or a function of a
                      parameter such as `ng.optim.state_bytes(ng.optim.AdamW(model,
                      states="8bit")).of`
-    codes            replace the frozen weights of converted Linears permanently by the codes of
-                     their forward cast: 1 byte per weight instead of 2, half a byte for 4-bit
+    codes            replace the frozen weights of converted Linears and experts permanently by the
+                     codes of their forward cast: 1 byte per weight instead of 2, half a byte for 4-bit
                      formats. The forward result is bit-identical; see nn/frozen.py for backward and
                      state dicts. The report lists weights that cannot be stored as codes, with the
                      reason
@@ -132,9 +136,11 @@ def freeze(
             code="freeze.no-codes",
         )
     report = _apply(model, named, trains, optimizer_bytes)
-    saved = sum(layer.weight.nbytes - store_as_codes(layer) for layer in coded)
     return replace(
-        report, coded=len(coded), weight_bytes_saved=saved, kept_16bit=tuple(kept_16bit.items())
+        report,
+        coded=sum(each.weights for each in coded),
+        weight_bytes_saved=sum(each.nbytes - each.store() for each in coded),
+        kept_16bit=tuple(kept_16bit.items()),
     )
 
 
@@ -152,34 +158,66 @@ def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
     layers = [
         each
         for each in model.modules()
-        if isinstance(each, QLinear) and each.frozen is not None and each.weight in named
+        if isinstance(each, QLinear)
+        and not each.is_expert
+        and each.frozen is not None
+        and each.weight in named
     ]
-    if not layers:
+    coded = [
+        (module, stack)
+        for _, module in grouped_experts(model)
+        for stack in module.coded_stacks()
+        if module._parameters[stack] in named
+    ]
+    if not layers and not coded:
         raise ConfigError(
             f"thaw: {patterns!r} names no weight that is kept as codes. freeze(..., codes=True) makes them.",
             code="thaw.no-codes",
         )
     for layer in layers:
         give_back(layer, layer.frozen.original(plain(layer.weight)))
-    return len(layers)
+    for module, stack in coded:
+        frozen_experts.thaw(module, stack)
+    return len(layers) + sum(len(module.slices(stack)) for module, stack in coded)
+
+
+class _Candidate(NamedTuple):
+    """A parameter that can be stored as codes.
+
+    parameter  it
+    weights    number of matrices in it
+    store      stores it as codes and returns their bytes
+    """
+
+    parameter: nn.Parameter
+    weights: int
+    store: Callable[[], int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.nbytes
 
 
 def _candidates_for_codes(
     model: nn.Module, named: set[nn.Parameter]
-) -> tuple[list[QLinear], dict[str, str]]:
-    """Return (layers whose weight can be stored as codes, {other Linear's name: reason})."""
+) -> tuple[list[_Candidate], dict[str, str]]:
+    """Return (parameters that can be stored as codes, {other Linear's name: reason})."""
     holders: dict[nn.Parameter, list[str]] = {}
     for owner, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 holders.setdefault(parameter, []).append(owner)
-    found: list[QLinear] = []
+    found: list[_Candidate] = []
     kept_16bit = {}
+    for name, module, stack in _stacks_of(model, named):
+        parameter = module.get_parameter(stack)
+        others = [each for each in holders[parameter] if each != name]
+        if reason := f"tied to {others[0]}" if others else refuse_stack(module, stack):
+            kept_16bit[f"{name}.{stack}".lstrip(".")] = reason
+        else:
+            store = partial(store_stack_as_codes, module, stack)
+            found.append(_Candidate(parameter, len(module.slices(stack)), store))
     for name, layer in model.named_modules():
-        if isinstance(layer, QLinear) and layer.is_expert and layer.parameter in named:
-            kept_16bit[layer.names(name)[-1]] = (
-                "its experts share one parameter, which has no codes"
-            )
         weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
         if (
             weight is None
@@ -194,8 +232,18 @@ def _candidates_for_codes(
             kept_16bit[name] = reason
         else:
             assert isinstance(layer, QLinear)
-            found.append(layer)
+            found.append(_Candidate(weight, 1, partial(store_as_codes, layer)))
     return found, kept_16bit
+
+
+def _stacks_of(
+    model: nn.Module, named: set[nn.Parameter]
+) -> Iterator[tuple[str, GroupedExperts, str]]:
+    """Iterate over (module name, module, parameter name) of the named stacks without codes."""
+    for name, module in grouped_experts(model):
+        for stack in stacks(module):
+            if module._parameters.get(stack) in named and not is_coded(module, stack):
+                yield name, module, stack
 
 
 def code_refusal(model: nn.Module, layer: nn.Module, name: str) -> str:
@@ -244,10 +292,11 @@ def train_only(
             code="train-only.integers",
         )
     for name, layer in model.named_modules():
-        if isinstance(layer, QLinear) and layer.frozen is not None and layer.weight in trains:
+        if isinstance(layer, QLinear) and layer.frozen is not None and layer.parameter in trains:
+            own = layer.names(name)[-1]
             raise ConfigError(
-                f"train_only: the weight of {name!r} is kept as codes, which do not train. Call "
-                f"narrowgauge.memory.thaw(model, {name!r}) first.",
+                f"train_only: the weight of {own!r} is kept as codes, which do not train. Call "
+                f"narrowgauge.memory.thaw(model, {own!r}) first.",
                 code="train-only.codes",
             )
     return _apply(model, named, trains, optimizer_bytes)

@@ -40,6 +40,7 @@ Mixtures of experts
     products of experts in one parameter; rows sorted by expert   grouped_linear
     all experts of a stack in one launch on a GPU                 grouped_function, ops.grouped
     whose experts can be converted; their forward pass            experts
+    experts stored as codes                                       frozen_experts
 
 A whole model, and its training loop
     advance, suspended, non-finite amaxes                         converted_model

@@ -54,21 +54,24 @@ class Codes(Protocol):
     def original(self, weight: Tensor) -> Tensor: ...
 
 
+Owner = tuple[weakref.ref[Any], Callable[[Any, Codes, Tensor], None]]
+
+
 class CodedWeight(nn.Parameter):
     """A Parameter whose values come from codes. See the module docstring.
 
     `hold` turns an ordinary Parameter into one in place, so every reference to it stays valid.
 
     _codes   source of the values
-    _owner   (weak reference to the layer, function that gives the layer a written copy as its
-             weight)
+    _owner   (weak reference to the module that holds it, function (module, codes, copy) that gives
+             the module a written copy as its weight, unless it has dropped these codes)
     _lent    a dequantized copy that is reused: for an entry of a state dict from its first read on,
              for others while a raw pointer may be in use
     _stays   True for an entry of a state dict
     """
 
     _codes: Codes
-    _owner: tuple[weakref.ref[Any], Callable[[Any, Tensor], None]]
+    _owner: Owner
     _lent: Tensor | None = None
     _stays = False
 
@@ -91,9 +94,9 @@ class CodedWeight(nn.Parameter):
 
     def take_over(self, whole: Tensor) -> None:
         """Make `whole` the layer's weight, unless the layer has dropped these codes already."""
-        layer, give_back = self._owner[0](), self._owner[1]
-        if layer is not None and layer.frozen is self._codes:
-            give_back(layer, whole)
+        owner, replace = self._owner[0](), self._owner[1]
+        if owner is not None:
+            replace(owner, self._codes, whole)
 
     def entry(self) -> CodedWeight:
         """Return a second view of the same codes for a state dict.
@@ -157,9 +160,7 @@ class LentWeight(Tensor):
         return plain(self).__reduce_ex__(protocol)
 
 
-def hold(
-    weight: Tensor, codes: Codes, owner: tuple[weakref.ref[Any], Callable[[Any, Tensor], None]]
-) -> CodedWeight:
+def hold(weight: Tensor, codes: Codes, owner: Owner) -> CodedWeight:
     """Turn a Parameter into a CodedWeight in place and return it."""
     weight.__class__ = CodedWeight
     assert isinstance(weight, CodedWeight)

@@ -19,8 +19,10 @@ integrations/moe.py, whose functions "eager", "grouped_mm" and "batched_mm" all 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,8 @@ from torch._compile import _disable_dynamo
 
 from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import ConfigError, Reason
-from narrowgauge.nn import step_end
+from narrowgauge.nn import frozen_experts, step_end
+from narrowgauge.nn.coded_weight import plain
 from narrowgauge.nn.grouped_function import kernel_of
 from narrowgauge.nn.grouped_linear import (
     ExpertLinear,
@@ -134,9 +137,47 @@ class GroupedExperts(nn.Module):
         inner = "\n".join(lines).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  {inner}\n)"
 
+    def coded_stacks(self) -> list[str]:
+        """Names of the parameters that are stored as codes (`frozen_experts`)."""
+        return [name for name in stacks(self) if frozen_experts.is_coded(self, name)]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupedExperts:
+        """Move or convert the module, as by model.to(...)."""
+        moving = partial(super()._apply, fn, recurse)
+        frozen_experts.move(self, self.coded_stacks(), moving)
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        for name in stacks(self):
+            frozen_experts.check(self, name)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        from narrowgauge.nn.state_loading import load_stacks
+
+        load_stacks(self, stacks(self), super()._load_from_state_dict, state_dict, prefix, *rest)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The class is made at run time, so a pickle names the class of the model."""
         return _blank, (self.grouped_from,), self.__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupedExperts:
+        """As any module's; the copy has codes where this one has, and no decoded stack."""
+        for name in stacks(self):
+            if frozen_experts.check(self, name):
+                own = plain(self._parameters[name])  # type: ignore[arg-type]
+                memo[id(self._parameters[name])] = nn.Parameter(own.new_empty(0), False)
+        found: Any = _blank(self.grouped_from)
+        memo[id(self)] = found
+        found.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in self.coded_stacks():
+            frozen_experts.hold(self, name)
 
 
 class StackedExperts(GroupedExperts):

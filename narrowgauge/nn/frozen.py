@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import coded_weight
 from narrowgauge.nn.amax_history import LayerState
-from narrowgauge.nn.coded_weight import CodedWeight
+from narrowgauge.nn.coded_weight import CodedWeight, Codes
 from narrowgauge.nn.linear_context import CastSources
 from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.rotation import Rotation
 from narrowgauge.ops.quantize import dequantize
 from narrowgauge.qtensor import QTensor
-from narrowgauge.recipe import Hadamard, LearnedStep, Recipe
+from narrowgauge.recipe import Cast, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import from_exponents, to_exponents
 
 if TYPE_CHECKING:
@@ -161,12 +161,9 @@ class FrozenWeight(LayerState):
         if type(weight) is CodedWeight:
             coded_weight.release(weight)
         self._refuse_training(weight)
-        shape = self.codes.shape[0], self.columns
-        if any(weight.stride()) or weight.shape != shape:
-            # One element of NaN, expanded: a read that bypasses `__torch_function__` is visible.
-            weight.data = weight.new_full((1, 1), float("nan")).expand(shape)
+        empty(weight, (self.codes.shape[0], self.columns))
         if type(weight) is nn.Parameter:  # not for fake parameters of a memory estimate
-            coded_weight.hold(weight, self, (weakref.ref(layer), give_back))
+            coded_weight.hold(weight, self, (weakref.ref(layer), _take_over))
 
     @staticmethod
     def placeholder(weight: Tensor) -> Tensor:
@@ -217,12 +214,7 @@ class FrozenWeight(LayerState):
             self.hold(layer)
 
     def _refuse_training(self, weight: Tensor) -> None:
-        if weight.requires_grad:
-            raise ConfigError(
-                f"A weight {list(weight.shape)} is to train, but was frozen as {self.cast.format} codes. Call narrowgauge.memory.thaw("
-                "model, patterns) first, which gives back what they decode to, and requires_grad_() then.",
-                code="freeze.trains",
-            )
+        refuse_training(weight, self.cast)
 
     def lookup(self, operand: Operand) -> Casts:
         """Return the cast that this pass reads, in forward or in backward. Nothing is cached."""
@@ -240,7 +232,12 @@ class FrozenWeight(LayerState):
             return Casts()
         if self._turns(plan):
             operand.is_carrier = True
-            return Casts(cols=_expanded(_turned(self.quantized), plan.cols_expand))
+            found = self.quantized
+            # Decoded values are read through a view, as without codes: BLAS may add in another
+            # order where memory lies in another one.
+            if plan.cols_expand is not None and not found.is_packed:
+                return Casts(cols=found.expanded(plan.cols_expand).transposed())
+            return Casts(cols=_expanded(_turned(found), plan.cols_expand))
         # The operand casts this copy along the other axis and frees it after the GEMM. A recipe that
         # casts decoded values in every backward pass takes them in float32.
         recasts = self.recipe.backward == "recast-codes"
@@ -282,6 +279,31 @@ class FrozenWeight(LayerState):
         return torch.equal(other.original(weight.new_empty(0)), weight)
 
 
+def refuse_training(weight: Tensor, cast: Cast) -> None:
+    """Raise ConfigError if a weight that is stored as codes of this cast requires a gradient."""
+    if weight.requires_grad:
+        raise ConfigError(
+            f"A weight {list(weight.shape)} is to train, but was frozen as {cast.format} codes. Call narrowgauge.memory.thaw("
+            "model, patterns) first, which gives back what they decode to, and requires_grad_() then.",
+            code="freeze.trains",
+        )
+
+
+def empty(weight: Tensor, shape: tuple[int, ...]) -> None:
+    """Free the memory of a weight: one element of NaN remains, expanded to `shape`.
+
+    A read that bypasses `__torch_function__` is visible so.
+    """
+    if any(weight.stride()) or weight.shape != shape:
+        weight.data = weight.new_full([1] * len(shape), float("nan")).expand(shape)
+
+
+def _take_over(layer: QLinear, written: Codes, whole: Tensor) -> None:
+    """Give the layer a copy of its decoded weight that a user wrote to."""
+    if layer.frozen is written:
+        give_back(layer, whole)
+
+
 def give_back(layer: QLinear, whole: Tensor) -> None:
     """Give the layer this 16-bit weight, [out_features, in_features], and drop its codes."""
     weight = layer._parameters["weight"]
@@ -296,7 +318,9 @@ def refuse(layer: QLinear) -> str:
     recipe: Recipe | None = layer.recipe
     if recipe is None:
         return "no recipe casts it"
-    if layer.state.gathered is not None or type(layer.weight).__name__ == "DTensor":
+    # Of an expert's matrix ranks share the whole stack.
+    held = layer.weight if layer.parameter is None else layer.parameter
+    if layer.state.gathered is not None or type(held).__name__ == "DTensor":
         return "ranks share it"
     if recipe.backward == "straight-through":
         return f"{recipe.name} multiplies straight-through, which needs the weight in backward"

@@ -36,6 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.addresses import holds_numbers
+from narrowgauge.nn.coded_weight import CodedWeight
+from narrowgauge.nn.frozen_experts import lent_matrix
 from narrowgauge.nn.grouped_function import grouped_products
 from narrowgauge.nn.linear import QLinear, called_with, views_of
 from narrowgauge.nn.suspended_linear import suspended_linear
@@ -89,6 +91,8 @@ class ExpertLinear(QLinear):
         if (views := views_of(self)) is not None:
             return views[0]
         stack = self.parameter
+        if type(stack) is CodedWeight and self.frozen is not None:
+            return lent_matrix(self, stack)
         # A slice of a sharded stack would be gathered, and hang a rank that asks alone. A stack that
         # torch's parametrization computes is known in a pass alone. Outside of a pass only shape,
         # type and device are asked for.
@@ -137,14 +141,17 @@ class ExpertLinear(QLinear):
         if self.frozen is not None or not (state.recipe is None or state.is_suspended):
             return super().forward(input)
         state.was_called = True
+        return self.as_before(input, self.weight)
+
+    def as_before(self, x: Tensor, weight: Tensor) -> Tensor:
         product: Callable[..., Tensor] = nn.functional.linear
-        if state.recipe is not None:
+        if self.state.recipe is not None:
             product = suspended_linear
-        weight, bias = self.weight, self.bias
+        bias = self.bias
         if bias is None or not self.place.is_transposed:
-            return product(input, weight, bias)
+            return product(x, weight, bias)
         # As models with this layout write it: the product is rounded before the bias is added.
-        return product(input, weight, None) + bias
+        return product(x, weight, None) + bias
 
     def restore(self) -> None:
         """Nothing to turn back: the module that holds the stack drops its slices."""
@@ -179,13 +186,18 @@ def _looped(
     biases: Tensor | None,
 ) -> Tensor:
     """`grouped_linear`, expert by expert."""
-    weights = stack.unbind(0)  # one gradient for the stack, from E of its matrices
+    if type(stack) is CodedWeight:  # read by their codes, one by one
+        matrices = [layer.weight for layer in layers]
+    else:  # one gradient for the stack, from E of its matrices
+        matrices = [
+            layer.place.matrix(own) for layer, own in zip(layers, stack.unbind(0), strict=True)
+        ]
     each_bias = [None] * len(layers) if biases is None else biases.unbind(0)
     rest = x.shape[0] - sum(counts)
     *groups, last = x.split([*counts, rest])
     made = [
-        called_with(layer, rows, layer.place.matrix(weight), bias)
-        for layer, rows, weight, bias in zip(layers, groups, weights, each_bias, strict=True)
+        called_with(layer, rows, matrix, bias)
+        for layer, rows, matrix, bias in zip(layers, groups, matrices, each_bias, strict=True)
         if rows.shape[0]
     ]
     if rest or not made:

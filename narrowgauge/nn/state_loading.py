@@ -87,6 +87,56 @@ def load(
         )
 
 
+def load_stacks(
+    module: Any, names: Iterable[str], inherited: Callable[..., None], state_dict: dict[str, Any],
+    prefix: str, *rest: Any,
+) -> None:  # fmt: skip
+    """Implement `_load_from_state_dict` for experts in one parameter (`nn.experts`).
+
+    As `load`: of a stack that is stored as codes, each expert loads the codes of the state, or casts
+    its matrix of the stack in the state.
+
+    names      parameters that hold all experts
+    inherited  the method of the model's own class
+    """
+    taken = {name: _take_whole_stack(module, name, state_dict, prefix, rest[-1]) for name in names}
+    inherited(state_dict, prefix, *rest)
+    for name, whole in taken.items():
+        if module.slices(name)[0].frozen is not None:
+            rest[2][:] = [key for key in rest[2] if key != f"{prefix}{name}"]
+        if whole is not None:
+            state_dict[f"{prefix}{name}"] = whole
+
+
+def _take_whole_stack(
+    module: Any, name: str, state_dict: dict[str, Any], prefix: str, errors: list[str]
+) -> Tensor | None:
+    """As `_take_whole_weight`, for all experts of one parameter."""
+    key, layers = f"{prefix}{name}", module.slices(name)
+    places = [f"{prefix}{index}.{name}.frozen." for index in range(len(layers))]
+    if any(layer.frozen is None for layer in layers):
+        for place in places:
+            _leave_out_codes(state_dict, place, key, errors)
+        return None
+    whole: Tensor | None = state_dict.pop(key, None)
+    if whole is None:
+        return None
+    stack = module._parameters[name]
+    if whole.shape != stack.shape:
+        errors.append(_other_size(key, whole, stack))
+        for layer, place in zip(layers, places, strict=True):
+            _keep_codes(layer, state_dict, place)
+        return whole
+    changed = [
+        place
+        for layer, place in zip(layers, places, strict=True)
+        if _takes_whole(layer, layer.place.matrix(whole), state_dict, place)
+    ]
+    if changed:
+        _warn_of_changed(key, changed[0], stacklevel=5)
+    return whole
+
+
 def _take_whole_weight(
     layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]
 ) -> Tensor | None:
@@ -97,36 +147,66 @@ def _take_whole_weight(
     `weight` is missing. Else it casts `weight`.
     """
     frozen, key = f"{prefix}frozen.", f"{prefix}weight"
-    codes = [each for each in state_dict if each.startswith(frozen)]
     if layer.frozen is None:
-        for each in codes:
-            state_dict.pop(each)
-        if codes and key not in state_dict:
-            errors.append(
-                f"{key} was saved as the codes of a frozen weight. Call narrowgauge.memory.freeze(model, patterns, codes=True) before "
-                "loading, or save after narrowgauge.memory.thaw(model)."
-            )
+        _leave_out_codes(state_dict, frozen, key, errors)
         return None
     whole: Tensor | None = state_dict.pop(key, None)
     if whole is None:
         return None
     if whole.shape != layer.weight.shape:
+        errors.append(_other_size(key, whole, layer.weight))
+        _keep_codes(layer, state_dict, frozen)
+    elif _takes_whole(layer, whole, state_dict, frozen):
+        _warn_of_changed(key, frozen, stacklevel=5)
+    return whole
+
+
+def _leave_out_codes(state_dict: dict[str, Any], frozen: str, key: str, errors: list[str]) -> None:
+    """Remove the codes of a weight that is not stored as codes. Codes alone are an error.
+
+    frozen  what the names of the codes begin with
+    key     name of the weight
+    """
+    codes = [each for each in state_dict if each.startswith(frozen)]
+    for each in codes:
+        state_dict.pop(each)
+    if codes and key not in state_dict:
         errors.append(
-            f"size mismatch for {key}: {list(whole.shape)} in the state, {list(layer.weight.shape)} in the model."
+            f"{key} was saved as the codes of a frozen weight. Call narrowgauge.memory.freeze(model, patterns, codes=True) before "
+            "loading, or save after narrowgauge.memory.thaw(model)."
         )
-    elif codes and (
+
+
+def _takes_whole(layer: Any, whole: Tensor, state_dict: dict[str, Any], frozen: str) -> bool:
+    """Prepare a state whose codes decode to the weight beside them, or cast that weight.
+
+    frozen  what the names of the codes begin with
+    ->      True if the state has codes that decode to something else
+    """
+    has_codes = any(each.startswith(frozen) for each in state_dict)
+    if has_codes and (
         layer.frozen.differs_in_words(state_dict, frozen)
         or layer.frozen.encodes(whole, state_dict, frozen)
     ):
-        return whole
-    else:
-        layer.frozen.write(layer, whole.to(layer.weight.device, layer.weight.dtype))
-        if codes:
-            warn(
-                f"load_state_dict: {key} is not what {frozen}codes beside it decode to, so it was changed since it was saved. It is "
-                "cast anew. Remove the codes from the state if that is what you want, or load both as they were saved.",
-                code="load.changed-codes",
-                stacklevel=4,
-            )
+        return False
+    layer.frozen.write(layer, whole.to(layer.weight.device, layer.weight.dtype))
+    _keep_codes(layer, state_dict, frozen)
+    return has_codes
+
+
+def _keep_codes(layer: Any, state_dict: dict[str, Any], frozen: str) -> None:
+    """Put the layer's own codes into the state, so that loading leaves them as they are."""
     state_dict.update({f"{frozen}{name}": own for name, own in layer.frozen.state_dict().items()})
-    return whole
+
+
+def _other_size(key: str, given: Tensor, own: Tensor) -> str:
+    return f"size mismatch for {key}: {list(given.shape)} in the state, {list(own.shape)} in the model."
+
+
+def _warn_of_changed(key: str, frozen: str, stacklevel: int) -> None:
+    warn(
+        f"load_state_dict: {key} is not what {frozen}codes beside it decode to, so it was changed since it was saved. It is "
+        "cast anew. Remove the codes from the state if that is what you want, or load both as they were saved.",
+        code="load.changed-codes",
+        stacklevel=stacklevel,
+    )

@@ -1,0 +1,209 @@
+"""Frozen experts stored as codes: the counterpart of `frozen` for a stack, one parameter [E, N, K].
+
+Each expert's matrix has its own codes, a FrozenExpert, as the weight of a Linear has. The parameter
+of the stack keeps its shape and dtype, and dequantizes all experts when code reads it as a whole
+(`coded_weight`). A stack is stored as codes for all of its experts or for none.
+
+A state dict has the stack, dequantized, and for each expert `E.NAME.frozen.codes` and its scales.
+A product reads the codes of one expert at a time. On a GPU the experts are then multiplied one after
+another: the kernel for all experts casts the stack, which has no memory here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.nn import coded_weight
+from narrowgauge.nn.coded_weight import CodedWeight, Codes
+from narrowgauge.nn.frozen import FrozenWeight, empty, refuse, refuse_training
+
+ExpertLinear = Any  # nn.grouped_linear imports this module
+GroupedExperts = Any  # so does nn.experts
+
+
+class FrozenExpert(FrozenWeight):
+    """Codes of one expert's matrix [N, K]. The module with the stack holds and moves the parameter.
+
+    is_transposed  the stack is [E, K, N]
+    """
+
+    def __init__(self, layer: ExpertLinear) -> None:
+        super().__init__(layer)
+        self.is_transposed = layer.place.is_transposed
+
+    def original(self, weight: Tensor) -> Tensor:
+        """[N, K] in the memory order of the stack: a product's last bit may depend on it."""
+        found = super().original(weight)
+        return found.t().contiguous().t() if self.is_transposed else found
+
+    def hold(self, layer: ExpertLinear) -> None:
+        """Do nothing: `hold` frees the memory of the stack."""
+
+    def move(self, layer: ExpertLinear, moving: Callable[[], object]) -> None:
+        moving()
+
+    def copied(self, layer: ExpertLinear) -> dict[str, Any]:
+        return {}
+
+    def check(self, layer: ExpertLinear) -> None:
+        """Drop the codes of this expert if the stack was replaced; see `FrozenWeight.check`."""
+        stack = layer.parameter
+        if type(stack) is CodedWeight:
+            stack._lent = None
+            refuse_training(stack, self.cast)
+            is_held = self in _codes_in(stack)
+        else:
+            is_held = stack is not None and not any(stack.stride())  # fake, in a memory estimate
+        if not is_held:
+            self.drop(layer)
+
+
+class StackCodes:
+    """The codes of all experts of a stack, as the source of its values (`coded_weight.Codes`).
+
+    experts        their codes, in order
+    is_transposed  the stack is [E, K, N]
+    """
+
+    def __init__(self, experts: Sequence[FrozenExpert], is_transposed: bool) -> None:
+        self.experts, self.is_transposed = tuple(experts), is_transposed
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        first = self.experts[0]
+        own = first.codes.shape[0], first.columns
+        return len(self.experts), *(own[::-1] if self.is_transposed else own)
+
+    def original(self, weight: Tensor) -> Tensor:
+        """The stack in the dtype of `weight`. Peak memory: the result and one matrix in float32."""
+        refuse_training(weight, self.experts[0].cast)
+        found = torch.empty(self.shape, dtype=weight.dtype, device=self.experts[0].codes.device)
+        for slot, each in zip(found, self.experts, strict=True):
+            slot.copy_(self._laid(each.decoded(weight.dtype)))
+        return found
+
+    def _laid(self, matrix: Tensor) -> Tensor:
+        return matrix.t() if self.is_transposed else matrix
+
+
+def refuse_stack(module: GroupedExperts, name: str) -> str:
+    """Return the reason why a stack cannot be stored as codes, a clause, or ''."""
+    if module._parameters.get(name) is None:
+        return "torch's parametrization computes it"
+    for index, layer in enumerate(module.slices(name)):
+        if reason := refuse(layer):
+            return f"expert {index}: {reason}"
+    return ""
+
+
+@torch.no_grad()
+def store_stack_as_codes(module: GroupedExperts, name: str) -> int:
+    """Replace a frozen stack by codes, in place; return their bytes. `refuse_stack` must be ''.
+
+    Peak memory: the stack and its codes.
+    """
+    layers = module.slices(name)
+    # All casts come first: where memory ends in between, no expert has lost its weight.
+    made = [FrozenExpert(layer) for layer in layers]
+    for layer, codes in zip(layers, made, strict=True):
+        layer.empty_cache()
+        layer.put_submodule("frozen", codes)
+    hold(module, name)
+    return sum(each.nbytes for each in made)
+
+
+def is_coded(module: GroupedExperts, name: str) -> bool:
+    return all(layer.frozen is not None for layer in module.slices(name))
+
+
+def hold(module: GroupedExperts, name: str) -> None:
+    """Free the memory of the stack and make it dequantize on read. All experts must have codes.
+
+    Raises ConfigError if the stack requires a gradient.
+    """
+    codes, stack = _codes_of(module, name), module._parameters[name]
+    if type(stack) is CodedWeight:
+        coded_weight.release(stack)
+    refuse_training(stack, codes.experts[0].cast)
+    empty(stack, codes.shape)
+    if type(stack) is nn.Parameter:  # not for fake parameters of a memory estimate
+        coded_weight.hold(stack, codes, (weakref.ref(module), partial(_take_over, name)))
+
+
+def move(module: GroupedExperts, names: Sequence[str], moving: Callable[[], object]) -> None:
+    """Move these stacks to another device or dtype. The codes decode in the new dtype."""
+    # torch would decode the stack, and move the values in place of the placeholder.
+    for name in names:
+        if type(stack := module._parameters[name]) is CodedWeight:
+            coded_weight.release(stack)
+    try:
+        moving()
+    finally:
+        for name in names:
+            hold(module, name)
+
+
+def check(module: GroupedExperts, name: str) -> bool:
+    """True if the stack is stored as codes; drops the codes of experts whose stack was replaced."""
+    layers = module.slices(name)
+    for layer in layers:
+        if layer.frozen is not None:
+            layer.frozen.check(layer)
+    return all(layer.frozen is not None for layer in layers)
+
+
+def lent_matrix(layer: ExpertLinear, stack: CodedWeight) -> CodedWeight:
+    """The weight of one expert, [N, K]: decoded by itself when code reads it."""
+    own = layer.place.matrix(coded_weight.plain(stack))
+    owner = weakref.ref(layer), _take_over_matrix
+    return coded_weight.hold(nn.Parameter(own, requires_grad=False), layer.frozen, owner)
+
+
+def give_back(module: GroupedExperts, name: str, whole: Tensor) -> None:
+    """Give the module this stack in its dtype, and drop the codes of all experts."""
+    stack = module._parameters[name]
+    if type(stack) is CodedWeight:
+        coded_weight.release(stack)
+    stack.data = whole
+    for layer in module.slices(name):
+        if layer.frozen is not None:
+            layer.frozen.drop(layer)
+
+
+def thaw(module: GroupedExperts, name: str) -> None:
+    """Dequantize the stack for good."""
+    stack = module._parameters[name]
+    give_back(module, name, _codes_of(module, name).original(coded_weight.plain(stack)))
+
+
+def _codes_of(module: GroupedExperts, name: str) -> StackCodes:
+    layers = module.slices(name)
+    return StackCodes([each.frozen for each in layers], layers[0].place.is_transposed)
+
+
+def _codes_in(stack: CodedWeight) -> tuple[FrozenExpert, ...]:
+    held = stack._codes
+    return held.experts if isinstance(held, StackCodes) else ()
+
+
+def _take_over(name: str, module: GroupedExperts, written: Codes, whole: Tensor) -> None:
+    """Give the module a copy of its decoded stack that a user wrote to."""
+    stack = module._parameters.get(name)
+    if type(stack) is CodedWeight and stack._codes is written:
+        give_back(module, name, whole)
+
+
+def _take_over_matrix(layer: ExpertLinear, written: Codes, whole: Tensor) -> None:
+    """Give the module the decoded stack with the copy of one matrix that a user wrote to."""
+    stack = layer.parameter
+    if layer.frozen is written and type(stack) is CodedWeight:
+        # The copy shares no version with `decoded`, so the write below is not taken over twice.
+        both = stack.decoded().clone()
+        layer.place.matrix(both).copy_(whole)
+        stack.take_over(both)

@@ -1,0 +1,228 @@
+"""Frozen experts that are kept as codes alone: the same bits, states, copies, writes and refusals as of a Linear. exact"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.errors import ConfigError
+from tests.compare import assert_same, sqnr_db
+from tests.nn.test_grouped_linear import E, K, experts, inputs
+from tests.raising import raises
+from tests.selection import quick
+
+# Without token for any expert, for the last one alone, and index E, an expert of another rank.
+PAIRS = [[(0, 1)] * 7 + [(1, 2)] * 6 + [(4, 0)] * 5 + [(3, 1)], [(E - 1, 0)], [(E, E), (2, E)]]
+# The cast of w.T is the cast of w, transposed: backward multiplies by the same codes.
+TURNED = ("fp8-current", "fp8-delayed", "fp8-block")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+
+pytestmark = pytest.mark.usefixtures("transformers_5")
+
+
+@pytest.fixture
+def transformers_5() -> None:
+    pytest.importorskip("transformers", minversion="5")
+
+
+class Block(nn.Module):
+    """A Linear that trains, and experts that are frozen."""
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up, self.experts = nn.Linear(K, K, dtype=dtype), experts(kind, dtype)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(self.up(x), index, weights)
+
+
+def built(
+    recipe: str, codes: bool, kind: str = "mixtral", dtype: torch.dtype = torch.float32
+) -> Block:
+    model = ng.convert(Block(kind, dtype), recipe)
+    ng.memory.freeze(model, "experts.*_proj", codes=codes)
+    return model
+
+
+def trip(model: Block, pairs: list[tuple[int, ...]] = PAIRS[0]) -> list[Tensor]:
+    """The output, and the gradients of the Linear and of the experts' biases."""
+    x, index, weights, gy = inputs(pairs, model.up.weight.dtype)
+    y = model(x, index, weights)
+    y.backward(gy)
+    found = [y.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
+    model.zero_grad()
+    ng.advance(model)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "recipe",
+    quick(["fp8-current", "mxfp8", "nvfp4"], [*TURNED, "fp8-row", "mxfp8", "int8", "nvfp4", "mxfp4", "quartet2"]),
+)  # fmt: skip
+def test_forward_has_the_same_bits_and_backward_where_codes_turn(recipe, kind, dtype):
+    whole, coded = built(recipe, False, kind, dtype), built(recipe, True, kind, dtype)
+    assert coded.experts.coded_stacks() == ["gate_up_proj", "down_proj"]
+    for pairs in PAIRS:
+        torch.manual_seed(2)
+        expected = trip(whole, pairs)
+        torch.manual_seed(2)
+        found = trip(coded, pairs)
+        assert_same(found[0], expected[0])
+        assert len(found) == len(expected) == 3 + 2 * (kind == "gpt_oss")
+        for mine, theirs in zip(found[1:], expected[1:], strict=True):
+            if not theirs.any():
+                assert_same(mine, theirs)
+            elif (
+                recipe in TURNED
+            ):  # equal operands; BLAS adds an expert's single row in the order of memory
+                assert sqnr_db(theirs, mine) > 120
+            else:  # a cast along the other axis, of numbers that were rounded
+                assert sqnr_db(theirs, mine) > (5 if recipe in ("nvfp4", "mxfp4") else 18)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8", "nvfp4"])
+def test_states_copies_and_moves(recipe, kind):
+    model = built(recipe, True, kind)
+    for _ in range(2):
+        expected = trip(model)
+    state = model.state_dict()
+    assert state["experts.3.down_proj.frozen.codes"].dtype == torch.uint8
+    assert state["experts.down_proj"].isfinite().all()
+    other = built(recipe, True, kind)
+    for name in ("gate_up_proj", "down_proj"):
+        for layer in other.experts.slices(name):
+            layer.frozen.write(layer, torch.ones_like(layer.weight))
+    other.load_state_dict(state)
+    held = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other, model.to("cpu")
+    for twin in held:
+        assert twin.experts.coded_stacks() == ["gate_up_proj", "down_proj"]
+        assert twin.experts.down_proj.untyped_storage().nbytes() == 4
+        assert twin.experts.down_proj.shape == model.experts.down_proj.shape
+    found = [trip(twin) for twin in held]
+    for each in found[1:]:
+        for mine, theirs in zip(each, found[0], strict=True):
+            assert_same(mine, theirs)
+    if recipe != "fp8-delayed":  # whose scales went on
+        assert_same(found[0][0], expected[0])
+    # Codes follow the dtype of the stack, and keep their own.
+    twin = copy.deepcopy(model.experts).bfloat16()
+    assert twin.down_proj.dtype == twin.down_proj.float().bfloat16().dtype == torch.bfloat16
+    assert_same(twin.slices("down_proj")[1].frozen.codes, model.experts.slices("down_proj")[1].frozen.codes)  # fmt: skip
+
+
+def test_a_16_bit_state_is_cast_as_it_is_loaded():
+    """To the bits of a model that was loaded first; a state that was changed beside its codes warns."""
+    model, other = built("mxfp8", True), built("mxfp8", True)
+    for name in ("gate_up_proj", "down_proj"):
+        for layer in other.experts.slices(name):
+            layer.frozen.write(layer, torch.ones_like(layer.weight))
+    other.load_state_dict(Block("mixtral", torch.float32).state_dict())
+    assert_same(trip(other)[0], trip(model)[0])
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    state["experts.down_proj"][3] *= 2
+    with pytest.warns(UserWarning, match=r"experts\.down_proj is not what experts\.3\.down_proj\.frozen\.codes"):  # fmt: skip
+        other.load_state_dict(state)
+    assert_same(other.experts.down_proj[3] + 0, state["experts.down_proj"][3])
+    assert_same(other.experts.down_proj[2] + 0, model.experts.down_proj[2] + 0)
+
+
+def test_what_cannot_be_loaded_says_why():
+    state = built("fp8-current", True).state_dict()
+    lone = {name: each for name, each in state.items() if name != "experts.down_proj"}
+    with pytest.raises(RuntimeError, match=r"experts.down_proj was saved as the codes of a frozen"):
+        built("fp8-current", False).load_state_dict(lone)
+    built("fp8-current", True).load_state_dict(lone)  # the codes are all of it
+    with pytest.raises(RuntimeError, match=r"made by the cast 'e4m3 tensor fp32', recipe 'mxfp8'"):
+        built("mxfp8", True).load_state_dict(state)
+    state["experts.down_proj"] = torch.zeros(2, 3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for experts.down_proj: \[2, 3, 3\]"):
+        built("fp8-current", True).load_state_dict(state)
+
+
+def test_reads_decode_and_writes_become_the_weight():
+    model = built("fp8-block", True)
+    stack, layer = model.experts.down_proj, model.experts.slices("down_proj")[2]
+    whole = stack.detach() + 0
+    assert_same(layer.weight + 0, whole[2])
+    assert layer.weight.shape == (K, 64) and layer.weight.untyped_storage().nbytes() == 4
+    y = trip(model)[0]
+    layer.weight.mul_(2)  # one matrix: the stack has 16 bits again, and lost nothing
+    assert model.experts.coded_stacks() == ["gate_up_proj"]
+    whole[2] *= 2
+    assert_same(stack + 0, whole)
+    assert not torch.equal(trip(model)[0], y)
+    model.experts.gate_up_proj.data += 1.0
+    assert model.experts.coded_stacks() == []
+    assert all(each.frozen is None for each in model.modules() if isinstance(each, ng.QLinear))
+    trip(model)
+    # Another Parameter in its place: the codes are dropped at the next pass.
+    model = built("fp8-block", True)
+    model.experts.down_proj = nn.Parameter(whole.clone(), requires_grad=False)
+    trip(model)
+    assert model.experts.coded_stacks() == ["gate_up_proj"]
+    assert_same(model.state_dict()["experts.down_proj"], whole)
+
+
+def test_thawed_and_suspended_experts_compute_what_their_codes_decode_to():
+    for kind in ("mixtral", "gpt_oss"):
+        model, plain = built("fp8-row", True, kind), Block(kind, torch.float32)
+        decoded = {name: each + 0 for name, each in model.state_dict().items() if ".frozen." not in name}  # fmt: skip
+        plain.load_state_dict(decoded)
+        given = inputs(PAIRS[0])[:3]
+        with ng.suspended(model):
+            assert_same(model(*given).detach(), plain(*given).detach())
+        y = trip(model)[0]
+        assert ng.memory.thaw(model, "experts") == 2 * E
+        assert model.experts.coded_stacks() == [] and not model.experts.down_proj.requires_grad
+        assert_same(model.experts.down_proj.detach(), plain.experts.down_proj.detach())
+        assert sqnr_db(y, trip(model)[0]) > 60
+        ng.convert(model, None)
+
+
+def test_what_would_need_the_weight_is_refused():
+    model = built("fp8-current", True)
+    with raises(ConfigError, "freeze.other-recipe", "'fp8-current'"):
+        ng.convert(model, "fp8-row")
+    with raises(ConfigError, "freeze.other-recipe", "'fp8-current'"):
+        ng.convert(model, None)
+    with raises(ConfigError, "train-only.codes", "'experts.down_proj'"):
+        ng.memory.train_only(model, "experts.down_proj")
+    model.experts.down_proj.requires_grad_()
+    with raises(ConfigError, "freeze.trains", "e4m3"):
+        trip(model)
+
+
+def test_stacks_that_cannot_be_codes_say_why():
+    model = ng.convert(Block("mixtral", torch.float32), {"*": "fp8-current", "experts.2.*": None})
+    with raises(ConfigError, "freeze.no-codes", "expert 2: no recipe casts it"):
+        ng.memory.freeze(model, "experts", codes=True)
+    assert model.experts.down_proj.requires_grad
+    model = ng.convert(Block("mixtral", torch.float32), "fp8-current")
+    model.tied = nn.Module()
+    model.tied.weight = model.experts.down_proj
+    report = ng.memory.freeze(model, "experts", codes=True)
+    assert report.coded == E and dict(report.kept_16bit) == {"experts.down_proj": "tied to tied"}
+    with raises(ConfigError, "freeze.no-codes", "straight-through"):
+        built("int4-hq-bs", True)
+
+
+def test_the_report_and_describe_count_each_matrix():
+    model = ng.convert(Block("mixtral", torch.bfloat16), "mxfp8")
+    report = ng.memory.freeze(model, "experts", codes=True)
+    elements = model.experts.down_proj.numel() + model.experts.gate_up_proj.numel()
+    held = sum(each.nbytes for each in model.buffers())
+    assert report.coded == 2 * E and report.weight_bytes_saved == 2 * elements - held
+    assert ng.memory.freeze(built("mxfp8", False), "experts", codes=True).kept_16bit == ()
+    notes = {row.name: row.note for row in ng.describe(model)}
+    assert "frozen, kept as e4m3" in notes["experts.3.down_proj"]
+    with raises(ConfigError, "freeze.no-codes"):  # all are codes already
+        ng.memory.freeze(model, "experts", codes=True)
