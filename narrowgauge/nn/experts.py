@@ -70,7 +70,19 @@ class GroupedExperts(nn.Module):
     def slices(self, name: str) -> list[ExpertLinear]:
         """The matrices of parameter `name`, in the order of the experts."""
         experts = (each for key, each in self._modules.items() if key.isdigit())
-        return [each._modules[name] for each in experts]  # type: ignore[union-attr, misc]
+        found: list[Any] = [each._modules[name] for each in experts]  # type: ignore[union-attr]
+        if any(not isinstance(each, ExpertLinear) for each in found):
+            self._refuse_wrapped(name, found)
+        return found
+
+    def _refuse_wrapped(self, name: str, found: list[Any]) -> None:
+        index, other = next((i, x) for i, x in enumerate(found) if not isinstance(x, ExpertLinear))
+        raise ConfigError(
+            f"{self.grouped_from.__name__}: {name} of expert {index} was replaced by a {type(other).__name__}, as peft does, but its "
+            "weight is a part of one parameter. Leave these matrices out, in peft by "
+            r"LoraConfig(exclude_modules=r'.*\.experts\.\d+\..*'): it then adapts the parameter.",
+            code="experts.wrapped",
+        )
 
     def product(self, name: str, x: Tensor, counts: RowCounts) -> Tensor:
         """Multiply x [S, K] by the matrices of parameter `name`, as grouped_linear."""

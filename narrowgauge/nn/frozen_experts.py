@@ -14,14 +14,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.nn import coded_weight
 from narrowgauge.nn.coded_weight import CodedWeight, Codes
-from narrowgauge.nn.frozen import FrozenWeight, empty, refuse, refuse_training
+from narrowgauge.nn.frozen import FrozenWeight, cast_weight, empty, refuse, refuse_training
+
+if TYPE_CHECKING:
+    from narrowgauge.qtensor import QTensor
 
 ExpertLinear = Any  # nn.grouped_linear imports this module
 GroupedExperts = Any  # so does nn.experts
@@ -33,9 +36,14 @@ class FrozenExpert(FrozenWeight):
     is_transposed  the stack is [E, K, N]
     """
 
-    def __init__(self, layer: ExpertLinear) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: ExpertLinear, found: QTensor | None = None) -> None:
+        super().__init__(layer, found)
         self.is_transposed = layer.place.is_transposed
+
+    @classmethod
+    def of(cls, layer: ExpertLinear, matrix: Tensor) -> FrozenExpert:
+        """The codes of a matrix [N, K] that becomes the expert's."""
+        return cls(layer, cast_weight(layer, matrix))
 
     def original(self, weight: Tensor) -> Tensor:
         """[N, K] in the memory order of the stack: a product's last bit may depend on it."""
@@ -103,14 +111,18 @@ def refuse_stack(module: GroupedExperts, name: str) -> str:
 
 
 @torch.no_grad()
-def store_stack_as_codes(module: GroupedExperts, name: str) -> int:
+def store_stack_as_codes(
+    module: GroupedExperts, name: str, made: Sequence[FrozenExpert] | None = None
+) -> int:
     """Replace a frozen stack by codes, in place; return their bytes. `refuse_stack` must be ''.
+
+    made  codes of all experts, if they exist already; None: cast the stack
 
     Peak memory: the stack and its codes.
     """
     layers = module.slices(name)
     # All casts come first: where memory ends in between, no expert has lost its weight.
-    made = [FrozenExpert(layer) for layer in layers]
+    made = [FrozenExpert(layer) for layer in layers] if made is None else made
     for layer, codes in zip(layers, made, strict=True):
         layer.empty_cache()
         layer.put_submodule("frozen", codes)

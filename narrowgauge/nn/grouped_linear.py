@@ -102,6 +102,15 @@ class ExpertLinear(QLinear):
             return lone.expand(self.weight_shape).requires_grad_(known.requires_grad)
         return self.place.matrix(stack)
 
+    @property
+    def frozen(self) -> Any:
+        """Its codes; None while a parametrization (PEFT) computes the stack from them."""
+        return None if self.parameter is None else self._modules.get("frozen")
+
+    @property
+    def code_source(self) -> Any:
+        return self.state.gathered if self.frozen is None else self.frozen
+
     def _neighbor(self) -> Tensor:
         """A parameter of the same module, for its type and device."""
         held = (each for each in self.place.parameters.values() if each is not None)

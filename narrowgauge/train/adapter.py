@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.diagnose import forms
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
+from narrowgauge.export.layers import expert_names
 from narrowgauge.memory.freezing import code_refusal, store_as_codes
+from narrowgauge.nn.experts import is_known
 from narrowgauge.storage import reading
 from narrowgauge.train.adapter_state import KEY, Adapters, FrozenBase, adapters_of, trained
 from narrowgauge.train.coded_base import digest, fill, hold
@@ -79,6 +81,8 @@ def adapt(model: Any, config: TrainConfig, device: torch.device, dtype: torch.dt
     number = sum(each.numel() for each in trained(model).values())
     layers = sum(hasattr(each, "base_layer") for each in model.modules())
     notes.append(f"{layers} Linears have adapters ({lora}), with {number:,} parameters that train.")
+    if mixtures := sum(is_known(each) for each in model.modules()):
+        notes.append(f"The experts of {mixtures} layers are frozen and have no adapters.")
     made = model.__dict__[KEY] = Adapters(lora, base, found, notes)
     return made
 
@@ -92,9 +96,13 @@ def inject(model: Any, lora: lora_syntax.Lora, name: str, task: str) -> Any:
     import peft
 
     targets: Any = list(lora.targets)
+    if targets == [lora_syntax.ALL_LINEAR]:
+        targets = lora_syntax.ALL_LINEAR
+    if any(is_known(each) for each in model.modules()):
+        targets = _beside_experts(model, targets)
     config = peft.LoraConfig(
         r=lora.r, lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        target_modules=lora_syntax.ALL_LINEAR if targets == [lora_syntax.ALL_LINEAR] else targets,
+        target_modules=targets,
         lora_dropout=lora.dropout, use_dora=lora.dora, use_rslora=lora.rslora,
         init_lora_weights={"kaiming": True}.get(lora.init, lora.init), task_type=task, base_model_name_or_path=name,
     )  # fmt: skip
@@ -108,6 +116,38 @@ def inject(model: Any, lora: lora_syntax.Lora, name: str, task: str) -> Any:
             code="lora.targets",
         ) from error
     return config
+
+
+def _beside_experts(model: Any, targets: str | list[str]) -> list[str]:
+    """Names of the Linears of a mixture that get an adapter: none of an expert.
+
+    peft would adapt the parameter of all experts, by a change [E, N, K] in 16 bits at every pass.
+    It takes a Linear by a name of the experts' matrices in checkpoints (`up_proj` of a shared
+    expert) for these matrices, so such Linears have none either.
+    """
+    of_experts = {
+        name.removesuffix(".weight").rpartition(".")[2]
+        for stack, each in model.named_parameters() if each.ndim == 3
+        for name in expert_names(model, stack)
+    }  # fmt: skip
+    head = model.get_output_embeddings()
+    found = [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear)
+        and not getattr(each, "is_expert", False)
+        and each is not head
+        and name.rpartition(".")[2] not in of_experts
+    ]
+    if targets != lora_syntax.ALL_LINEAR:
+        found = [name for name in found if any(f".{name}".endswith(f".{each}") for each in targets)]
+    if not found:
+        raise ConfigError(
+            f"lora.targets = {'+'.join(targets)!r}: names no Linear beside the experts of {type(model).__name__}, which have no adapters "
+            "here. Name Linears of its attention, or all-linear.",
+            code="lora.targets",
+        )
+    return found
 
 
 # Files of peft

@@ -9,9 +9,9 @@ The model is converted between `empty` and `fill`, so that each layer knows its 
 loading: the codes and 16-bit tensors so far, one shard as far as its pages have been touched, and
 one tensor beside its codes. The model never exists in 16 bits as a whole.
 
-Names in the files must be those of the model, with or without the prefix of its base model, as
-transformers writes them for most architectures. Models whose file names differ (fused experts) are
-refused: `missing` names a weight that no file holds.
+Names in the files are those of the model, or those by which transformers saves the class, with or
+without the prefix of its base model. Experts in one parameter are read expert by expert
+(`coded_experts`). A weight that no file holds under such a name is refused.
 
 A folder whose weights are FP8 already (quantization_config: fp8, blocks of 128 x 128, as DeepSeek's
 and Qwen's) holds `weight` as E4M3 and `weight_scale_inv`, which multiplies. With power-of-two scales
@@ -25,7 +25,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,14 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.memory.freezing import code_refusal, store_as_codes
+from narrowgauge.nn.experts import GroupedExperts, stacks
+from narrowgauge.nn.frozen_experts import refuse_stack, store_stack_as_codes
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.qtensor import QTensor
 from narrowgauge.storage import reading
+from narrowgauge.train import coded_experts
 from narrowgauge.train.checkpoint.store import nonfinite
+from narrowgauge.train.coded_experts import Held, Stack
 from narrowgauge.train.model_files import INDEX, OF_MODELS, file_of
 
 if TYPE_CHECKING:
@@ -128,16 +132,26 @@ def fill(model: nn.Module, where: str, device: torch.device) -> Filled:
     report, files = Filled(kept={}), files_of(where)
     scales = _scales(files)
     places, tied = _places(model), _tied(model)
+    keys, prefix = _keys(files), f"{model.base_model_prefix}."
+    absent = [name for name in places if keys.isdisjoint(_names(name, prefix))]
+    experts = coded_experts.stacks_of(model, {name: places[name] for name in absent}, tied)
+    own = {name: name for name in places} | coded_experts.renamed(model, absent)
     filled: set[str] = set()
     for file in files:
         with reading.opened_tensors(file, OF_WEIGHTS) as opened:
             for key in opened.keys():  # noqa: SIM118  (no mapping)
-                name = _own_name(model, key, places)
-                if name is None or key.endswith(SCALE):
+                if key.endswith(SCALE):
                     continue
-                _put(model, places[name], name, opened.get_tensor(key), scales.get(key), name in tied, device, report, where)  # fmt: skip
-                filled.add(name)
+                given = _Given(key, opened.get_tensor(key), scales.get(key), device, where)
+                if (part := _found(key, prefix, experts)) is not None:
+                    _put_part(experts[part], part, given, report)
+                    filled.add(experts[part].name)
+                elif (named := _found(key, prefix, own)) is not None:
+                    name = own[named]
+                    _put(model, places[name], name, given, name in tied, report)
+                    filled.add(name)
     model.tie_weights()  # type: ignore[operator]
+    coded_experts.refuse_incomplete(experts, where)
     _refuse_missing(model, where)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -150,38 +164,45 @@ def fill(model: nn.Module, where: str, device: torch.device) -> Filled:
 
 
 def _put(
-    model: nn.Module, place: tuple[nn.Module, str], name: str, given: Tensor, scale: Tensor | None,
-    is_tied: bool, device: torch.device, report: Filled, where: str,
+    model: nn.Module, place: tuple[nn.Module, str], name: str, given: _Given, is_tied: bool,
+    report: Filled,
 ) -> None:  # fmt: skip
     """Puts one tensor of a file in its place, as codes where the layer's recipe allows."""
     module, key = place
     own = module._parameters.get(key)
     target = own if own is not None else module._buffers[key]
     assert target is not None
-    if given.shape != target.shape:
-        raise ConfigError(
-            f"model = {where!r}: {name} is {list(given.shape)} in its files, and {list(target.shape)} in the model. Pass a whole model.",
-            code="model.shapes",
-        )
-    if target.is_floating_point():
-        _refuse_other_codes(name, given, scale, where)
-    codes = None if scale is None else _as_codes(module, given, scale)
-    value = given if scale is None else _decoded(given, scale)
-    # .to alone would keep the file mapped for as long as the model lives.
-    value = value.to(device=device, dtype=target.dtype, copy=True)
-    if count := nonfinite(value):
-        raise ConfigError(
-            f"model = {where!r}: weight {name!r} holds {count} values that are not finite, of {value.numel()}. "
-            "Pass a model whose weights are whole.",
-            code="weights.not-finite",
-        )
+    value, codes = given.value(target, list(target.shape)), given.codes(module)
     if own is None:
         module._buffers[key] = value
         return
     module._parameters[key] = nn.Parameter(value, requires_grad=False)
     taken = _hold(model, module, name.rpartition(".")[0], key, is_tied, report, codes)
     report.taken += taken and codes is not None
-    report.recoded += taken and scale is not None and codes is None
+    report.recoded += taken and given.scale is not None and codes is None
+
+
+def _put_part(stack: Stack, key: str, given: _Given, report: Filled) -> None:
+    """Puts one tensor of an expert in its place; holds the stack once it is whole."""
+    stack.begin(given.device)
+    value = given.value(stack.parameter, stack.shape)
+    taken, cast = stack.put(key, value, given.codes(stack.first))
+    report.taken += taken
+    report.recoded += cast if given.scale is not None else 0
+    if not stack.missing:
+        elements = stack.parameter.numel()
+        _count(report, stack.end(), stack.name, elements, len(stack.parts) // stack.count)
+
+
+def _count(report: Filled, held: Held, name: str, elements: int, weights: int) -> None:
+    if held.reason:
+        report.wide_bytes += held.nbytes
+        if report.kept is not None:
+            report.kept.setdefault(held.reason, []).append(name)
+    else:
+        report.code_bytes += held.nbytes
+        report.coded += weights
+        report.elements += elements
 
 
 def _hold(
@@ -191,18 +212,69 @@ def _hold(
     """Holds one parameter of a module as codes, if it is a weight that can be; counts it."""
     parameter = module._parameters[key]
     assert parameter is not None
-    elements, is_matrix = parameter.numel(), isinstance(module, nn.Linear) and key == "weight"
-    reason = "tied to another weight" if is_tied else code_refusal(model, module, name)
-    if is_matrix and not reason:
+    elements, wide_bytes = parameter.numel(), parameter.nbytes
+    is_stack = isinstance(module, GroupedExperts) and key in stacks(module)
+    if not is_stack and not (isinstance(module, nn.Linear) and key == "weight"):
+        report.wide_bytes += wide_bytes
+        return False
+    refusal = refuse_stack(module, key) if is_stack else code_refusal(model, module, name)
+    if reason := "tied to another weight" if is_tied else refusal:
+        _count(report, Held(reason, wide_bytes), f"{name}.{key}" if is_stack else name, elements, 1)
+        return False
+    if isinstance(module, GroupedExperts):
+        held, weights = store_stack_as_codes(module, key), parameter.shape[0]
+    else:
         assert isinstance(module, QLinear)
-        report.code_bytes += store_as_codes(module, codes)
-        report.coded += 1
-        report.elements += elements
-        return True
-    report.wide_bytes += parameter.nbytes
-    if is_matrix and report.kept is not None:
-        report.kept.setdefault(reason, []).append(name)
-    return False
+        held, weights = store_as_codes(module, codes), 1
+    _count(report, Held("", held), name, elements, weights)
+    return True
+
+
+class _Given(NamedTuple):
+    """A tensor of a file, as it lies there.
+
+    key     its name there
+    tensor  its elements: values, or FP8 codes
+    scale   its block scales; None for values
+    device  where it is to go
+    where   the folder, for messages
+    """
+
+    key: str
+    tensor: Tensor
+    scale: Tensor | None
+    device: torch.device
+    where: str
+
+    def value(self, target: Tensor, shape: list[int]) -> Tensor:
+        """Its numbers, on the device, in the dtype of `target`.
+
+        Raises ConfigError for another shape, for numbers that are not finite and for other codes.
+        """
+        if list(self.tensor.shape) != shape:
+            raise ConfigError(
+                f"model = {self.where!r}: {self.key} is {list(self.tensor.shape)} in its files, and {shape} in the model. Pass a whole "
+                "model.",
+                code="model.shapes",
+            )
+        if target.is_floating_point():
+            _refuse_other_codes(self.key, self.tensor, self.scale, self.where)
+        value = self.tensor if self.scale is None else _decoded(self.tensor, self.scale)
+        # .to alone would keep the file mapped for as long as the model lives.
+        value = value.to(device=self.device, dtype=target.dtype, copy=True)
+        if count := nonfinite(value):
+            raise ConfigError(
+                f"model = {self.where!r}: weight {self.key!r} holds {count} values that are not finite, of {value.numel()}. "
+                "Pass a model whose weights are whole.",
+                code="weights.not-finite",
+            )
+        return value
+
+    def codes(self, layer: nn.Module | None) -> QTensor | None:
+        """Its codes as this layer's recipe would hold them; None if the file has values or others."""
+        if self.scale is None or layer is None:
+            return None
+        return _as_codes(layer, self.tensor, self.scale)
 
 
 def _refuse_other_codes(name: str, given: Tensor, scale: Tensor | None, where: str) -> None:
@@ -263,13 +335,23 @@ def _tied(model: nn.Module) -> set[str]:
     return {name for several in names.values() if len(several) > 1 for name in several}
 
 
-def _own_name(model: Any, key: str, places: Mapping[str, Any]) -> str | None:
-    """Name in the model of a tensor of a file; None for one that the model does not have."""
-    prefix = f"{model.base_model_prefix}."
-    for name in (key, prefix + key, key.removeprefix(prefix)):
-        if name in places:
-            return name
-    return None
+def _names(key: str, prefix: str) -> tuple[str, str, str]:
+    """The names of a tensor with and without the prefix of a base model."""
+    return key, prefix + key, key.removeprefix(prefix)
+
+
+def _found(key: str, prefix: str, names: Mapping[str, Any]) -> str | None:
+    """The name in `names` of a tensor of a file; None for one that is not there."""
+    return next((each for each in _names(key, prefix) if each in names), None)
+
+
+def _keys(files: list[Path]) -> set[str]:
+    """Names of all tensors."""
+    found: set[str] = set()
+    for file in files:
+        with reading.opened_tensors(file, OF_WEIGHTS) as opened:
+            found.update(opened.keys())
+    return found
 
 
 def _refuse_missing(model: nn.Module, where: str) -> None:

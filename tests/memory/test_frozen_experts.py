@@ -226,3 +226,35 @@ def test_the_report_and_describe_count_each_matrix():
     assert "frozen, kept as e4m3" in notes["experts.3.down_proj"]
     with raises(ConfigError, "freeze.no-codes"):  # all are codes already
         ng.memory.freeze(model, "experts", codes=True)
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_peft_adapts_the_parameter_and_codes_last_beyond_its_passes(codes):
+    """peft computes the stack by a parametrization while it runs: the codes serve again after it."""
+    peft = pytest.importorskip("peft")
+    model = built("fp8-block", codes)
+    config = peft.LoraConfig(
+        r=2, target_modules=["up"], target_parameters=["experts.down_proj"], exclude_modules=r".*\.\d+\..*"
+    )  # fmt: skip
+    peft.inject_adapter_in_model(config, model)
+    given = inputs(PAIRS[0])
+    held = model.experts.base_layer
+    y = model(*given[:3])
+    y.backward(given[3])
+    assert held.coded_stacks() == (["gate_up_proj", "down_proj"] if codes else [])
+    assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+    # Twice the adapter is another result: its change enters the products.
+    for name, each in model.named_parameters():
+        if "experts.lora" in name:
+            each.data.add_(1.0)
+    assert not torch.equal(model(*given[:3]), y)
+    assert "experts.base_layer.2.down_proj.frozen.codes" in model.state_dict() or not codes
+
+
+def test_peft_around_an_experts_matrix_is_refused():
+    """It ended in an AttributeError: a matrix of experts is a Linear by its class, and peft wrapped it."""
+    peft = pytest.importorskip("peft")
+    model = built("fp8-block", False)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["up", "down_proj"]), model)
+    with raises(ConfigError, "experts.wrapped", "down_proj of expert 0"):
+        model(*inputs(PAIRS[0])[:3])
