@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 IDS = (torch.arange(256) * 37 % 251).reshape(2, 128)
 
 
-def mixture(recipe: str, dtype: torch.dtype) -> Any:
+def mixture(recipe: str, dtype: torch.dtype, codes: bool = False) -> Any:
     def build() -> Step:
         torch.manual_seed(0)
         config = transformers.MixtralConfig(
@@ -32,6 +32,8 @@ def mixture(recipe: str, dtype: torch.dtype) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(config).train()
         if recipe != "none":
             ng.convert(model, recipe)
+        if codes:
+            ng.memory.freeze(model, "*.experts", codes=True)
         use_attention_of_whole_rows(model, {"input_ids": torch.empty(0)})
         master = None if dtype == torch.float32 else "fp32"
         optimizer = ng.optim.AdamW(model, states="8bit", master=master)
@@ -68,3 +70,16 @@ def test_what_is_counted_is_what_a_cpu_allocates(recipe: str, dtype: torch.dtype
     counted, real = found.peak(found.second)[0], allocated(build)
     assert counted == pytest.approx(real, rel=0.01)
     assert len(found.notes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "cpu"),
+    [(name, place % 2 == 1) for place, name in enumerate(("fp8-current", "fp8-row", "fp8-block", "mxfp8", "int8", "nvfp4", "mxfp4"))],
+    indirect=["cpu"],
+)  # fmt: skip
+def test_frozen_experts_are_counted_as_codes(recipe: str, cpu: Any) -> None:
+    build = mixture(recipe, torch.float32, codes=True)
+    found = count(build, cpu)
+    counted, real = found.peak(found.second)[0], allocated(build)
+    assert counted == pytest.approx(real, rel=0.01)
