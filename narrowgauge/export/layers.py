@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.conversion.description import describe
 from narrowgauge.errors import ConfigError, Reason
@@ -165,11 +166,13 @@ def expert_names(model: nn.Module, stack: str) -> dict[str, tuple[int, int]]:
     """
     count = model.get_parameter(stack).shape[0]
     parts = 2 if "gate_up" in stack else 1
-    marked = torch.arange(count * parts, dtype=torch.float32).reshape(count, parts, 1)
-    found = reverted(model, {stack: marked})
-    if stack in found or any(each.numel() != 1 for each in found.values()):
-        return {}
-    return {name: divmod(int(each), parts) for name, each in found.items()}
+    # A plan has fake tensors, and the numbers are read here.
+    with torch.device("cpu"), _disable_current_modes():
+        marked = torch.arange(count * parts, dtype=torch.float32).reshape(count, parts, 1)
+        found = reverted(model, {stack: marked})
+        if stack in found or any(each.numel() != 1 for each in found.values()):
+            return {}
+        return {name: divmod(int(each), parts) for name, each in found.items()}
 
 
 def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ from narrowgauge.lab import training  # noqa: E402
 from narrowgauge.nn.experts import grouped_experts  # noqa: E402
 from narrowgauge.optim import precision as precisions  # noqa: E402
 from narrowgauge.train import coded_base, loop  # noqa: E402
+from narrowgauge.train.config.settings import resolved  # noqa: E402
+from narrowgauge.train.planning import command  # noqa: E402
 from tests.compare import assert_same  # noqa: E402
 from tests.live_bytes import LiveBytes  # noqa: E402
 from tests.raising import raises  # noqa: E402
@@ -223,6 +225,21 @@ def test_adapters_are_trained_over_experts_in_codes_and_resumed(base, make):
     assert tiny.losses(copied) == tiny.losses(Path(config.output))
     for name, each in load_file(copied / "final" / "adapter_model.safetensors").items():
         assert_same(each, names[name])
+
+
+@pytest.mark.parametrize("codes", quick(["nvfp4"], ["nvfp4", "fp8-block"]))
+def test_a_plan_counts_the_experts_as_codes(base, make, monkeypatch, tmp_path, codes):
+    """It has fake tensors, and the names of the files follow from real ones."""
+    pytest.importorskip("peft")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "plans"))
+    config = resolved(make(model=str(base), vocab_size=4096, lora="r=4", base=codes))
+    found = command.answered(
+        config, "", "", table=False, full=True, measure=False, tell=lambda *_: None
+    )
+    _, report = filled(str(base), codes)
+    # Other weights are in float32 there, in 16 bits here; adapters of rank 4 beside 8 Linears.
+    expected = report.code_bytes + 2 * report.wide_bytes + 4 * 8 * 2 * 4 * 128
+    assert found["parts"]["weights"] == pytest.approx(expected, rel=0.01)
 
 
 def test_targets_that_only_experts_have_are_refused(base, make):
