@@ -16,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge.errors import ConfigError, ShapeError
 from narrowgauge.formats import TableFormat
-from narrowgauge.scaling import from_exponents, scale_shape, unswizzled
+from narrowgauge.scaling import from_exponents, scale_shape, times_scale, unswizzled
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Cast
@@ -107,6 +107,11 @@ class QTensor:
             )
 
     @property
+    def memory(self) -> Tensor:
+        """The elements as they lie in memory: `data`, but for a `FoldedQTensor`."""
+        return self.data
+
+    @property
     def shape(self) -> tuple[int, int]:
         return self.data.shape[0], self.inner
 
@@ -127,7 +132,7 @@ class QTensor:
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         extra = 0 if self.global_scale is None else self.global_scale.nbytes
-        return self.data.nbytes + self.scale.nbytes + extra
+        return self.memory.nbytes + self.scale.nbytes + extra
 
     def to(self, device: torch.device) -> QTensor:
         """Copy to `device`."""
@@ -240,3 +245,65 @@ class SwizzledQTensor(QTensor):
         extra = 0 if self.global_scale is None else self.global_scale.nbytes
         scales = self.scale if self.units is None else self.units
         return self.data.nbytes + scales.nbytes + extra
+
+
+class FoldedQTensor(QTensor):
+    """An expanded QTensor whose cast multiplied the values by their scales, powers of two.
+
+    `data` divides by them again when it is first read, which is exact, too. `replace` makes a
+    QTensor that is not folded.
+
+    folded  [outer, inner] float32 or bfloat16: values times the scales of their tiles
+    span    (lowest, highest): folded values other than 0 are at least 2**lowest and below
+            2**highest, and so are values of the format
+    """
+
+    folded: Tensor | None
+    span: tuple[int, int]
+
+    @classmethod
+    def of_folded(
+        cls, folded: Tensor, scale: Tensor, cast: Cast, inner: int, span: tuple[int, int]
+    ) -> FoldedQTensor:
+        self = object.__new__(cls)
+        self.__dict__.update(
+            folded=folded, scale=scale, cast=cast, inner=inner, global_scale=None, span=span
+        )
+        return self
+
+    @property
+    def memory(self) -> Tensor:
+        folded: Tensor | None = self.__dict__.get("folded")
+        return self.data if folded is None else folded
+
+    # Asked for often, and known without a division.
+    is_expanded, is_packed = True, False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.memory.shape[0], self.inner
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    @property
+    def data(self) -> Tensor:
+        if "plain" not in self.__dict__:
+            assert self.folded is not None
+            self.__dict__["plain"] = times_scale(self.folded, 1 / self.scale, self.cast.tile)
+        plain: Tensor = self.__dict__["plain"]
+        return plain
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.__dict__["plain"] = value
+
+    def transposed(self) -> QTensor:
+        """As QTensor; a view of the folded values."""
+        if self.__dict__.get("folded") is None or self.cast.tile[0] != self.cast.tile[1]:
+            return super().transposed()
+        assert self.folded is not None
+        return FoldedQTensor.of_folded(
+            self.folded.T, self.scale.T, self.cast, self.folded.shape[0], self.span
+        )

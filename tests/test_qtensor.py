@@ -123,7 +123,7 @@ def test_a_transposed_tensor_is_the_quantized_transpose(format, tile, expand):
     cast = Cast(format=format, tile=tile, scale=POW2)
     q = quantize(x, cast, expand=expand)
     turned, expected = q.transposed(), quantize(x.T, cast, expand=expand)
-    assert turned.shape == (10, 6) and turned.data.data_ptr() == q.data.data_ptr()
+    assert turned.shape == (10, 6) and turned.memory.data_ptr() == q.memory.data_ptr()
     assert_same(turned.data, expected.data)
     assert_same(turned.scale, expected.scale)
     assert_same(dequantize(turned), dequantize(q).T.contiguous())

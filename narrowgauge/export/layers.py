@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from narrowgauge.conversion.checkpoint_names import expert_names
 from narrowgauge.conversion.description import describe
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.export.file_formats import FORMATS, NVFP4, NVFP4_MODELOPT, ExportFormat
@@ -155,33 +155,6 @@ def _expert(layer: Any, form: ExportFormat, requantize: bool) -> WeightChoice:
     if choice.is_narrow and "gate_up" in layer.place.weight and form.cast is not None:
         why = form.refuse(form.cast, layer.out_features // 2, layer.in_features)
     return WeightChoice(reason=why) if why else choice
-
-
-def expert_names(model: nn.Module, stack: str) -> dict[str, tuple[int, int]]:
-    """Names of a stack's matrices in checkpoints of the class -> (expert, part of its rows).
-
-    stack  name of a parameter [E, N, K]; empty if checkpoints hold it as one tensor
-
-    Found by what transformers does to a small tensor of that name, so no layout is written down here.
-    """
-    count = model.get_parameter(stack).shape[0]
-    parts = 2 if "gate_up" in stack else 1
-    # A plan has fake tensors, and the numbers are read here.
-    with torch.device("cpu"), _disable_current_modes():
-        marked = torch.arange(count * parts, dtype=torch.float32).reshape(count, parts, 1)
-        found = reverted(model, {stack: marked})
-        if stack in found or any(each.numel() != 1 for each in found.values()):
-            return {}
-        return {name: divmod(int(each), parts) for name, each in found.items()}
-
-
-def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names, and in the layouts, of the class's checkpoints."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 loads every weight as it is stored
-        return tensors
-    return dict(revert_weight_conversion(model, tensors))
 
 
 def groups(names: Iterable[str]) -> Iterator[list[str]]:

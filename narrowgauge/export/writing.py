@@ -28,14 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import addresses, manifest, storage
+from narrowgauge.conversion.checkpoint_names import expert_names, reverted
 from narrowgauge.errors import CheckpointError, NumericsError
 from narrowgauge.export.layers import (
     WeightChoice,
-    expert_names,
     input_amax,
     made,
     plain_weight,
-    reverted,
 )
 from narrowgauge.nn.amax_history import LayerState
 from narrowgauge.storage import reading

@@ -179,9 +179,11 @@ class GroupedExperts(nn.Module):
         """As any module's; the copy has codes where this one has, and no decoded stack."""
         for name in stacks(self):
             if frozen_experts.check(self, name):
+                # A CodedWeight copies what it decodes to. `__setstate__` gives this one its shape.
                 own = plain(self._parameters[name])  # type: ignore[arg-type]
                 memo[id(self._parameters[name])] = nn.Parameter(own.new_empty(0), False)
         found: Any = _blank(self.grouped_from)
+        # The experts below refer to this module's dictionary of parameters.
         memo[id(self)] = found
         found.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return found

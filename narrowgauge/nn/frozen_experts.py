@@ -63,6 +63,7 @@ class FrozenExpert(FrozenWeight):
         """Drop the codes of this expert if the stack was replaced; see `FrozenWeight.check`."""
         stack = layer.parameter
         if type(stack) is CodedWeight:
+            # A copy that was lent to a raw pointer is dropped, as for the weight of a Linear.
             stack._lent = None
             refuse_training(stack, self.cast)
             is_held = self in _codes_in(stack)
@@ -91,6 +92,7 @@ class StackCodes:
     def original(self, weight: Tensor) -> Tensor:
         """The stack in the dtype of `weight`. Peak memory: the result and one matrix in float32."""
         refuse_training(weight, self.experts[0].cast)
+        # Expert by expert: a list of all matrices would be a second copy of the stack.
         found = torch.empty(self.shape, dtype=weight.dtype, device=self.experts[0].codes.device)
         for slot, each in zip(found, self.experts, strict=True):
             slot.copy_(self._laid(each.decoded(weight.dtype)))
@@ -172,6 +174,7 @@ def check(module: GroupedExperts, name: str) -> bool:
 
 def lent_matrix(layer: ExpertLinear, stack: CodedWeight) -> CodedWeight:
     """The weight of one expert, [N, K]: decoded by itself when code reads it."""
+    # A view of the placeholder, with the shape and dtype of the matrix and no memory of its own.
     own = layer.place.matrix(coded_weight.plain(stack))
     owner = weakref.ref(layer), _take_over_matrix
     return coded_weight.hold(nn.Parameter(own, requires_grad=False), layer.frozen, owner)
@@ -206,6 +209,7 @@ def _codes_in(stack: CodedWeight) -> tuple[FrozenExpert, ...]:
 
 def _take_over(name: str, module: GroupedExperts, written: Codes, whole: Tensor) -> None:
     """Give the module a copy of its decoded stack that a user wrote to."""
+    # Codes that were dropped in between must not bring back the stack of that time.
     stack = module._parameters.get(name)
     if type(stack) is CodedWeight and stack._codes is written:
         give_back(module, name, whole)

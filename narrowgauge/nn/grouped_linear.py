@@ -105,6 +105,7 @@ class ExpertLinear(QLinear):
     @property
     def frozen(self) -> Any:
         """Its codes; None while a parametrization (PEFT) computes the stack from them."""
+        # The computed stack has what PEFT adds, and the codes have not.
         return None if self.parameter is None else self._modules.get("frozen")
 
     @property

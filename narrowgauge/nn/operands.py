@@ -70,7 +70,7 @@ class Casts:
         """Iterate over all tensors that hold memory."""
         for each in (self.rows, self.cols):
             parts = (
-                (each.data, _scales(each), each.global_scale)
+                (each.memory, _scales(each), each.global_scale)
                 if isinstance(each, QTensor)
                 else (each,)
             )
@@ -443,7 +443,7 @@ class Operand:
         if casts.cols is None and plan.transposes and isinstance(rows := casts.rows, QTensor):
             # A CPU that emulates the GEMM saves the decoded elements, before scales: encoding and
             # decoding takes longer there than the GEMM.
-            keeps_values = rows.is_expanded and type_of(rows.data.device) == "cpu"
+            keeps_values = rows.is_expanded and type_of(rows.device) == "cpu"
             casts.cols = (rows if keeps_values else rows.compact()).transposed()
         elif casts.cols is None:
             rotation = Rotation.draw(

@@ -114,6 +114,7 @@ def _take_whole_stack(
     """As `_take_whole_weight`, for all experts of one parameter."""
     key, layers = f"{prefix}{name}", module.slices(name)
     places = [f"{prefix}{index}.{name}.frozen." for index in range(len(layers))]
+    # torch loads this module before its experts, which find in the state what is put there.
     if any(layer.frozen is None for layer in layers):
         for place in places:
             _leave_out_codes(state_dict, place, key, errors)

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.conversion.checkpoint_names import expert_names
 from narrowgauge.diagnose import forms
 from narrowgauge.errors import CheckpointError, ConfigError, NumericsError
-from narrowgauge.export.layers import expert_names
 from narrowgauge.memory.freezing import code_refusal, store_as_codes
 from narrowgauge.nn.experts import is_known
 from narrowgauge.storage import reading

@@ -40,7 +40,7 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.storage import reading
 from narrowgauge.train import coded_experts
 from narrowgauge.train.checkpoint.store import nonfinite
-from narrowgauge.train.coded_experts import Held, Stack
+from narrowgauge.train.coded_experts import ExpertStack, Held
 from narrowgauge.train.model_files import INDEX, OF_MODELS, file_of
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def fill(model: nn.Module, where: str, device: torch.device) -> Filled:
             for key in opened.keys():  # noqa: SIM118  (no mapping)
                 if key.endswith(SCALE):
                     continue
-                given = _Given(key, opened.get_tensor(key), scales.get(key), device, where)
+                given = _FileTensor(key, opened.get_tensor(key), scales.get(key), device, where)
                 if (part := _found(key, prefix, experts)) is not None:
                     _put_part(experts[part], part, given, report)
                     filled.add(experts[part].name)
@@ -164,7 +164,7 @@ def fill(model: nn.Module, where: str, device: torch.device) -> Filled:
 
 
 def _put(
-    model: nn.Module, place: tuple[nn.Module, str], name: str, given: _Given, is_tied: bool,
+    model: nn.Module, place: tuple[nn.Module, str], name: str, given: _FileTensor, is_tied: bool,
     report: Filled,
 ) -> None:  # fmt: skip
     """Puts one tensor of a file in its place, as codes where the layer's recipe allows."""
@@ -182,7 +182,7 @@ def _put(
     report.recoded += taken and given.scale is not None and codes is None
 
 
-def _put_part(stack: Stack, key: str, given: _Given, report: Filled) -> None:
+def _put_part(stack: ExpertStack, key: str, given: _FileTensor, report: Filled) -> None:
     """Puts one tensor of an expert in its place; holds the stack once it is whole."""
     stack.begin(given.device)
     value = given.value(stack.parameter, stack.shape)
@@ -230,7 +230,7 @@ def _hold(
     return True
 
 
-class _Given(NamedTuple):
+class _FileTensor(NamedTuple):
     """A tensor of a file, as it lies there.
 
     key     its name there

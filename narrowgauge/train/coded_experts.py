@@ -4,7 +4,7 @@
     its files   experts.3.gate_proj.weight, experts.3.up_proj.weight, experts.3.down_proj.weight
 
 Names differ between models, and follow from what transformers does when it saves the class
-(`export.layers.expert_names`). A matrix is cast as soon as its tensors are there, so a stack that
+(`conversion.checkpoint_names`). A matrix is cast as soon as its tensors are there, so a stack that
 becomes codes never exists in 16 bits. Tensors wait for each other where files are not sorted.
 """
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.conversion.checkpoint_names import expert_names, reverted
 from narrowgauge.errors import ConfigError
-from narrowgauge.export.layers import expert_names, reverted
 from narrowgauge.nn.experts import GroupedExperts
 from narrowgauge.nn.frozen_experts import FrozenExpert, refuse_stack, store_stack_as_codes
 
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 @dataclass(eq=False)
-class Stack:
+class ExpertStack:
     """One parameter of which the files hold parts.
 
     owner, own, name  its module, its name there, and its name in the model
@@ -143,19 +143,19 @@ def _joined(codes: list[QTensor | None]) -> QTensor | None:
 
 def stacks_of(
     model: Any, places: Mapping[str, tuple[nn.Module, str]], tied: set[str]
-) -> dict[str, Stack]:
+) -> dict[str, ExpertStack]:
     """Name in the files -> the stack that it is a part of.
 
     places  name in the model -> (module, attribute), of what files do not hold by this name
     tied    names of parameters that have several
     """
-    found: dict[str, Stack] = {}
+    found: dict[str, ExpertStack] = {}
     for name, (owner, own) in places.items():
         parameter = owner._parameters.get(own)
         if parameter is None or parameter.ndim != 3:
             continue
         if parts := expert_names(model, name):
-            stack = Stack(owner, own, name, name in tied, parts)
+            stack = ExpertStack(owner, own, name, name in tied, parts)
             found |= dict.fromkeys(parts, stack)
     return found
 
@@ -176,7 +176,7 @@ def renamed(model: Any, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def refuse_incomplete(stacks: Mapping[str, Stack], where: str) -> None:
+def refuse_incomplete(stacks: Mapping[str, ExpertStack], where: str) -> None:
     """Raise ConfigError for experts of which the files hold only some tensors."""
     missing = sorted({name for stack in stacks.values() for name in stack.missing})
     begun = [name for name in missing if stacks[name].reason is not None]

@@ -320,10 +320,11 @@ def test_weights_of_experts_decay_and_their_biases_do_not() -> None:
     assert decays.keys() == dict(model.named_parameters()).keys()
 
 
-def test_experts_have_no_codes_and_say_so() -> None:
+def test_frozen_experts_are_codes_and_pass_gradients_on() -> None:
     model = ng.convert(mixtral(), "fp8-current")
     report = ng.memory.freeze(model, "model.layers.0.*", codes=True)
-    assert {f"{FIRST}.{name}" for name in STACKS} <= dict(report.kept_16bit).keys()
+    assert not {f"{FIRST}.{name}" for name in STACKS} & dict(report.kept_16bit).keys()
+    assert model.get_submodule(FIRST).coded_stacks() == list(STACKS)
     model(IDS, labels=IDS).loss.backward()  # frozen experts pass gradients on
     assert model.get_submodule(FIRST).down_proj.grad is None
     assert model.model.layers[1].mlp.experts.down_proj.grad.any()

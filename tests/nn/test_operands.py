@@ -33,8 +33,9 @@ CALLS = {
     "fp8-delayed": (193, 88),
     "fp8-current": (140, 57),
     "fp8-current-fast": (140, 57),
-    "fp8-row": (155, 68),
-    "fp8-block": (148, 63),
+    "fp8-row": (158, 74),
+    # Values times their scales: a call more for each product, and no pass of its own for scales.
+    "fp8-block": (151, 69),
     # Scales of a transposed matrix multiply it as rows: a call more, and a fifth of the time.
     "mxfp8": (183, 76),
     # The packing of left operands is a call of C++: on CPUs without VNNI, of each product. It is
@@ -94,8 +95,9 @@ def test_importing_the_linear_brings_few_statements():
     # wrote scales in cuBLAS' layout. 3,290 before C++ kernels ran on torch's threads and multiplied INT8.
     # 3,345 before a CPU's GEMM added a bias, rotations were vectors, and `tetrajet2`, two statements.
     # 3,358 before sums for biases. 3,370 before codes were read from tables. 3,391 before a GPU's kernels
-    # rotated and cast in one, 3,426 before FP8 codes of one orientation. Docstrings and comments may grow.
-    assert int(done.stdout) <= 3439
+    # rotated and cast in one, 3,426 before FP8 codes of one orientation, 3,439 before casts of a CPU
+    # multiplied by their scales. Docstrings and comments may grow.
+    assert int(done.stdout) <= 3495
 
 
 class Gathered:

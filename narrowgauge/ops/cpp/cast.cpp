@@ -4,6 +4,8 @@
 //     scale[a, b] = rule(amax[a, b])
 //     out[i, j]   = round(x[i, j] * (1 / scale[i / tile_rows, j / tile_columns]))
 //
+// A cast that folds writes out[i, j] * scale[i / tile_rows, j / tile_columns].
+//
 // Round to nearest with ties to even, or stochastically with the noise of a key (noise.h); saturate.
 // The operations and their order are those of formats.py, scaling.py and quantize/definition.py, so
 // results are bit-identical.
@@ -77,12 +79,22 @@ void choose_scales(const In* x, const Matrix& matrix, int64_t first, int64_t las
     }
 }
 
+inline int32_t exponent_of(uint32_t bits) { return int32_t((bits & EXPONENT) >> 23) - 127; }
+
+// Include the numbers from `lowest` to `highest` in span, which threads share.
+inline void widen(int32_t* span, int32_t lowest, int32_t highest) {
+    int32_t seen = __atomic_load_n(&span[0], __ATOMIC_RELAXED);
+    while (lowest < seen && !__atomic_compare_exchange_n(&span[0], &seen, lowest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    seen = __atomic_load_n(&span[1], __ATOMIC_RELAXED);
+    while (highest > seen && !__atomic_compare_exchange_n(&span[1], &seen, highest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
 // Whether no element of a tile exceeds the largest code by the scale of its own maximum.
 inline bool is_bounded(const Cast& cast) { return cast.rule == FP32 || cast.rule == POWER_OF_TWO_CEIL; }
 
 template <bool whole, bool stochastic, typename In, typename Out>
 void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int64_t last, float* scales, const float* given,
-                const Noise& of, const Cast& cast) {
+                const Noise& of, const Cast& cast, int32_t* span) {
     // Local copies, which no store to `out` can alias, stay in registers.
     const Format format = cast.format;
     const Noise noise = of;
@@ -91,7 +103,8 @@ void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int6
     const int64_t columns = matrix.columns, width = matrix.tile_columns;
     const int64_t count = matrix.tiles_per_row();
     std::vector<uint32_t> maxima(count);
-    std::vector<float> reciprocals(count);
+    std::vector<float> reciprocals(count), factors(count, 1.f);
+    uint32_t lowest = bits_of(1.f), highest = lowest;
     for (int64_t i = first; i < last; ++i) {
         if (i == first || i % matrix.tile_rows == 0) {
             float* scale = scales + i / matrix.tile_rows * count;
@@ -100,15 +113,24 @@ void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int6
                 for (int64_t tile = 0; tile < count; ++tile) scale[tile] = scale_of(maxima[tile], cast);
             }
             for (int64_t tile = 0; tile < count; ++tile) reciprocals[tile] = reciprocal_of(scale[tile], shared, two_level);
+            if (cast.folds) {
+                for (int64_t tile = 0; tile < count; ++tile) {
+                    factors[tile] = scale[tile];
+                    lowest = std::min(lowest, bits_of(scale[tile]));
+                    highest = std::max(highest, bits_of(scale[tile]));
+                }
+            }
         }
         const In* from = x + i * matrix.stride;
         Out* to = out + i * columns;
         const uint32_t at = uint32_t(i) * noise.of_row;
-        const auto round = [=](int64_t j, float reciprocal) {
+        const auto round = [=](int64_t j, float reciprocal, float factor) {
             const float number = stochastic ? uniform(noise.low, noise.high, at + uint32_t(j) * noise.of_column) : 0.f;
-            store(to + j, rounded<whole, stochastic>(load(from + j) * reciprocal, number, format));
+            const float code = rounded<whole, stochastic>(load(from + j) * reciprocal, number, format);
+            if constexpr (std::is_same_v<Out, int8_t>) store(to + j, code);
+            else store(to + j, code * factor);
         };
-        const float* reciprocal = reciprocals.data();
+        const float *reciprocal = reciprocals.data(), *factor = factors.data();
         // Scales of x's own maxima show whether a row has nothing but numbers.
         if constexpr (whole && !stochastic && std::is_same_v<Out, int8_t>) {
             if (count == 1 && cast.makes_scales && std::isfinite(*reciprocal)) {
@@ -119,14 +141,15 @@ void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int6
             }
         }
         if (width == 1) {
-            for (int64_t j = 0; j < columns; ++j) round(j, reciprocal[j]);
+            for (int64_t j = 0; j < columns; ++j) round(j, reciprocal[j], factor[j]);
             continue;
         }
-        for (int64_t begin = 0; begin < columns; begin += width, ++reciprocal) {
+        for (int64_t begin = 0; begin < columns; begin += width, ++reciprocal, ++factor) {
             const int64_t end = std::min(begin + width, columns);
-            for (int64_t j = begin; j < end; ++j) round(j, *reciprocal);
+            for (int64_t j = begin; j < end; ++j) round(j, *reciprocal, *factor);
         }
     }
+    if (cast.folds) widen(span, exponent_of(lowest), exponent_of(highest));
 }
 
 constexpr int64_t PAIR_ROWS = 32;  // must match ops/quantize/cpp.py
@@ -265,9 +288,10 @@ void narrowgauge_pair(int64_t first, int64_t last, const Cast* given, const void
 // scales  read, or written if the cast makes them
 // shared  factor of all scales, or null
 // transposed  x is the transpose of the tensor that is cast
+// span    of a cast that folds: widened to the exponents of all scales; 128 stands for NaN
 void narrowgauge_cast(int64_t first, int64_t last, const Cast* cast, const void* x, int64_t stride, int64_t rows, int64_t columns,
                       int64_t tile_rows, int64_t tile_columns, float* scales, const float* shared, uint32_t low, uint32_t high,
-                      int32_t transposed, void* out) {
+                      int32_t transposed, int32_t* span, void* out) {
     const Matrix matrix{stride, rows, columns, tile_rows, tile_columns};
     // Noise is numbered in the row-major order of the tensor, whatever its memory order.
     const Noise noise{low, high, transposed ? 1 : uint32_t(columns), transposed ? uint32_t(rows) : 1};
@@ -276,7 +300,7 @@ void narrowgauge_cast(int64_t first, int64_t last, const Cast* cast, const void*
         last = std::min(last * tile_rows, rows);
     }
     const auto run = [&](auto whole, auto stochastic, const auto* from, auto* to) {
-        round_rows<whole.value, stochastic.value>(from, to, matrix, first, last, scales, shared, noise, *cast);
+        round_rows<whole.value, stochastic.value>(from, to, matrix, first, last, scales, shared, noise, *cast, span);
     };
     const auto with_rounding = [&](const auto* from, auto* to) {
         const std::true_type yes;

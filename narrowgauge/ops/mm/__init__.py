@@ -164,7 +164,7 @@ def mm(
     lhs, rhs = (x if isinstance(x, QTensor) else high_precision(x, out_dtype) for x in (lhs, rhs))
     casts = [x.cast if isinstance(x, QTensor) else None for x in (lhs, rhs)]
     expanded = any(isinstance(x, QTensor) and x.is_expanded for x in (lhs, rhs))
-    hidden_by = wrapper(*(x.data if isinstance(x, QTensor) else x for x in (lhs, rhs)), bias)
+    hidden_by = wrapper(*(x.memory if isinstance(x, QTensor) else x for x in (lhs, rhs)), bias)
     gemm = Gemm(lhs=casts[0], rhs=casts[1], fast_accumulate=fast_accumulate)
     return plan(gemm, lhs.device, backend, expanded, hidden_by).choice.kernel.run(
         lhs, rhs, bias, out_dtype, fast_accumulate

@@ -49,7 +49,7 @@ from torch import Tensor
 from narrowgauge.addresses import type_of
 from narrowgauge.formats import FloatFormat, IntFormat, TableFormat
 from narrowgauge.ops.registry import Device, device_facts
-from narrowgauge.qtensor import QTensor
+from narrowgauge.qtensor import FoldedQTensor, QTensor
 from narrowgauge.scaling import WHOLE, times_scale
 
 if TYPE_CHECKING:
@@ -96,14 +96,15 @@ def run(
     fast_accumulate: bool,
 ) -> Tensor:
     """See `ops.mm`. fast_accumulate has no effect: the sum is always float32."""
-    device = (lhs.data if isinstance(lhs, QTensor) else lhs).device.type
+    is_plain = isinstance(lhs, QTensor) and not isinstance(lhs, FoldedQTensor)
+    device = (lhs.data if is_plain else lhs).device.type
     # Autocast would round the operands of torch.mm.
     if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return run(lhs, rhs, bias, out_dtype, fast_accumulate)
-    (left, left_scale), (right, right_scale) = _factored(lhs), _factored(rhs)
+    (left, left_scale), (right, right_scale) = _factored(lhs, rhs), _factored(rhs, lhs)
     if left.dtype == right.dtype == out_dtype == torch.bfloat16:
-        is_unscaled = left_scale is right_scale is None
+        is_unscaled = left_scale is right_scale is None and not (_is_folded(lhs) or _is_folded(rhs))
         if type_of(left.device) == "cuda" and is_unscaled and bias is None:
             # Sums in float32 and rounds once, as below, but in one pass.
             return torch.mm(left, right.T)
@@ -188,7 +189,20 @@ def _biased(out: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
+def _is_folded(operand: QTensor | Tensor) -> bool:
+    """Return True if scales that would leave the sum are in the values already."""
+    return isinstance(operand, FoldedQTensor) and operand.scale.shape[1] <= 1
+
+
+def _stays_normal(lhs: FoldedQTensor, rhs: FoldedQTensor) -> bool:
+    """Return True if no product of two values, and no sum of 2**20, leaves float32's normal range.
+
+    The sum is then the one without scales, times both, bit for bit.
+    """
+    return lhs.span[0] + rhs.span[0] >= -126 and lhs.span[1] + rhs.span[1] <= 127 - 20
+
+
+def _factored(operand: QTensor | Tensor, other: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the matrix that enters the GEMM, and the scales that are applied after it.
 
     The scales are [outer or 1, 1], or None. Expanded values keep their dtype if their product with
@@ -197,6 +211,14 @@ def _factored(operand: QTensor | Tensor) -> tuple[Tensor, Tensor | None]:
     """
     if not isinstance(operand, QTensor):
         return operand, None
+    if isinstance(operand, FoldedQTensor) and operand.folded is not None:
+        leaves_the_sum = operand.scale.shape[1] <= 1
+        if not leaves_the_sum or (
+            isinstance(other, FoldedQTensor)
+            and other.folded is not None
+            and _stays_normal(operand, other)
+        ):
+            return operand.folded, None
     is_values = operand.data.dtype in (torch.float32, torch.bfloat16)
     if operand.scale.shape[1] <= 1:
         return operand.data if is_values else operand.values(), _row_scale(operand)

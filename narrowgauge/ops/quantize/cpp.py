@@ -9,6 +9,7 @@ INT8 codes of x and of x.T, by row, take one pass for the maxima and one for the
 
 from __future__ import annotations
 
+import math
 from ctypes import c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from narrowgauge.formats import FloatFormat, Format, IntFormat
 from narrowgauge.ops import cpp
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.registry import Refusal
-from narrowgauge.qtensor import QTensor
+from narrowgauge.qtensor import FoldedQTensor, QTensor
 from narrowgauge.recipe import Cast, ClippedRms, LearnedStep
 from narrowgauge.scaling import (
     E4M3_EDEN,
@@ -65,7 +66,7 @@ LIBRARY = cpp.Library(
         "four_over_six": (_P, *_MATRIX, _P, c_int32, _P, _P),
         "pair_amax": (_P, _P, _L, _L, _L, _P, _P),
         "pair": (_P, _P, _L, _L, _L, _P, _P, _P, _P, _P),
-        "cast": (_P, *_MATRIX, _P, _P, _U, _U, c_int32, _P),
+        "cast": (_P, *_MATRIX, _P, _P, _U, _U, c_int32, _P, _P),
     },
 )
 
@@ -122,9 +123,13 @@ def rounds(format: Format, stochastically: bool) -> bool:
 
 
 def run(
-    x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None
-) -> QTensor:
-    """See `ops.quantize`."""
+    x: Tensor, cast: Cast, amax: Tensor | None, noise: Key | None, expand: torch.dtype | None,
+    may_fold: bool = True,
+) -> QTensor:  # fmt: skip
+    """See `ops.quantize`.
+
+    may_fold  values may come multiplied by their scales, see `FoldedQTensor`
+    """
     matrix = x if x.dtype in DTYPES else x.to(torch.float32)
     # Cast the transpose where its rows are contiguous: codes are written in x's memory order,
     # without a copy.
@@ -141,7 +146,9 @@ def run(
     is_whole = elements < 2 * cpp.ELEMENTS_PER_THREAD or tiles[0] >= cpp.parts(elements)
     makes_scales = amax is None and is_whole and scales_by_amax(cast)
     is_fused = makes_scales and not cast.scale.two_level
-    of = constants(cast, is_fused, matrix.dtype, dtype)
+    extent = exponents(cast) if may_fold and is_fused and expand is not None else None
+    of = constants(cast, is_fused, matrix.dtype, dtype, extent is not None)
+    span = None if extent is None else _Span(0, 0)
     shared = None
     if not makes_scales:
         scale, shared = scales_by_definition(x, cast, amax)
@@ -156,12 +163,39 @@ def run(
     words = (0, 0) if noise is None else noise.words
     assert isinstance(words, tuple)
     parts = tiles[0] if is_fused else rows
-    LIBRARY.call("cast", parts, elements, of, *layout, scale, shared, *words, transposed, data)
+    LIBRARY.call(
+        "cast", parts, elements, of, *layout, scale, shared, *words, transposed, span, data
+    )
     if transposed:
         data, scale = data.T, scale.T
+    if span is not None and extent is not None:
+        lowest, highest = span[0] + extent[0], span[1] + extent[1]
+        if lowest < _LOWEST or highest > _HIGHEST:  # or a scale is NaN
+            return run(x, cast, amax, noise, expand, may_fold=False)
+        return FoldedQTensor.of_folded(data, scale, cast, x.shape[1], (lowest, highest))
     if expand is None and cast.format.codes_per_byte > 1:
         data = cast.format.pack(data)
     return QTensor.of_parts(data, scale, cast, x.shape[1], shared)
+
+
+_Span = c_int32 * 2
+# What bfloat16 holds exactly: the smallest subnormal, and the power of two above all numbers.
+_LOWEST, _HIGHEST = -133, 128
+
+
+@cache
+def exponents(cast: Cast) -> tuple[int, int] | None:
+    """Return (a, b): values of the format are 0 or at least 2**a, and below 2**b. None: not folded.
+
+    The kernel multiplies values by their scales if these are powers of two of one level. A GEMM in
+    a float dtype does so anyway where a row has several scales, in a pass of its own. One scale for
+    the tensor is a factor of the result, and its codes may be saved.
+    """
+    several = cast.tile != (WHOLE, WHOLE) and cast.headroom == 1
+    format = cast.format
+    if not several or not isinstance(format, FloatFormat) or RULES.get(cast.scale) not in (2, 3):
+        return None
+    return math.frexp(format.smallest)[1] - 1, math.frexp(format.max)[1]
 
 
 def scales_by_amax(cast: Cast) -> bool:
@@ -205,11 +239,15 @@ def scales_by_definition(
 
 
 @cache
-def constants(cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Any:
+def constants(
+    cast: Cast, makes_scales: bool, x_dtype: torch.dtype, dtype: torch.dtype, folds: bool = False
+) -> Any:
     """Return `CppCast`."""
     from narrowgauge.ops.quantize.cpp_constants import constants_of  # once for each cast
 
-    return constants_of(cast, makes_scales, RULES.get(cast.scale, 0), DTYPES[x_dtype], KINDS[dtype])
+    return constants_of(
+        cast, makes_scales, RULES.get(cast.scale, 0), DTYPES[x_dtype], KINDS[dtype], folds
+    )
 
 
 # --- Codes of x and of x.T ---

@@ -50,6 +50,7 @@ class CppCast(Structure):
                 "stochastic",
                 "makes_scales",
                 "two_level",
+                "folds",
                 "rule",
             )
         ),
@@ -62,7 +63,9 @@ class CppCast(Structure):
     )
 
 
-def constants_of(cast: Cast, makes_scales: bool, rule: int, x_narrow: int, out_kind: int) -> Any:
+def constants_of(
+    cast: Cast, makes_scales: bool, rule: int, x_narrow: int, out_kind: int, folds: bool = False
+) -> Any:
     """Return `CppCast`; `Cast` in rounding.h explains the numbers."""
     smallest = smallest_scale(cast.format)
     return CppCast(
@@ -73,6 +76,7 @@ def constants_of(cast: Cast, makes_scales: bool, rule: int, x_narrow: int, out_k
         stochastic=cast.rounding == "stochastic",
         makes_scales=makes_scales,
         two_level=cast.scale.two_level,
+        folds=folds,
         rule=rule,
         smallest_scale=smallest,
         smallest_whole=smallest / E4M3.smallest,
