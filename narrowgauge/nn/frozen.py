@@ -259,6 +259,17 @@ class FrozenWeight(LayerState):
         self._refuse_training(weight)
         return self.decoded(weight.dtype).to(weight.dtype).contiguous()
 
+    def beside(self, buffers: dict[str, Tensor | None]) -> FrozenWeight:
+        """The codes of another matrix by the same cast. buffers: codes, scale, global_scale, words."""
+        other = FrozenWeight.__new__(FrozenWeight)
+        nn.Module.__init__(other)
+        other.__dict__ |= {
+            name: self.__dict__[name] for name in ("recipe", "cast", "inner", "columns", "rotate")
+        }
+        for name in ("codes", "scale", "global_scale", "words"):
+            other.register_buffer(name, buffers.get(name))
+        return other
+
     def encodes(self, weight: Tensor, state: dict[str, Any], prefix: str) -> bool:
         """True if the codes in a state dict decode to `weight`, False for codes of another form."""
         given = {name: state.get(f"{prefix}{name}") for name, _ in self.named_buffers()}
@@ -269,13 +280,7 @@ class FrozenWeight(LayerState):
                 or found.dtype != own.dtype
             ):
                 return False
-        other = FrozenWeight.__new__(FrozenWeight)
-        nn.Module.__init__(other)
-        other.__dict__ |= {
-            name: self.__dict__[name] for name in ("recipe", "cast", "inner", "columns", "rotate")
-        }
-        for name in ("codes", "scale", "global_scale", "words"):
-            other.register_buffer(name, given.get(name))
+        other = self.beside(given)
         return torch.equal(other.original(weight.new_empty(0)), weight)
 
 

@@ -5,8 +5,8 @@ of the stack keeps its shape and dtype, and dequantizes all experts when code re
 (`coded_weight`). A stack is stored as codes for all of its experts or for none.
 
 A state dict has the stack, dequantized, and for each expert `E.NAME.frozen.codes` and its scales.
-A product reads the codes of one expert at a time. On a GPU the experts are then multiplied one after
-another: the kernel for all experts casts the stack, which has no memory here.
+A product reads the codes of one expert at a time. A GPU's kernel for all experts reads the codes
+as one matrix [E N, K], if those of w.T are the same ones in another order (square tiles).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FrozenExpert(FrozenWeight):
             # A copy that was lent to a raw pointer is dropped, as for the weight of a Linear.
             stack._lent = None
             refuse_training(stack, self.cast)
-            is_held = self in _codes_in(stack)
+            is_held = (held := codes_in(stack)) is not None and self in held.experts
         else:
             is_held = stack is not None and not any(stack.stride())  # fake, in a memory estimate
         if not is_held:
@@ -82,6 +82,7 @@ class StackCodes:
 
     def __init__(self, experts: Sequence[FrozenExpert], is_transposed: bool) -> None:
         self.experts, self.is_transposed = tuple(experts), is_transposed
+        self._joined: FrozenWeight | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -97,6 +98,35 @@ class StackCodes:
         for slot, each in zip(found, self.experts, strict=True):
             slot.copy_(self._laid(each.decoded(weight.dtype)))
         return found
+
+    @property
+    def may_join(self) -> bool:
+        """True if the experts' codes, below each other, are those of one matrix that transposes."""
+        first = self.experts[0]
+        return first.cast.is_symmetric and not first.cast.is_per_tensor and not first.cast.has_global_scale  # fmt: skip
+
+    def joined(self) -> FrozenWeight:
+        """The codes of all experts as one matrix [E N, K]. `may_join` must be True.
+
+        The experts' own codes become parts of its memory, so it is made once, and again after the
+        codes have moved. Costs one copy of them then.
+        """
+        if self._joined is None or not self._is_one_memory(self._joined):
+            names = ("codes", "scale")
+            parts = {name: torch.cat([getattr(each, name) for each in self.experts]) for name in names}  # fmt: skip
+            for name in names:
+                pieces = parts[name].chunk(len(self.experts))
+                for each, piece in zip(self.experts, pieces, strict=True):
+                    setattr(each, name, piece)
+            self._joined = self.experts[0].beside({**parts})
+        return self._joined
+
+    def _is_one_memory(self, joined: FrozenWeight) -> bool:
+        """False once codes were moved, or replaced by `load_state_dict(assign=True)`."""
+        rows = joined.codes.shape[0] // len(self.experts)
+        found = (each.codes.data_ptr() for each in self.experts)
+        ours = (joined.codes.data_ptr() + at * rows * joined.codes.shape[1] for at in range(len(self.experts)))  # fmt: skip
+        return all(one == other for one, other in zip(found, ours, strict=True))
 
     def _laid(self, matrix: Tensor) -> Tensor:
         return matrix.t() if self.is_transposed else matrix
@@ -202,9 +232,10 @@ def _codes_of(module: GroupedExperts, name: str) -> StackCodes:
     return StackCodes([each.frozen for each in layers], layers[0].place.is_transposed)
 
 
-def _codes_in(stack: CodedWeight) -> tuple[FrozenExpert, ...]:
-    held = stack._codes
-    return held.experts if isinstance(held, StackCodes) else ()
+def codes_in(stack: Tensor) -> StackCodes | None:
+    """The codes of a stack; None if it has memory."""
+    held = stack._codes if type(stack) is CodedWeight else None
+    return held if isinstance(held, StackCodes) else None
 
 
 def _take_over(name: str, module: GroupedExperts, written: Codes, whole: Tensor) -> None:

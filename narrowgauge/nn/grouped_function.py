@@ -22,7 +22,10 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling, wrapper
 from narrowgauge.errors import Reason
 from narrowgauge.nn.autograd_rules import asked_for, no_double_backward
+from narrowgauge.nn.coded_weight import plain
+from narrowgauge.nn.frozen_experts import StackCodes, codes_in
 from narrowgauge.nn.keep_policy import KEEPER, SavedInput
+from narrowgauge.nn.linear_context import CastSources
 from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.rotation import NONE
 from narrowgauge.ops.grouped import TILE, GroupSpec, choose, slots_for
@@ -84,18 +87,25 @@ def kernel_of(
     w = layers[0].plan(stack.device, facts.wrapper).w
     if w.rows_expand is not None or w.cols_expand is not None:
         return Reason("experts-emulated", "the products of one expert are emulated here")
+    codes = codes_in(stack)
+    if codes is not None and not codes.may_join:
+        return Reason("experts-codes", f"codes by the cast {w_cast} are not those of w.T too")
     # Last, since it asks every expert: hooks and observers expect a call for each.
-    return next(filter(None, (_differs(each, recipe) for each in layers)), choice.kernel.name)
+    differ = (_differs(each, recipe, codes) for each in layers)
+    return next(filter(None, differ), choice.kernel.name)
 
 
-def _differs(layer: QLinear, recipe: Recipe) -> Reason | None:
-    """Why this expert is not multiplied as the others of its stack, whose recipe is given."""
+def _differs(layer: QLinear, recipe: Recipe, codes: StackCodes | None) -> Reason | None:
+    """Why this expert is not multiplied as the others of its stack, whose recipe and codes are given."""
     state, own = layer.state, layer.__dict__
     if state.is_suspended or (state.recipe is not recipe and state.recipe != recipe):
         return Reason("experts-recipes", "its experts have no recipe in common")
     if state.observer is not None or any(own[name] for name in _HOOKS):
         return Reason("experts-watched", "an expert is observed or has a hook")
-    return None if layer.code_source is None else Reason("experts-codes", "its weights are codes")
+    source = layer.code_source
+    if source is None or (codes is not None and source in codes.experts):
+        return None
+    return Reason("experts-codes", "its weights are codes of their own")
 
 
 def _rotates(recipe: Recipe) -> bool:
@@ -122,8 +132,14 @@ def grouped_products(
     kernel = kernel_of(layers, stack, biases, x, context.out_dtype)
     if isinstance(kernel, Reason):
         return None
+    codes = codes_in(stack)
+    if codes is None:
+        weight = stack.flatten(0, 1)
+    else:  # as its experts' codes lie, whatever the order of the parameter
+        source, is_transposed = codes.joined(), False
+        weight = plain(stack).flatten()[:1].expand(source.codes.shape[0], source.columns)
+        context.sources = CastSources(by_role={"w": [source]}, weight_cache=source)
     how = _Stack(kernel, stack.shape[0], is_transposed)
-    weight = stack.flatten(0, 1)
     found: Tensor = GroupedFunction.apply(x, weight, biases, counts, context, how)
     return found
 

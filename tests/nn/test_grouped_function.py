@@ -18,6 +18,7 @@ from narrowgauge.cuda_graphs import refuse_run
 from narrowgauge.errors import Reason, ShapeError
 from narrowgauge.nn import grouped_function
 from narrowgauge.nn.experts import GroupedExperts
+from narrowgauge.nn.frozen_experts import store_stack_as_codes
 from narrowgauge.nn.grouped_linear import RowCounts
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.grouped import KERNELS
@@ -99,6 +100,19 @@ def test_one_expert_that_differs_means_the_loop(on_a_gpu, change, expected):
     change(module.slices("gate_up_proj")[2])
     assert asked(module) == expected and asked(module, "down_proj") == "triton"
     assert module.why_looped().code == expected
+
+
+@pytest.mark.parametrize(("recipe", "expected"), [("fp8-block", "triton"), ("fp8-row", "experts-codes")])  # fmt: skip
+def test_frozen_codes_are_grouped_if_they_transpose(on_a_gpu, recipe, expected):
+    """Numbers: tests/ops/triton/interpreted_grouped.py."""
+    module = converted(recipe)
+    module.down_proj.requires_grad_(False)
+    store_stack_as_codes(module, "down_proj")
+    assert asked(module, "down_proj") == expected and asked(module) == "triton"
+    if expected == "triton":  # an expert whose codes come from elsewhere
+        module.slices("down_proj")[1].put_submodule("frozen", None)
+        module.slices("down_proj")[1].state.gathered = object()
+        assert asked(module, "down_proj") == "experts-codes"
 
 
 def test_other_memory_means_the_loop(on_a_gpu):

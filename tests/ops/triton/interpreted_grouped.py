@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.nn import grouped_function
+from narrowgauge.nn.experts import stacks
+from narrowgauge.nn.frozen_experts import store_stack_as_codes
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.nn.operands import Operand
 from narrowgauge.ops.grouped import KERNELS, MX, launches, native, selfcheck
@@ -40,7 +42,9 @@ E, HIDDEN, INNER = 3, 128, 256
 
 
 def is_quick(name: str) -> bool:
-    return name.startswith(("casts row (5", "casts mx (5", "layer mixtral fp8-row"))
+    return name.startswith(
+        ("casts row (5", "casts mx (5", "layer mixtral fp8-row", "layer mixtral, codes")
+    )
 
 
 def cases() -> Iterator[Case]:
@@ -59,6 +63,8 @@ def cases() -> Iterator[Case]:
             others = f"layer {kind} {recipe}, rows of other ranks"
             yield others, lambda given=given: compare_layer(*given, E)
     yield "layer mixtral, frozen", lambda: compare_layer("mixtral", "fp8-block", frozen=True)
+    for kind in ("mixtral", "gpt_oss"):
+        yield f"layer {kind}, codes", lambda kind=kind: compare_codes(kind)
     for recipe in ("fp8-row", "fp8-block"):
         for way in ("step", "checkpointed", "autocast", "float16", "one gradient"):
             given = recipe, way
@@ -162,6 +168,34 @@ def compare_layer(kind: str, recipe: str, missing: int = 0, frozen: bool = False
         error = float((got - own).norm() / own.norm())
         assert error < 1e-5, f"{name}: {error:.2g}"
     assert len(found) == len(truth)
+
+
+def compare_codes(kind: str) -> None:
+    """Frozen experts kept as codes: the products of the same experts with a 16-bit stack, bit for bit."""
+    wide, coded = (experts(kind) for _ in range(2))
+    for module in (wide, coded):
+        ng.convert(nn.ModuleList([module]), "fp8-block")
+        module.requires_grad_(False)
+    for name in stacks(coded):
+        store_stack_as_codes(coded, name)
+    index = torch.tensor([(0, 1)] * 9 + [(1, 0)] * 4 + [(2, 0)])
+    given = torch.randn(len(index), HIDDEN), index, torch.rand(index.shape)
+    gy = torch.randn(len(index), HIDDEN)
+    with as_on_a_gpu() as calls:
+        truth = passed(wide, given, gy)
+        # Once more after the codes have moved apart, and after they were written.
+        for change in (None, "moved", "written"):
+            for layer in coded.slices("down_proj") if change else ():
+                if change == "moved":
+                    layer.frozen.codes = layer.frozen.codes.clone()
+                else:
+                    layer.frozen.write(layer, wide.slices("down_proj")[layer.place.index].weight)
+            assert coded.kernel_of("down_proj") == "triton", change
+            found = passed(coded, given, gy)
+            for name, got, own in zip(("y", "gx", "gw"), found, truth, strict=False):
+                assert torch.equal(got, own), f"{name}, {change}"
+    assert len(calls) == 8, "the grouped products were not chosen"
+    assert coded.down_proj.untyped_storage().nbytes() == 4
 
 
 def compare_way(recipe: str, way: str) -> None:
