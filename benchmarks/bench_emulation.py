@@ -11,6 +11,9 @@ Cases, all in one run and interleaved:
     ...-definition   the recipe whose casts run the definition in plain torch, as without a C++ compiler
     torchao          torchao's Float8Linear, tensor-wise, emulate=True, under the same autocast
 
+With --mixture the model is a small Mixtral, and the weights are float32: 2 layers of width 256, 8 experts of width 512, 2 for each of
+4 x 128 tokens. Of these experts each has 128 tokens, so casts of weights weigh more. Its cases are fp32, bf16-recipe and FP8 recipes.
+
 A CPU without bfloat16 instructions (no AVX512-BF16, AMX or AVX-VNNI-2) runs torch's bf16 GEMM through a slow path, which flatters
 every ratio to `bf16`; `bf16-recipe` and `fp32` are the honest floors there, so their ratios are recorded too.
 """
@@ -28,6 +31,7 @@ from unittest import mock
 import torch
 
 from benchmarks.harness import RESULTS, measure, processor_clock, ratio, record, rows, table
+from narrowgauge.train.device import keep_freed_memory
 
 if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
@@ -36,8 +40,10 @@ RECIPES = (
     "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "int8", "nvfp4", "mxfp4",
     "nvfp4-46", "quartet2", "quartet2-46", "int4-eden",
 )  # fmt: skip
+OF_MIXTURE = ("bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8")
 BY_DEFINITION = ("nvfp4", "mxfp4")
 BATCH, TOKENS, VOCABULARY = 8, 256, 4096
+MIXTURE_BATCH, MIXTURE_TOKENS = 4, 128
 
 
 def main() -> None:
@@ -54,12 +60,14 @@ def main() -> None:
         action="store_true",
         help="seconds of the processor, beside other work; one thread",
     )
+    parser.add_argument("--mixture", action="store_true", help="a small Mixtral instead")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    everything = {
-        name: step for name, step in cases(options.skip).items() if name not in options.skip
-    }
+    # As the trainer does: new pages for each buffer cost some casts more than others.
+    keep_freed_memory(True, torch.device("cpu"))
+    made = cases_of_mixture() if options.mixture else cases(options.skip)
+    everything = {name: step for name, step in made.items() if name not in options.skip}
     clock = {"clock": processor_clock} if options.processor else {}
     timings = measure(everything, rounds=options.rounds, warmup=1, **clock)
     lines = rows(timings, baseline=next(iter(timings)))
@@ -67,10 +75,12 @@ def main() -> None:
         for floor in [name for name in ("bf16-recipe", "fp32") if name in timings]:
             spread = ratio(timings[line["case"]], timings[floor])
             line[f"of_{floor}"] = [spread.median, spread.q1, spread.q3]
-    work = dict.fromkeys(timings, (float(BATCH * TOKENS), "tokens"))
+    tokens = float(MIXTURE_BATCH * MIXTURE_TOKENS if options.mixture else BATCH * TOKENS)
+    work = dict.fromkeys(timings, (tokens, "tokens"))
     for baseline in [name for name in ("bf16", "bf16-recipe") if name in timings]:
         print(table(timings, baseline=baseline, work=work), end="\n\n")
-    record("emulation", lines, RESULTS / "emulation.jsonl")
+    name = "emulation of a mixture" if options.mixture else "emulation"
+    record(name, lines, RESULTS / "emulation.jsonl")
 
 
 def cases(skip: Sequence[str]) -> dict[str, Callable[[], object]]:
@@ -101,6 +111,30 @@ def cases(skip: Sequence[str]) -> dict[str, Callable[[], object]]:
     if "torchao" not in skip:
         found["torchao"] = step(torchao_model(plain), autocast=True)
     return found
+
+
+def cases_of_mixture() -> dict[str, Callable[[], object]]:
+    """As `cases`, for the Mixtral."""
+    import narrowgauge as ng
+
+    plain, found = mixtral(), {}
+    for name in OF_MIXTURE:
+        model = ng.convert(copy.deepcopy(plain), {"*": name})
+        ng.advance(model)
+        batch = MIXTURE_BATCH, MIXTURE_TOKENS
+        found["bf16-recipe" if name == "bf16" else name] = step(model, autocast=False, batch=batch)
+    return found | {"fp32": step(plain, autocast=False, batch=(MIXTURE_BATCH, MIXTURE_TOKENS))}
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = MixtralConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        num_local_experts=8, num_experts_per_tok=2, vocab_size=1024, use_cache=False,
+    )  # fmt: skip
+    return MixtralForCausalLM(sizes)
 
 
 def cast_by_definition(run: Callable[[], None]) -> Callable[[], None]:
@@ -135,11 +169,15 @@ def torchao_model(plain: Any) -> Any:
     )
 
 
-def step(model: Any, *, autocast: bool) -> Callable[[], None]:
+def step(
+    model: Any, *, autocast: bool, batch: tuple[int, int] = (BATCH, TOKENS)
+) -> Callable[[], None]:
     """Forward, backward, and what ends a step: gradients dropped, weights cast anew where they are cached."""
     import narrowgauge as ng
 
-    ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, model.config.vocab_size, batch, generator=torch.Generator().manual_seed(1)
+    )
 
     def run() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():

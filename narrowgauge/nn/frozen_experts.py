@@ -5,8 +5,8 @@ of the stack keeps its shape and dtype, and dequantizes all experts when code re
 (`coded_weight`). A stack is stored as codes for all of its experts or for none.
 
 A state dict has the stack, dequantized, and for each expert `E.NAME.frozen.codes` and its scales.
-A product reads the codes of one expert at a time. A GPU's kernel for all experts reads the codes
-as one matrix [E N, K], if those of w.T are the same ones in another order (square tiles).
+A product reads the codes of one expert at a time. A GPU's kernel for all experts reads them as one
+matrix [E N, K]. It needs square tiles, whose codes transpose.
 """
 
 from __future__ import annotations
