@@ -175,6 +175,11 @@ def release(weight: Tensor) -> None:
         weight.__dict__.pop(name, None)
 
 
+def codes_of(weight: Tensor) -> Codes | None:
+    """Return the codes of a CodedWeight; None for a weight with memory."""
+    return weight._codes if isinstance(weight, CodedWeight) else None
+
+
 def plain(weight: Tensor) -> Tensor:
     """Return the memory of a CodedWeight (a placeholder of NaN) or a LentWeight as a Tensor."""
     with torch._C.DisableTorchFunctionSubclass():

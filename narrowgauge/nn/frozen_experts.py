@@ -66,7 +66,8 @@ class FrozenExpert(FrozenWeight):
             # A copy that was lent to a raw pointer is dropped, as for the weight of a Linear.
             stack._lent = None
             refuse_training(stack, self.cast)
-            is_held = (held := codes_in(stack)) is not None and self in held.experts
+            held = stack._codes
+            is_held = isinstance(held, StackCodes) and self in held.experts
         else:
             is_held = stack is not None and not any(stack.stride())  # fake, in a memory estimate
         if not is_held:
@@ -230,12 +231,6 @@ def thaw(module: GroupedExperts, name: str) -> None:
 def _codes_of(module: GroupedExperts, name: str) -> StackCodes:
     layers = module.slices(name)
     return StackCodes([each.frozen for each in layers], layers[0].place.is_transposed)
-
-
-def codes_in(stack: Tensor) -> StackCodes | None:
-    """The codes of a stack; None if it has memory."""
-    held = stack._codes if type(stack) is CodedWeight else None
-    return held if isinstance(held, StackCodes) else None
 
 
 def _take_over(name: str, module: GroupedExperts, written: Codes, whole: Tensor) -> None:

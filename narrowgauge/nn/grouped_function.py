@@ -22,8 +22,7 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling, wrapper
 from narrowgauge.errors import Reason
 from narrowgauge.nn.autograd_rules import asked_for, no_double_backward
-from narrowgauge.nn.coded_weight import plain
-from narrowgauge.nn.frozen_experts import StackCodes, codes_in
+from narrowgauge.nn.coded_weight import codes_of, plain
 from narrowgauge.nn.keep_policy import KEEPER, SavedInput
 from narrowgauge.nn.linear_context import CastSources
 from narrowgauge.nn.operands import Casts, Operand, find
@@ -33,6 +32,7 @@ from narrowgauge.ops.registry import facts_of, imported
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
+    from narrowgauge.nn.frozen_experts import StackCodes
     from narrowgauge.nn.linear import QLinear
     from narrowgauge.nn.linear_context import LinearContext
     from narrowgauge.ops.grouped.launches import GroupedCodes, Matrices
@@ -87,7 +87,7 @@ def kernel_of(
     w = layers[0].plan(stack.device, facts.wrapper).w
     if w.rows_expand is not None or w.cols_expand is not None:
         return Reason("experts-emulated", "the products of one expert are emulated here")
-    codes = codes_in(stack)
+    codes: StackCodes | None = codes_of(stack)  # type: ignore[assignment]
     if codes is not None and not codes.may_join:
         return Reason("experts-codes", f"codes by the cast {w_cast} are not those of w.T too")
     # Last, since it asks every expert: hooks and observers expect a call for each.
@@ -132,7 +132,7 @@ def grouped_products(
     kernel = kernel_of(layers, stack, biases, x, context.out_dtype)
     if isinstance(kernel, Reason):
         return None
-    codes = codes_in(stack)
+    codes: StackCodes | None = codes_of(stack)  # type: ignore[assignment]
     if codes is None:
         weight = stack.flatten(0, 1)
     else:  # as its experts' codes lie, whatever the order of the parameter
