@@ -39,7 +39,7 @@ from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.hadamard import rotated_length
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.mm.cublas import ALIGNMENT
-from narrowgauge.ops.triton import why_no_grids
+from narrowgauge.ops.triton.grids import free_multiprocessors, multiprocessors, why_no_grids
 from narrowgauge.structure import features, is_linear, other_weights, require_module
 
 if TYPE_CHECKING:
@@ -233,6 +233,19 @@ def _of_experts(model: nn.Module, name: str, known: dict[tuple[str, str], Note])
     return known[stack, own]
 
 
+def _of_grids(index: int | None) -> Note | None:
+    """Note on casts with one scale per tensor or row and no history, which find maxima before they cast."""
+    if words := why_no_grids(index):
+        return Note(f"casts with current scales take two launches: {words}", code="no-grids")
+    if free := free_multiprocessors(index):
+        present = multiprocessors(index)
+        return Note(
+            f"casts with current scales leave {free} of {present} multiprocessors free",
+            code="free-multiprocessors",
+        )
+    return None
+
+
 def _notes(
     model: nn.Module, name: str, layer: QLinear, of_stacks: dict[tuple[str, str], Note]
 ) -> Iterator[Note]:
@@ -250,9 +263,8 @@ def _notes(
         yield _of_experts(model, name, of_stacks)
     if layer.is_suspended:
         yield Note("suspended", code="suspended")
-    # Of one scale per tensor or row without a history: these casts find maxima before they cast.
-    if layer.weight.is_cuda and (words := why_no_grids(layer.weight.device.index)):
-        yield Note(f"casts with current scales take two launches: {words}", code="no-grids")
+    if layer.weight.is_cuda and (note := _of_grids(layer.weight.device.index)):
+        yield note
     operands = (
         [cast for gemm in layer.recipe.gemms().values() for cast in (gemm.lhs, gemm.rhs)]
         if layer.recipe

@@ -11,6 +11,8 @@ process that reads the same micro-batches.
 
 Optional 8-bit messages: gathered FSDP2 weights (weights.py), reduced gradients (gradients.py),
 activations of sequence parallelism (tensor_parallel.py) and of pipeline stages (pipeline.py).
+
+`leave_multiprocessors_free` restricts the casts of a GPU, so that collectives run beside them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from torch import nn
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops.triton.grids import leave_multiprocessors_free
 from narrowgauge.structure import DISTRIBUTED_STATE
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from narrowgauge.distributed.gradient_state import GradientFormat, Reduce
     from narrowgauge.distributed.state import DistributedState
 
-__all__ = ["distribute", "distributed_state"]
+__all__ = ["distribute", "distributed_state", "leave_multiprocessors_free"]
 
 Weights = Literal["16bit", "codes"]
 Activations = Literal["16bit", "fp8"]

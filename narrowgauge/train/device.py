@@ -25,6 +25,7 @@ from narrowgauge.conversion.measure import processor_name
 from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, threads_words
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.ops.cpp.build import cache_folder, user_cache
+from narrowgauge.ops.triton.grids import leave_multiprocessors_free, multiprocessors
 
 # Linux only; writing "5" to clear_refs resets VmHWM
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -69,6 +70,23 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def leave_free(count: int, device: torch.device) -> None:
+    """Applies the setting `device.free_multiprocessors` to the process.
+
+    Raises ConfigError on a CPU, and if no multiprocessor is left for casts.
+    """
+    present = multiprocessors(device.index) if device.type == "cuda" else 0
+    if count and count >= present:
+        have = f"{device} has {present} multiprocessors" if present else f"{device} has none"
+        raise ConfigError(
+            f"device.free_multiprocessors = {count}: {have}, and casts need one. "
+            + (f"Pass at most {present - 1}." if present else "Leave it out."),
+            code="device.free-multiprocessors",
+        )
+    if present:
+        leave_multiprocessors_free(count, device)
 
 
 def device_name(device: torch.device) -> str:

@@ -29,6 +29,7 @@ from narrowgauge.train.config.settings import NO_RECIPE, TrainConfig, resolved
 from narrowgauge.train.console import tell, tell_note
 from narrowgauge.train.device import (
     give_cublaslt_workspace,
+    leave_free,
     refuse_without_compiler,
     use_own_caches,
 )
@@ -98,6 +99,7 @@ def run_of_rank(
         tell(give_cublaslt_workspace(os.environ, torch.cuda.get_device_capability(device)))
     if config.threads:
         torch.set_num_threads(config.threads)
+    leave_free(config.free_multiprocessors, device)
     try:
         stops = AgreedStop(stop) if ranks.world > 1 else stop
         return _run(config, ranks, stops, extensions)

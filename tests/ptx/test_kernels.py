@@ -15,8 +15,10 @@ from narrowgauge.ops.hadamard import casting
 from narrowgauge.ops.mm import cublas
 from narrowgauge.ops.quantize import definition, triton_launch
 from narrowgauge.ops.quantize.spec import Turn
+from narrowgauge.ops.triton import grids
 from tests.ops.triton.test_compiled import CASTS
-from tests.ptx.launching import CAPABILITIES
+from tests.ptx import launching
+from tests.ptx.launching import CAPABILITIES, execute
 from tests.ptx.machine import Schedule
 from tests.ptx.proof import Case, cases, outcome, sample
 from tests.selection import quick
@@ -114,6 +116,26 @@ def test_two_launches_need_no_other_program(name, late, monkeypatch):
     monkeypatch.setattr(triton_launch, "launched_as_grid", lambda start, index: False)
     found = outcome(named(name), 90, resident=1, late=late)
     assert not found.words and "amax_and_cast" not in found.kernels, found
+
+
+@pytest.mark.parametrize(
+    ("name", "sm", "programs"),
+    quick(
+        [(GRIDS[0], 90, 1)],
+        [(name, sm, count) for name in GRIDS for sm in GPUS for count in (1, 2)],
+    ),
+)
+def test_a_grid_that_leaves_multiprocessors_free_casts_every_piece(name, sm, programs, monkeypatch):
+    """In programs of 1,024 threads, by one program or as many as there are pieces."""
+    monkeypatch.setattr(grids, "_FREE", {None: 8})
+    threads = []
+    monkeypatch.setattr(
+        launching, "execute", lambda ptx, values, launch, *given: threads.append(launch.threads)
+        or execute(ptx, values, launch, *given)
+    )  # fmt: skip
+    found = outcome(named(name, sm), sm, programs=programs)
+    assert not found.words and found.kernels == ("amax_and_cast",), found
+    assert set(threads) == {1024}
 
 
 @pytest.mark.slow

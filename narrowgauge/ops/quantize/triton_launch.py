@@ -15,7 +15,7 @@ Results are bit-identical to the reference, in one or two launches.
 Two launches, maxima and cast, replace one that would exceed its limit of 64 registers: for
 stochastic rounding, for sides that are no multiple of 16, and for rows with x.T in formats outside
 `cast_constants.IN_64_REGISTERS`. They also replace it beside collectives, and where the driver
-refuses it (`ops.triton.why_no_grids`).
+refuses it (`ops.triton.grids`).
 
 Sizes of the pieces, none measured on a GPU:
 
@@ -24,6 +24,8 @@ Sizes of the pieces, none measured on a GPU:
     rows       a whole row of up to 8,192 elements in 8 warps: 32 registers of values per thread
     squares    64 x 64 in 8 warps: the runs of x.T are 64 bytes. 64 x 128 takes 228 registers with
                Triton 3.6, i.e. one program per multiprocessor
+    filling    runs of 32,768 and squares of 128 x 128 in 32 warps, for cooperative grids that leave
+               multiprocessors free: as many elements per thread, and one program per multiprocessor
     blocks     one block of 128 in both directions: 128 x 128 in 16 warps, 32 elements per thread
     EDEN       rows of one corrected block, 2,048 elements in 4 warps
     rotated    four blocks of rows by 64 columns in 8 warps: a thread has one block of one column. Two
@@ -32,7 +34,6 @@ Sizes of the pieces, none measured on a GPU:
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,8 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.quantize.spec import empty_scales, empty_units
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.triton import cast_constants, launched_as_grid
+from narrowgauge.ops.triton import cast_constants
+from narrowgauge.ops.triton.grids import free_multiprocessors, launched_as_grid, multiprocessors
 from narrowgauge.ops.triton.launch import (
     AmaxState,
     Kernels,
@@ -79,6 +81,7 @@ SETTLING = 512  # programs that in most steps find nothing to cast
 # capability 8.0 on.
 COOPERATIVE: dict[str, Any] = {"launch_cooperative_grid": True, "maxnreg": 64}
 THREADS = 1024
+FILLING = THREADS // 32  # warps of a program that has a multiprocessor to itself
 FEW = 32  # size for small grids, see `_cooperative_grid`
 SHARED_PARTS = 64  # slots for the maximum: few enough to read, enough to avoid contention
 
@@ -331,17 +334,29 @@ def _in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
     return x.contiguous(), False
 
 
-def _pieces(x: Tensor, C: CastConstants, dense: bool) -> tuple[Matrix, int, dict[str, Any]]:
+def _pieces(
+    x: Tensor, C: CastConstants, dense: bool, fills: bool = False
+) -> tuple[Matrix, int, dict[str, Any]]:
     """Return (x as a `Matrix`, number of programs, sizes of a piece).
 
     Pieces are squares. If only codes of x are written (dense) and x is contiguous, pieces are runs
     of a single row.
+
+    fills  True for programs of `THREADS` threads, with as many elements per thread
     """
     if dense and x.is_contiguous() and not (C.packed and x.shape[1] % 2):
-        sizes = {"C": C, "ROWS": 1, "COLUMNS": RUN, "warps": RUN_WARPS}
-        return Matrix.of(x.view(1, -1)), -(-x.numel() // RUN), sizes
-    sizes = {"C": C, "ROWS": SQUARE, "COLUMNS": SQUARE, "warps": SQUARE_WARPS}
-    return Matrix.of(x), -(-x.shape[0] // SQUARE) * -(-x.shape[1] // SQUARE), sizes
+        run = RUN * (FILLING // RUN_WARPS) if fills else RUN
+        sizes = {"C": C, "ROWS": 1, "COLUMNS": run, "warps": FILLING if fills else RUN_WARPS}
+        return Matrix.of(x.view(1, -1)), -(-x.numel() // run), sizes
+    side = 2 * SQUARE if fills else SQUARE
+    warps = FILLING if fills else SQUARE_WARPS
+    sizes = {"C": C, "ROWS": side, "COLUMNS": side, "warps": warps}
+    return Matrix.of(x), -(-x.shape[0] // side) * -(-x.shape[1] // side), sizes
+
+
+def _grid_pieces(x: Tensor, C: CastConstants, dense: bool) -> tuple[Matrix, int, dict[str, Any]]:
+    """Like `_pieces`, for a cooperative grid."""
+    return _pieces(x, C, dense, fills=free_multiprocessors(x.device.index) > 0)
 
 
 def _parts(x: Tensor) -> int:
@@ -427,10 +442,11 @@ def _cast_by_one(
     matrix, pieces, sizes = _pieces(x, C, dense=wanted[1] is None)
 
     def grid() -> None:
-        programs, parts = _cooperative_grid(pieces, sizes["warps"], x.device)
-        given = (matrix, first, second, whole, zeroed_workspace(parts + 1, x.device, written=parts))
+        shared, count, of_grid = _grid_pieces(x, C, dense=wanted[1] is None)
+        programs, parts = _cooperative_grid(count, of_grid["warps"], x.device)
+        given = (shared, first, second, whole, zeroed_workspace(parts + 1, x.device, written=parts))
         launch(
-            triton_transpose.amax_and_cast, programs, *given, PARTS=parts, **sizes, **COOPERATIVE
+            triton_transpose.amax_and_cast, programs, *given, PARTS=parts, **of_grid, **COOPERATIVE
         )
 
     fits = amax is None and _fits_cooperative_launch(matrix, C)
@@ -474,12 +490,9 @@ def _cooperative_grid(pieces: int, warps: int, device: torch.device) -> tuple[in
     return programs, FEW if programs <= FEW else 1 << (most - 1).bit_length()
 
 
-@cache
 def _resident_programs(warps: int, index: int | None) -> int:
-    """Return the number of programs that run at once."""
-    return int(torch.cuda.get_device_properties(index).multi_processor_count) * (
-        THREADS // (32 * warps)
-    )
+    """Return the number of programs that run at once on the multiprocessors that are not left free."""
+    return (multiprocessors(index) - free_multiprocessors(index)) * (THREADS // (32 * warps))
 
 
 def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> None:
@@ -493,10 +506,11 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
     matrix, programs, sizes = _pieces(x, C, dense=False)
 
     def grid() -> None:
-        resident = _cooperative_grid(programs, sizes["warps"], x.device)[0]
+        shared, count, of_grid = _grid_pieces(x, C, dense=False)
+        resident = _cooperative_grid(count, of_grid["warps"], x.device)[0]
         zeros = zeroed_workspace(sum(x.shape) + 1, x.device)
-        given = (matrix, *map(_orientation, wanted), None, zeros)
-        launch(triton_transpose.amax_and_cast, resident, *given, PARTS=0, **sizes, **COOPERATIVE)
+        given = (shared, *map(_orientation, wanted), None, zeros)
+        launch(triton_transpose.amax_and_cast, resident, *given, PARTS=0, **of_grid, **COOPERATIVE)
 
     fits = amax is None and C.in_64_registers and _fits_cooperative_launch(matrix, C)
     if fits and launched_as_grid(grid, x.device.index):

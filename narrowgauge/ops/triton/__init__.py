@@ -8,6 +8,7 @@
     launch          starting a kernel, and its structured arguments: a matrix, one orientation of a
                     result, an amax state
     replay          recorded launches
+    grids           cooperative grids: why none is launched, and multiprocessors that they leave free
 
 Kernels are in the folder of their operator. No module here imports Triton before a kernel is
 needed. A module with kernels imports Triton at its top, and is imported last.
@@ -25,7 +26,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 
@@ -78,54 +79,6 @@ def refuse_tensors(
     if wrong:
         return Refusal("dtype", f"reads float32, bfloat16 and float16, not {wrong[0]}")
     return Refusal("shape", "there is nothing to compute") if is_empty else None
-
-
-# Device index -> first line of the driver's refusal of a cooperative grid.
-_NO_GRIDS: dict[int | None, str] = {}
-# cuLaunchKernelEx: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE (720) and NOT_SUPPORTED (801).
-_GRID_REFUSALS = ("cooperative launch", "operation not supported")
-
-
-def why_no_grids(index: int | None) -> str:
-    """Return a clause that says why no cooperative grid is launched on a device, or ''.
-
-    The programs of a cooperative grid take every multiprocessor and wait for each other. Beside
-    a collective they start after it has ended, so it is no longer hidden. Two ranks could even
-    wait for each other, each with half of its multiprocessors; pytorch issue 170162 is such a
-    deadlock. Hence no grid is launched while a process group of several ranks exists. The group
-    may hold other devices, which costs a second launch and no correctness.
-    """
-    if index in _NO_GRIDS:
-        return f"the driver refused a cooperative grid here: {_NO_GRIDS[index]}"
-    group = torch.distributed
-    if group.is_available() and group.is_initialized() and (ranks := group.get_world_size()) > 1:
-        return f"a process group of {ranks} ranks exists, whose collectives a cooperative grid would wait for"
-    return ""
-
-
-def launched_as_grid(start: Callable[[], None], index: int | None) -> bool:
-    """Call `start`, which launches a cooperative grid, and return True.
-
-    False if grids are ruled out on the device (`why_no_grids`), or if the driver refuses this one,
-    as under MPS and in green contexts. A refusal is remembered and warned of once.
-    """
-    if why_no_grids(index):
-        return False
-    try:
-        start()
-    except RuntimeError as error:
-        words = str(error).strip().partition("\n")[0]
-        if not any(each in words.lower() for each in _GRID_REFUSALS):
-            raise
-        _NO_GRIDS[index] = words
-        warn(
-            f"quantize: casts take two launches, because {why_no_grids(index)}. End what shares the GPU, or go on.",
-            code="cast.no-grids",
-            stacklevel=2,
-            category=SlowerWarning,
-        )
-        return False
-    return True
 
 
 def has_conversions(capability: tuple[int, int]) -> bool:

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.addresses import dry_run_on, refuse_wrappers
-from narrowgauge.ops.triton import version, why_no_grids
+from narrowgauge.ops.triton import version
+from narrowgauge.ops.triton.grids import free_by_device, why_no_grids
 from narrowgauge.qtensor import QTensor, SwizzledQTensor
 
 # First and last version of Triton with which this way to launch was tried.
@@ -418,11 +419,15 @@ class Replays:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         self._found: dict[Hashable, Callable[..., Any] | None] = {}  # None: seen once
+        self._free = free_by_device()
 
     def __call__(self, *tensors: Tensor | None) -> Any:
         if dry_run_on() is not None:
             return self._call(*tensors)
         refuse_wrappers(*tensors)
+        if self._free is not (free := free_by_device()):  # recorded grids have other sizes
+            self._found.clear()
+            self._free = free
         form = tuple(
             [
                 None

@@ -33,6 +33,8 @@ class DeviceSettings:
     device: str = DEVICE("auto", "auto, cpu, cuda or cuda:N.",
         Matching(r"auto|cpu|cuda(:\d{1,3})?", "one of 'auto', 'cpu', 'cuda' or 'cuda:N'"), key="name", short=True)
     threads: int = DEVICE(0, "Threads of the CPU; 0: as torch decides.", Range(0, 4096))
+    free_multiprocessors: int = DEVICE(0, "Multiprocessors of the GPU that cooperative grids of casts leave free; 0: none.",
+        Range(0, 4096), free=True)
     compile: bool = DEVICE(False, "Compile the model with torch.compile.")
     cuda_graph: bool = DEVICE(False, "Launch steps as CUDA graphs, on a GPU.")
     # fmt: on

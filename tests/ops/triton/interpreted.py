@@ -44,6 +44,7 @@ from narrowgauge.ops.quantize.amax_state import update_amax
 from narrowgauge.ops.quantize.spec import Spec
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import Device, Kernel
+from narrowgauge.ops.triton import grids
 from narrowgauge.ops.triton.cast_constants import constants_of, refuse
 from narrowgauge.ops.triton.launch import launch
 from narrowgauge.ops.triton.noise import uniform
@@ -205,10 +206,19 @@ def cast_in_turns(call: Any, programs: int, waits: bool = True) -> Any:
         return call()
 
 
-def compare_in_turns(cast: Cast, programs: int) -> None:
+def compare_beside_others(cast: Cast) -> None:
+    """Grids that leave multiprocessors free: two programs share larger pieces, six squares or two runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grids, "_FREE", {None: 2})
+        compare_in_turns(cast, 2, ((272, 144), (144, 272)))
+
+
+def compare_in_turns(
+    cast: Cast, programs: int, shapes: tuple[Any, Any] = ((80, 272), (144, 80))
+) -> None:
     """Twice, with smaller numbers the second time: what programs count by, and the maxima of lines, are left zero."""
     for width in (3.0, 0.1):
-        for x in (matrix(80, 272, width=width), matrix(144, 80, width=width).T):
+        for x in (matrix(*shapes[0], width=width), matrix(*shapes[1], width=width).T):
             got = cast_in_turns(lambda x=x: triton_launch.cast_pair(x, cast, cols=True), programs)
             same(got[0], quantize(x, cast, backend="reference"))
             same(got[1], quantize(x.T, cast, backend="reference"))
@@ -421,7 +431,7 @@ OF_FORMATS = tuple(f"{format} tensor" for format in ELEMENTS)
 KINDS = (
     "noise", "amax of ", *OF_FORMATS, "both ",
     "turned ", "float16 ", "values ", "nan ", "infinity ", "huge ", "tiny ",
-    "given amax ", "one column ", "long rows ", "delayed, ", "rotated ", "in turns ", "in two launches ", "not in turns",
+    "given amax ", "one column ", "long rows ", "delayed, ", "rotated ", "in turns ", "beside others ", "in two launches ", "not in turns",
     "check of ", "broken ", "layers ", "replayed ",
 )  # fmt: skip
 # A second of the interpreter and more: whole checks of a kernel, and matrices of several programs along both axes.
@@ -432,6 +442,8 @@ SLOW_KINDS = (
     "layers fp8-block",  # whose kernel runs in "both e4m3 1x128"
     "in turns int",
     "in turns e5m2",
+    "beside others int",
+    "beside others e5m2",
     "in two launches int",
     "in two launches e5m2",
     "not in turns",
@@ -509,6 +521,7 @@ def cases() -> Iterator[Case]:
         Cast(format=INT8, tile=(1, WHOLE)),
     ):
         yield f"in turns {cast}", lambda cast=cast: compare_in_turns(cast, 3)
+        yield f"beside others {cast}", lambda cast=cast: compare_beside_others(cast)
         yield f"in two launches {cast}", lambda cast=cast: compare_in_two_launches(cast)
     yield "not in turns", find_programs_that_do_not_wait
     for in_use in (0.0, 3.0):

@@ -26,7 +26,7 @@ from narrowgauge.scaling import (
 from tests.ops.triton.compiling import BEFORE_39, TARGETS, Compiled, compiled
 from tests.selection import quick
 
-from narrowgauge.ops.triton import has_conversions  # isort: skip
+from narrowgauge.ops.triton import grids, has_conversions  # isort: skip
 from narrowgauge.ops.triton.cast_constants import refuse  # isort: skip
 from narrowgauge.ops.quantize import triton_launch as casting  # isort: skip
 from narrowgauge.ops.hadamard import encoding  # isort: skip
@@ -169,6 +169,29 @@ def test_kernels_compile_without_spills(cast, way, sm):
 @pytest.mark.parametrize(("cast", "way", "sm"), MATRIX)
 def test_all_kernels_compile_without_spills(cast, way, sm):
     check(cast, way, sm)
+
+
+# Forms with a cooperative grid, and GPUs.
+FILLING = [
+    (cast, way, sm) for sm in (*TARGETS, 120) for cast, way in (
+        ("tensor", "one"), ("tensor", "both"), ("tensor-e5m2", "both"), ("row", "both"), ("int8-row", "both"),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cast", "way", "sm"), quick([("tensor", "one", 90), ("row", "both", 90)], FILLING)
+)
+def test_a_program_of_a_smaller_grid_has_a_multiprocessor(cast, way, sm, monkeypatch):
+    """1,024 threads of at most 64 registers, with the same loads of 16 bytes."""
+    monkeypatch.setitem(TARGETS, 120, (12, 0))
+    [default] = [each for each in kernels(cast, way, sm) if each.name == "amax_and_cast"]
+    monkeypatch.setattr(grids, "_FREE", {None: 8})
+    [found] = [each for each in kernels(cast, way, sm) if each.name == "amax_and_cast"]
+    check_all_run_at_once(found)
+    assert found.spills == 0 and found.usage["WARPS"] == 32, found.usage
+    loads = [each.ptx.count("ld.global.v4") for each in (found, default)]
+    assert loads[0] == loads[1] > 0
 
 
 def test_packed_codes_leave_in_runs():
