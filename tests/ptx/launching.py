@@ -182,6 +182,8 @@ def interpreted(sm: int, **how: Any) -> Iterator[Interpretation]:
             "_cooperative_grid",
             lambda pieces, *_: (min(pieces, found.programs), triton_launch.FEW),
         )
+        # A group of programs waits in vain for one of the next group.
+        patch.setattr(triton_launch, "PATIENCE", 16)
         patch.setattr(optim_launch, "launch", launch_with_table)
         patch.setattr(
             block_mm, "blocks_for", lambda tiles, _, rows: blocks_for(tiles, capability, rows)

@@ -281,7 +281,7 @@ def compare_delayed(
         x, cast, expected_live, True, cols, (None, None), backend="reference"
     )
     window = (live, expected_live)
-    counters = triton_launch.zeroed_workspace(triton_launch.SHARED_PARTS + 1, CPU)
+    counters = triton_launch.zeroed_workspace(triton_launch.DELAYED_COUNTERS, CPU)
     left = "" if not counters.any() else "counters are left that are not zero"
     return _differences(of_casts.compared(got, truth, window, poisoned)) or left
 

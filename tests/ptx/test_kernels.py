@@ -138,11 +138,34 @@ def test_a_grid_that_leaves_multiprocessors_free_casts_every_piece(name, sm, pro
     assert set(threads) == {1024}
 
 
-@pytest.mark.slow
-def test_a_delayed_cast_needs_no_other_program():
-    """It counts programs that have ended, and the last settles: whichever that is."""
-    found = outcome(named("e4m3 later and x.T"), 90, resident=1, late=True)
+@pytest.mark.parametrize(
+    ("name", "late"),
+    quick(
+        [("e4m3 first and x.T", True)],
+        [
+            (name, late)
+            for name in ("e4m3 first and x.T", "e4m3 later and x.T")
+            for late in (True, False)
+        ],
+    ),
+)
+def test_a_delayed_cast_needs_no_other_program(name, late):
+    """It counts programs that have ended, and the last settles: whichever that is, and alone."""
+    found = outcome(named(name), 90, resident=1, late=late)
     assert not found.words and found.kernels == ("both_delayed",), found
+
+
+def test_the_last_programs_share_the_cast_of_an_empty_history(monkeypatch):
+    """Six pieces: cast by the last program alone they take as long as six."""
+    steps = {}
+    for helpers in (1, 2, 64):
+        monkeypatch.setattr(triton_launch, "HELPERS", helpers)
+        found = outcome(named("e4m3 first and x.T"), 90, resident=6)
+        assert not found.words, found
+        steps[helpers] = found.instructions
+    once = outcome(named("e4m3 later and x.T"), 90, resident=6).instructions
+    alone, pair, all_of_six = (steps[helpers] - once for helpers in (1, 2, 64))
+    assert alone > 1.6 * pair and alone > 4 * all_of_six - 400, (once, steps)
 
 
 @pytest.mark.slow

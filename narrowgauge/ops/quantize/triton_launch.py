@@ -44,7 +44,7 @@ from narrowgauge.formats import E4M3
 from narrowgauge.ops.quantize.spec import empty_scales, empty_units
 from narrowgauge.ops.random import Key
 from narrowgauge.ops.registry import device_facts
-from narrowgauge.ops.triton import cast_constants
+from narrowgauge.ops.triton import cast_constants, version
 from narrowgauge.ops.triton.grids import free_multiprocessors, launched_as_grid, multiprocessors
 from narrowgauge.ops.triton.launch import (
     AmaxState,
@@ -76,6 +76,13 @@ LARGE_BLOCK, LARGE_BLOCK_WARPS = 128, 16  # for tiles with a side above 64; othe
 # compiled. 512 programs of 4 warps keep 64 KB in flight per multiprocessor of an H200.
 PARTS = 1, 32, 512
 SETTLING = 512  # programs that in most steps find nothing to cast
+# Programs that cast a tensor again if its amax history was empty, and their polls for its scale, of
+# about a microsecond. Few enough that others find a place beside them on a tenth of a GPU.
+HELPERS, PATIENCE = 64, 1024
+# Registers of a thread of `both_delayed`, for squares: six programs to a multiprocessor, and five with
+# Triton 3.6, which spills 32 bytes from 40. Triton 3.7 took up to 60 by itself. It serves FP8 that the GPU
+# converts, and sides that are multiples of 16; other forms spilled up to 504 bytes.
+REGISTERS, REGISTERS_36 = 40, 48
 # Launch options of `amax_and_cast`. A cooperative launch makes the driver start all programs at
 # once, or refuse. 1,024 threads of at most 64 registers fit on every multiprocessor from compute
 # capability 8.0 on.
@@ -84,6 +91,7 @@ THREADS = 1024
 FILLING = THREADS // 32  # warps of a program that has a multiprocessor to itself
 FEW = 32  # size for small grids, see `_cooperative_grid`
 SHARED_PARTS = 64  # slots for the maximum: few enough to read, enough to avoid contention
+DELAYED_COUNTERS = SHARED_PARTS + 4  # of `both_delayed`
 
 _SCALES = Cast(format=E4M3, rounding="stochastic")  # of corrected scales under two-level rules
 
@@ -299,16 +307,24 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
     columns = Output(tuple(x.T.shape), cast, x.device) if cols else None
     memory, is_transposed = _in_memory_order(x.detach() if cols else x.detach().contiguous())
     codes = [None if output is None else output.codes for output in (rows, columns)]
-    matrix, programs, sizes = _pieces(memory, constants(x, cast), dense=not cols)
-    state = state_of(amax_state, zeroed_workspace(SHARED_PARTS + 1, x.device), rows.scale)
-    given = (matrix, *(codes[::-1] if is_transposed else codes), state)
+    C = constants(x, cast)
+    matrix, programs, sizes = _pieces(memory, C, dense=not cols)
+    fits = C.hardware and sizes["warps"] == SQUARE_WARPS and _fits_cooperative_launch(matrix, C)
+    most = REGISTERS if version() >= (3, 7) else REGISTERS_36
+    limit: dict[str, Any] = {"maxnreg": most} if fits else {}
+    state = state_of(amax_state, zeroed_workspace(DELAYED_COUNTERS, x.device), rows.scale)
+    # Triton's interpreter runs programs in turns: none can wait for another.
+    patience = 0 if C.interpreted else PATIENCE
+    given = (matrix, *(codes[::-1] if is_transposed else codes), state, patience)
     launch(
         triton_transpose.both_delayed,
         programs,
         *given,
         RECORDS=records,
         PARTS=SHARED_PARTS,
+        HELPERS=HELPERS,
         **sizes,
+        **limit,
     )
     if columns is not None:
         columns.scale = rows.scale
@@ -468,7 +484,7 @@ def _cast_by_one(
 
 
 def _fits_cooperative_launch(x: Matrix, C: CastConstants) -> bool:
-    """Return True if 64 registers suffice for `amax_and_cast`.
+    """Return True if 64 registers suffice for `amax_and_cast`, and 40 for `both_delayed` in FP8.
 
     They do for rounding to nearest, if rows and columns are multiples of 16; other forms spilled
     (decisions/gpu.md).

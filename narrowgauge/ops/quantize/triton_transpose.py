@@ -364,15 +364,19 @@ def store_both(values, scale, x, codes, transposed, down, across, C: tl.constexp
 
 @triton.jit
 def both_delayed(
-    x, codes, transposed, state,
-    RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, codes, transposed, state, patience,
+    RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, HELPERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Entry point: codes of x and of x.T, or of x, by the scale of state.live[IN_USE].
 
-    state.maxima is [PARTS + 1], zero before and after: maxima that programs share, and a counter of
-    finished programs. The last program updates state.scale, state.amax and state.live by `settled`.
-    If no earlier step gave a scale, all programs cast by 1, the scale of zeros. The last program
-    then casts all pieces again, unless x is zero.
+    state.maxima is [PARTS + 4], zero before and after: maxima that programs share, a counter of
+    finished programs, and three numbers of `_cast_again`. The last program updates state.scale,
+    state.amax and state.live by `settled`. If no earlier step gave a scale, all programs cast by 1,
+    the scale of zeros. The last HELPERS programs then share the pieces and cast them again, unless x
+    is zero.
+
+    patience  polls after which a program stops waiting for the scale. The last one never waits, and
+              casts the pieces that nobody else takes, so no program needs another to be resident
     """
     if ROWS == 1:
         down, across = 0, tl.program_id(0).to(tl.int64)
@@ -384,21 +388,59 @@ def both_delayed(
     largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
     tl.atomic_max(state.maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
     store_both(values, scale, x, codes, transposed, down, across, C)
-    tl.debug_barrier()  # the last program may store again to the places where this one stored
-    if tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        place = tl.arange(0, PARTS)
-        own_bits = tl.max(
-            tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0
-        )
-        tl.store(state.maxima + PARTS, 0)
-        # A ticket instead of a second launch: three fills and three launches less. As one loop that
-        # every program runs and the last repeats, it took 89 registers instead of 48 (decisions/gpu.md).
-        settled_scale, in_use = settled(state, own_bits, True, RECORDS, C)
-        if (in_use <= 0) & (own_bits >= 0x00800000):  # subnormal amax has scale 1 as well
-            for piece in range(0, tl.num_programs(0)):
-                at = place_of_piece(piece, x.columns, COLUMNS)
-                found = load_piece(x, at[0], at[1], ROWS, COLUMNS)[0]
-                store_both(found, settled_scale, x, codes, transposed, at[0], at[1], C)
+    tl.debug_barrier()  # another program may store again to the places where this one stored
+    programs = tl.num_programs(0)
+    ended = tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel")
+    if ended >= programs - HELPERS:
+        is_first = tl.load(state.live + IN_USE) <= 0  # no program of this launch writes it
+        shared = state.maxima + PARTS + 1
+        if ended == programs - 1:
+            place = tl.arange(0, PARTS)
+            own_bits = tl.max(
+                tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0
+            )
+            tl.store(state.maxima + PARTS, 0)
+            # A ticket instead of a second launch: three fills and three launches less. As one loop that
+            # every program runs and the last repeats, it took 89 registers instead of 48 (decisions/gpu.md).
+            settled(state, own_bits, True, RECORDS, C)
+            if is_first:
+                tl.debug_barrier()  # the scale is stored
+                # A subnormal amax has scale 1 as well.
+                tl.atomic_xchg(shared, tl.where(own_bits >= 0x00800000, 1, 2), sem="release")
+        if is_first:
+            _cast_again(
+                x, codes, transposed, state.scale, shared, min(programs, HELPERS), patience, C, ROWS, COLUMNS
+            )  # fmt: skip
+
+
+@triton.jit
+def _cast_again(
+    x, codes, transposed, scale, shared, count, patience,
+    C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Cast the pieces that no other program of `count` takes, by the scale that the last one stores.
+
+    shared  int32 [3], zero before and after: 1 if the pieces are to be cast, and 2 if not, by the
+            last program; pieces taken; programs that are done. The last of these resets all three
+    """
+    polls = 0
+    while polls < patience:
+        polls = tl.where(tl.atomic_add(shared, 0, sem="acquire") > 0, patience, polls + 1)
+    tl.debug_barrier()
+    piece = tl.num_programs(0)
+    if tl.atomic_add(shared, 0, sem="acquire") == 1:
+        piece = tl.atomic_add(shared + 1, 1, sem="relaxed")
+    while piece < tl.num_programs(0):
+        at = place_of_piece(piece, x.columns, COLUMNS)
+        values = load_piece(x, at[0], at[1], ROWS, COLUMNS)[0]
+        # Bypass the L1 cache (.cg): another program of this launch wrote the scale.
+        found = tl.load(scale, cache_modifier=".cg")
+        store_both(values, found, x, codes, transposed, at[0], at[1], C)
+        piece = tl.atomic_add(shared + 1, 1, sem="relaxed")
+    tl.debug_barrier()
+    if tl.atomic_add(shared + 2, 1, sem="acq_rel") == count - 1:
+        for i in range(3):
+            tl.store(shared + i, 0)
 
 
 @triton.jit
