@@ -289,8 +289,8 @@ def test_memory_that_kernels_count_in_is_kept_and_what_they_leave_written_lies_a
     assert plain.data_ptr() == zeros.zeroed_workspace(9, cpu).data_ptr() != written.data_ptr()
     known = {}
     with FakeTensorMode():
-        assert isinstance(zeros._zeros_of_stream(7, cpu, 0, known), FakeTensor) and not known
-    assert zeros._zeros_of_stream(7, cpu, 0, known) is zeros._zeros_of_stream(7, cpu, 0, known)
+        assert isinstance(zeros.of_stream(7, cpu, 0, known), FakeTensor) and not known
+    assert zeros.of_stream(7, cpu, 0, known) is zeros.of_stream(7, cpu, 0, known)
 
 
 @pytest.mark.gpu

@@ -168,6 +168,30 @@ def test_the_last_programs_share_the_cast_of_an_empty_history(monkeypatch):
     assert alone > 1.6 * pair and alone > 4 * all_of_six - 400, (once, steps)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()], ids=repr)
+def test_a_cast_after_one_that_raised_has_the_bits_of_its_definition(error, monkeypatch):
+    """Maxima of large rows are found, and their cast raises; the next x is small, and of the same shape."""
+    monkeypatch.setattr(triton_launch, "launched_as_grid", lambda start, index: False)
+    cast, x = CASTS["row"], sample((80, 144))
+    launch, raises = triton_launch.launch, [True]
+
+    def failing(kernel, *given, **named):
+        if kernel.__name__ == "cast_both" and raises:
+            raise raises.pop() and error
+        launch(kernel, *given, **named)
+
+    monkeypatch.setattr(triton_launch, "launch", failing)
+    with launching.interpreted(90) as found, torch.no_grad():
+        with pytest.raises(type(error)):
+            triton_launch.cast_pair(x * 1024, cast, cols=True)
+        made = triton_launch.cast_pair(x, cast, cols=True)
+    assert [run.kernel for run in found.runs] == ["maxima", "maxima", "cast_both"]
+    for ours, theirs in zip(made, (x, x.T), strict=True):
+        truth = definition.quantize(theirs, cast, None, None, None)
+        assert torch.equal(ours.scale, truth.scale)
+        assert torch.equal(ours.data.view(torch.uint8), truth.data.view(torch.uint8))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SHARES)
 @pytest.mark.parametrize("sm", GPUS)

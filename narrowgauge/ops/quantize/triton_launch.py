@@ -54,6 +54,7 @@ from narrowgauge.ops.triton.launch import (
     launch,
     zeroed_workspace,
 )
+from narrowgauge.ops.triton.workspaces import dropped_on_error
 from narrowgauge.qtensor import QTensor, SwizzledQTensor
 from narrowgauge.recipe import Cast
 from narrowgauge.scaling import WHOLE, scale_shape
@@ -531,6 +532,14 @@ def _cast_by_lines(x: Tensor, C: CastConstants, wanted: Wanted, amax: Amax) -> N
     fits = amax is None and C.in_64_registers and _fits_cooperative_launch(matrix, C)
     if fits and launched_as_grid(grid, x.device.index):
         return
+    with dropped_on_error():  # both launches share a buffer
+        _cast_lines_in_two(x, matrix, programs, sizes, wanted, amax)
+
+
+def _cast_lines_in_two(
+    x: Tensor, matrix: Matrix, programs: int, sizes: dict[str, Any], wanted: Wanted, amax: Amax
+) -> None:
+    """Find maxima, unless the amax is given, and cast by them."""
     ended, maxima = None, [None if amax is None else amax.view(torch.int32)] * 2
     if amax is None:
         lengths = [

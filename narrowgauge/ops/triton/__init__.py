@@ -8,6 +8,7 @@
     launch          starting a kernel, and its structured arguments: a matrix, one orientation of a
                     result, an amax state
     replay          recorded launches
+    workspaces      counters and maxima that kernels leave zero
     grids           cooperative grids: why none is launched, and multiprocessors that they leave free
 
 Kernels are in the folder of their operator. No module here imports Triton before a kernel is

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.addresses import cached, dry_run_on, refuse_wrappers, tell_launch
+from narrowgauge.addresses import dry_run_on, refuse_wrappers, tell_launch
 from narrowgauge.ops.triton.replay import RECORDING
+from narrowgauge.ops.triton.workspaces import drop, of_stream
 
 
 class KernelName:
@@ -92,38 +93,14 @@ def zeroed_workspace(count: int, device: torch.device, written: int = 0) -> Tens
 
     No launch has to clear them. There is one buffer per stream, since the kernels of a stream run
     one after another. In a CUDA graph there is one per launch, because replays may run on any
-    stream.
+    stream. A launch that raises drops all buffers (`workspaces`).
 
     written  number of leading elements that the kernel writes before it reads them; they need not
              be zero
     """
     if (recording := RECORDING.get()) is not None:
-        return recording.made(partial(_zeros_of_stream, count, device, written, {}))
-    return _zeros_of_stream(count, device, written, {})
-
-
-def _zeros_of_stream(
-    count: int, device: torch.device, written: int, known: dict[int, Tensor]
-) -> Tensor:
-    """Return the buffer of the current stream. known: buffers by stream, for a replayed call."""
-    stream = 0
-    if device.type == "cuda":
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        # Cheaper than torch.cuda.current_stream, which makes a Stream.
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-    if (found := known.get(stream)) is None:
-        found = _cached_zeros(count, device, written, stream)
-        # A fake tensor must not be kept: later real calls would receive it.
-        if type(found) is Tensor:
-            known[stream] = found
-    return found
-
-
-@cached
-def _cached_zeros(count: int, device: torch.device, written: int, stream: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros(count, dtype=torch.int32, device=device)
+        return recording.made(partial(of_stream, count, device, written, {}))
+    return of_stream(count, device, written, {})
 
 
 def launch(
@@ -147,10 +124,14 @@ def launch(
     options = {"num_warps": warps, "enable_fp_fusion": False, **constants}
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(tensors[0]):
-        if (recording := RECORDING.get()) is not None:
-            recording.launch(kernel, programs, arguments, options)
-        else:
-            kernel[(programs,)](*arguments, **options)
+        try:
+            if (recording := RECORDING.get()) is not None:
+                recording.launch(kernel, programs, arguments, options)
+            else:
+                kernel[(programs,)](*arguments, **options)
+        except BaseException:
+            drop()  # an earlier launch of this call may have left maxima
+            raise
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from narrowgauge.addresses import dry_run_on, refuse_wrappers
 from narrowgauge.ops.triton import version
 from narrowgauge.ops.triton.grids import free_by_device, why_no_grids
+from narrowgauge.ops.triton.workspaces import drop
 from narrowgauge.qtensor import QTensor, SwizzledQTensor
 
 # First and last version of Triton with which this way to launch was tried.
@@ -250,7 +251,11 @@ class Replay:
         pool: list[Any] = [*tensors, *[allocate() for allocate in self._allocate], *self._constants]
         for form in self._views:
             pool.append(_view(pool[form.base], form))
-        self._launch(pool)
+        try:
+            self._launch(pool)
+        except BaseException:
+            drop()  # its first launch may have left maxima for its second
+            raise
         results = [take(pool) for take in self._results]
         return tuple(results) if self._is_tuple else results[0]
 
