@@ -258,7 +258,11 @@ def _delayed() -> Iterator[Case]:
             for cols in (True, False):
                 name = f"{cast.format} {'later' if in_use else 'first'}{' and x.T' if cols else ''}"
                 yield Case("delayed", name, partial(compare_delayed, cast, in_use, cols))
+                run = partial(compare_delayed, cast, in_use, cols, shape=(144, 144))
+                yield Case("delayed", f"{name}, even", run)
     cast = casts[E4M3]
+    run = partial(compare_delayed, cast, 3.0, True, poisoned=True, shape=(144, 144))
+    yield Case("delayed", "NaN, even", run)
     yield Case("delayed", "NaN", partial(compare_delayed, cast, 3.0, True, poisoned=True))
     yield Case("delayed", "odd address", partial(compare_delayed, cast, 3.0, True, odd=True))
     check = of_casts.CHECKS["quantize_precast"]
@@ -269,10 +273,11 @@ def _delayed() -> Iterator[Case]:
 
 
 def compare_delayed(
-    cast: Cast, in_use: float, cols: bool, poisoned: bool = False, odd: bool = False
-) -> str:
+    cast: Cast, in_use: float, cols: bool, poisoned: bool = False, odd: bool = False,
+    shape: tuple[int, int] = RAGGED,
+) -> str:  # fmt: skip
     """GroupedCodes, scales, the amax in use, the window, and counters that are zero again."""
-    x = sample(RAGGED, poisoned=poisoned)
+    x = sample(shape, poisoned=poisoned)
     if odd:
         x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
     live, expected_live = (torch.tensor([in_use, 0.5, 0.0]) for _ in range(2))

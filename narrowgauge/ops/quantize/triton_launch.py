@@ -4,7 +4,7 @@ Results are bit-identical to the reference, in one or two launches.
 
     tile             launches                         reads of x (including x.T, if requested)
     tensor           one, with all programs resident  2, the second from the cache if x fits
-    tensor, delayed  one                              1
+    tensor, delayed  one, by as many programs as fit  1
     row              one                              1; 2 above 8,192 elements, like a tensor
     row, with x.T    one, like a tensor               2, like a tensor
     blocks           one                              1
@@ -80,10 +80,13 @@ SETTLING = 512  # programs that in most steps find nothing to cast
 # Programs that cast a tensor again if its amax history was empty, and their polls for its scale, of
 # about a microsecond. Few enough that others find a place beside them on a tenth of a GPU.
 HELPERS, PATIENCE = 64, 1024
-# Registers of a thread of `both_delayed`, for squares: six programs to a multiprocessor, and five with
-# Triton 3.6, which spills 32 bytes from 40. Triton 3.7 took up to 60 by itself. It serves FP8 that the GPU
-# converts, and sides that are multiples of 16; other forms spilled up to 504 bytes.
-REGISTERS, REGISTERS_36 = 40, 48
+# Registers of a thread of `both_delayed`, in FP8 that the GPU converts, with sides that are multiples of 16.
+# Other forms spilled up to 504 bytes, and take what they need.
+#   AHEAD        four programs of 8 warps to a multiprocessor, or eight of 4. On 12.0 Triton 3.7 spilled 8 bytes
+#   ONE          squares, one per program: six programs. Triton 3.7 took up to 60 registers by itself
+#   ONE_BY_36    the same for Triton 3.6, which spilled 32 bytes from 40: five programs
+AHEAD, ONE, ONE_BY_36 = 64, 40, 48
+LOADS_AHEAD = 9, 10  # major capabilities
 # Launch options of `amax_and_cast`. A cooperative launch makes the driver start all programs at
 # once, or refuse. 1,024 threads of at most 64 registers fit on every multiprocessor from compute
 # capability 8.0 on.
@@ -310,9 +313,9 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
     codes = [None if output is None else output.codes for output in (rows, columns)]
     C = constants(x, cast)
     matrix, programs, sizes = _pieces(memory, C, dense=not cols)
-    fits = C.hardware and sizes["warps"] == SQUARE_WARPS and _fits_cooperative_launch(matrix, C)
-    most = REGISTERS if version() >= (3, 7) else REGISTERS_36
-    limit: dict[str, Any] = {"maxnreg": most} if fits else {}
+    ahead, limit = _delayed_form(matrix, C, sizes["warps"])
+    if ahead:
+        programs = _cooperative_grid(programs, sizes["warps"], x.device)[0]
     state = state_of(amax_state, zeroed_workspace(DELAYED_COUNTERS, x.device), rows.scale)
     # Triton's interpreter runs programs in turns: none can wait for another.
     patience = 0 if C.interpreted else PATIENCE
@@ -324,12 +327,24 @@ def cast_delayed(x: Tensor, cast: Cast, amax_state: Tensor, records: bool, cols:
         RECORDS=records,
         PARTS=SHARED_PARTS,
         HELPERS=HELPERS,
+        AHEAD=ahead,
         **sizes,
         **limit,
     )
     if columns is not None:
         columns.scale = rows.scale
     return rows.finished(), None if columns is None else columns.finished(), state.amax
+
+
+def _delayed_form(x: Matrix, C: CastConstants, warps: int) -> tuple[bool, dict[str, Any]]:
+    """Return (True if few programs of `both_delayed` share the pieces, its launch options)."""
+    if not (C.hardware and _fits_cooperative_launch(x, C)):
+        return False, {}
+    major = device_facts(x.data.device.type, x.data.device.index).capability[0]
+    if major in LOADS_AHEAD and x.data.element_size() == 2:
+        return True, {"maxnreg": AHEAD}
+    one = ONE if version() >= (3, 7) else ONE_BY_36
+    return False, {"maxnreg": one} if warps == SQUARE_WARPS else {}
 
 
 def state_of(live: Tensor, maxima: Tensor, scale: Tensor) -> AmaxState:

@@ -13,7 +13,7 @@
     settle_both    (delayed scaling) the last part of both_delayed, for codes and an amax of another
                    kernel
 
-A program casts ROWS x COLUMNS elements. The codes of x.T are transposed through shared memory, so
+A program casts ROWS x COLUMNS elements, or several such pieces. The codes of x.T are transposed through shared memory, so
 that both orientations are written in long runs. With one scale per tensor and rounding to nearest,
 both orientations have the same codes, which are computed once. If only codes of x are requested and
 its memory is dense, x is passed as one row. Two 4-bit codes share a byte. Data that fits into the
@@ -365,34 +365,54 @@ def store_both(values, scale, x, codes, transposed, down, across, C: tl.constexp
 @triton.jit
 def both_delayed(
     x, codes, transposed, state, patience,
-    RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, HELPERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RECORDS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, HELPERS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Entry point: codes of x and of x.T, or of x, by the scale of state.live[IN_USE].
 
     state.maxima is [PARTS + 4], zero before and after: maxima that programs share, a counter of
-    finished programs, and three numbers of `_cast_again`. The last program updates state.scale,
-    state.amax and state.live by `settled`. If no earlier step gave a scale, all programs cast by 1,
-    the scale of zeros. The last HELPERS programs then share the pieces and cast them again, unless x
-    is zero.
+    finished programs, and three numbers of `_first_cast`. The last program updates state.scale,
+    state.amax and state.live by `settled`. If no earlier step gave a scale, no program stores codes,
+    and the last HELPERS of them cast all pieces by the scale that the last one has found.
 
+    AHEAD     True: few programs share the pieces, and load the next piece before they cast one; of x
+              in 16 bits. False: one piece per program
     patience  polls after which a program stops waiting for the scale. The last one never waits, and
               casts the pieces that nobody else takes, so no program needs another to be resident
     """
-    if ROWS == 1:
-        down, across = 0, tl.program_id(0).to(tl.int64)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    pieces = programs
+    in_use = tl.load(state.live + IN_USE)  # no program of this launch writes it
+    is_first = in_use <= 0
+    scale = scale_of(in_use.to(tl.int32, bitcast=True), C)
+    rows, columns = tl.where(is_first, 0, x.rows), tl.where(is_first, 0, x.columns)
+    at = _place(program, x.columns, ROWS, COLUMNS)
+    values = load_piece(x, at[0], at[1], ROWS, COLUMNS)[0]
+    # A ticket instead of a second launch: three fills and three launches less. Its fence waits for the codes
+    # that the program has stored: for those of many pieces at once, or for none.
+    if AHEAD:
+        pieces = tl.cast(tl.cdiv(x.rows, ROWS) * tl.cdiv(x.columns, COLUMNS), tl.int32)
+        largest = values.to(tl.int16, bitcast=True) & 0x7FFF
+        for piece in range(program, pieces, programs):
+            at = _place(piece, x.columns, ROWS, COLUMNS)
+            # Beyond the last piece every element is masked.
+            then = _place(piece + programs, x.columns, ROWS, COLUMNS)
+            following = load_piece(x, then[0], then[1], ROWS, COLUMNS)[0]
+            largest = tl.maximum(largest, values.to(tl.int16, bitcast=True) & 0x7FFF)
+            found = _encoded(values, scale, None, None, None, None, C)
+            store_codes(found, codes, at[0], at[1], rows, x.columns, C)
+            if transposed is not None:
+                store_codes(tl.trans(found), transposed, at[1], at[0], columns, x.rows, C)
+            values = following
+        ended = _ticket(state, _bits_of_16(largest, x), PARTS)
     else:
-        down, across = place_of_program(x.columns, COLUMNS)
-    # An amax of 0, before the first step, gives scale 1.
-    scale = scale_of(tl.load(state.live + IN_USE).to(tl.int32, bitcast=True), C)
-    values, _, _ = load_piece(x, down, across, ROWS, COLUMNS)
-    largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
-    tl.atomic_max(state.maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
-    store_both(values, scale, x, codes, transposed, down, across, C)
-    tl.debug_barrier()  # another program may store again to the places where this one stored
-    programs = tl.num_programs(0)
-    ended = tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel")
+        largest = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
+        ended = _ticket(state, largest, PARTS)
+        found = _encoded(values, scale, None, None, None, None, C)
+        store_codes(found, codes, at[0], at[1], rows, x.columns, C)
+        if transposed is not None:
+            store_codes(tl.trans(found), transposed, at[1], at[0], columns, x.rows, C)
     if ended >= programs - HELPERS:
-        is_first = tl.load(state.live + IN_USE) <= 0  # no program of this launch writes it
         shared = state.maxima + PARTS + 1
         if ended == programs - 1:
             place = tl.arange(0, PARTS)
@@ -400,37 +420,55 @@ def both_delayed(
                 tl.atomic_xchg(state.maxima + place, tl.zeros((PARTS,), tl.int32)), axis=0
             )
             tl.store(state.maxima + PARTS, 0)
-            # A ticket instead of a second launch: three fills and three launches less. As one loop that
-            # every program runs and the last repeats, it took 89 registers instead of 48 (decisions/gpu.md).
             settled(state, own_bits, True, RECORDS, C)
             if is_first:
                 tl.debug_barrier()  # the scale is stored
-                # A subnormal amax has scale 1 as well.
-                tl.atomic_xchg(shared, tl.where(own_bits >= 0x00800000, 1, 2), sem="release")
+                tl.atomic_xchg(shared, 1, sem="release")
         if is_first:
-            _cast_again(
-                x, codes, transposed, state.scale, shared, min(programs, HELPERS), patience, C, ROWS, COLUMNS
+            _first_cast(
+                x, codes, transposed, state.scale, shared, pieces, min(programs, HELPERS), patience, C, ROWS, COLUMNS
             )  # fmt: skip
 
 
 @triton.jit
-def _cast_again(
-    x, codes, transposed, scale, shared, count, patience,
+def _ticket(state, largest, PARTS: tl.constexpr):
+    """Note a program's largest magnitude, and return how many programs have done so before."""
+    tl.atomic_max(state.maxima + tl.program_id(0) % PARTS, largest, sem="relaxed")
+    return tl.atomic_add(state.maxima + PARTS, 1, sem="acq_rel")
+
+
+@triton.jit
+def _bits_of_16(largest, x):
+    """Return the `magnitude_bits` of the largest of int16 bits of magnitudes, which are ordered alike.
+
+    x  the matrix that they are of. Maxima in 16 bits take half of the registers
+    """
+    whole = tl.max(tl.max(largest, axis=1), axis=0)
+    if x.data.dtype.element_ty == tl.bfloat16:
+        bits = whole.to(tl.int32) << 16
+    else:
+        bits = magnitude_bits(whole.to(tl.int16).to(tl.float16, bitcast=True))
+    return bits
+
+
+@triton.jit
+def _first_cast(
+    x, codes, transposed, scale, shared, pieces, count, patience,
     C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast the pieces that no other program of `count` takes, by the scale that the last one stores.
 
-    shared  int32 [3], zero before and after: 1 if the pieces are to be cast, and 2 if not, by the
-            last program; pieces taken; programs that are done. The last of these resets all three
+    shared  int32 [3], zero before and after: 1 once the scale is stored; pieces taken; programs that
+            are done. The last of these resets all three
     """
     polls = 0
     while polls < patience:
         polls = tl.where(tl.atomic_add(shared, 0, sem="acquire") > 0, patience, polls + 1)
     tl.debug_barrier()
-    piece = tl.num_programs(0)
-    if tl.atomic_add(shared, 0, sem="acquire") == 1:
+    piece = pieces
+    if tl.atomic_add(shared, 0, sem="acquire") > 0:
         piece = tl.atomic_add(shared + 1, 1, sem="relaxed")
-    while piece < tl.num_programs(0):
+    while piece < pieces:
         at = place_of_piece(piece, x.columns, COLUMNS)
         values = load_piece(x, at[0], at[1], ROWS, COLUMNS)[0]
         # Bypass the L1 cache (.cg): another program of this launch wrote the scale.
