@@ -1,4 +1,4 @@
-"""Text of `narrowgauge info`: GEMMs that this machine computes natively or emulates, and why."""
+"""Text of `narrowgauge info`: native and emulated GEMMs, kernels of other operators, and why."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from narrowgauge.conversion.measure import (
     measured_rounds,
     processor_name,
 )
+from narrowgauge.diagnose.kernels import families
 from narrowgauge.ops.cpp import build
 from narrowgauge.ops.mm import plan, why_emulated
 from narrowgauge.ops.registry import device_facts
@@ -36,7 +37,7 @@ def info() -> str:
     for device in [*(torch.device("cuda", index) for index in range(count)), torch.device("cpu")]:
         lines += [_headline(device), ""]
         lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
-        lines += [*_selfcheck_summary(device), ""]
+        lines += ["", *_families(device), *_selfcheck_summary(device), ""]
     lines += [*_rates_of_cpu(), ""]
     found = cpp_compiler()
     without = "none. --device.compile on the CPU needs one."
@@ -76,6 +77,13 @@ def _headline(device: torch.device) -> str:
     ]
     units = f"fast {' and '.join(has)} GEMM" if has else "no fast bfloat16 or int8 GEMM"
     return f"cpu: {processor_name()}, {threads_words()}, {torch.backends.cpu.get_cpu_capability()}, {units}"
+
+
+def _families(device: torch.device) -> list[str]:
+    """Return a line for each family of operators beside matrix products."""
+    found = families(device)
+    width = max(map(len, found))
+    return [f"  {name:<{width}}  {words}" for name, words in found.items()]
 
 
 # Of the Linear that is timed: large enough for full rates, and a fraction of a second in all.

@@ -23,7 +23,7 @@ from narrowgauge.nn import transforms
 from narrowgauge.nn.autograd_rules import no_double_backward
 from narrowgauge.ops.cpp import Library
 from narrowgauge.ops.dropout import Dropout
-from narrowgauge.ops.registry import device_facts
+from narrowgauge.ops.registry import Device, Refusal, device_facts
 
 # Elements of one unit of work in dropout.cpp.
 BLOCK = 4096
@@ -40,7 +40,7 @@ class CountedDropout(nn.Dropout):
     """nn.Dropout with counter-based noise. inplace=True uses torch's dropout."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0 or self.inplace or _refuse(input):
+        if not self.training or self.p == 0 or self.inplace or _runs_in_torch(input):
             return super().forward(input)
         return dropout(input, self.p)
 
@@ -73,17 +73,21 @@ def reference(x: Tensor, dropout: Dropout) -> Tensor:
     return torch.where(kept, x.to(torch.float32) * dropout.scale, 0.0).to(x.dtype)
 
 
-def _refuse(x: Tensor) -> str:
-    """Return the reason why torch's dropout runs instead, or ''."""
-    if (
+def refuse(dtype: torch.dtype, device: Device) -> Refusal | None:
+    """Return the reason why torch's dropout runs for tensors of this dtype instead, or None."""
+    if dtype not in DTYPES or device.type != "cpu":
+        return Refusal("dtype", "written for float32 and bfloat16 on the CPU")
+    return LIBRARY.refuse(device.type)
+
+
+def _runs_in_torch(x: Tensor) -> bool:
+    """Return True if the memory of x is not at hand, or if the kernel refuses x."""
+    return (
         torch.compiler.is_compiling()
         or transforms.is_active(x)
-        or (dry_run_on() is None and wrapper(x))
-    ):
-        return "its memory is not at hand"
-    if x.dtype not in DTYPES or device_facts(x.device.type, x.device.index).type != "cpu":
-        return "written for float32 and bfloat16 on the CPU"
-    return LIBRARY.missing
+        or bool(dry_run_on() is None and wrapper(x))
+        or refuse(x.dtype, device_facts(x.device.type, x.device.index)) is not None
+    )
 
 
 class _Dropout(torch.autograd.Function):

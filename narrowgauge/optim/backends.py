@@ -22,6 +22,7 @@ import torch
 
 from narrowgauge.addresses import dry_run_on
 from narrowgauge.errors import BackendError, Reason, SlowerWarning, warn
+from narrowgauge.ops.cpp import counts_unbuilt
 from narrowgauge.ops.registry import (
     Device,
     Kernel,
@@ -71,7 +72,8 @@ def _refuse_native(spec: BackendSpec) -> Refusal | None:
         return Refusal("device", f"computes on the CPU, the tensor is on {spec.device.type}")
     if (refusal := _refuse_rule(spec, "native")) is not None:
         return refusal
-    return Refusal("toolchain", reason) if (reason := binding.refuse()) else None
+    reason = "" if counts_unbuilt() else binding.refuse()
+    return Refusal("toolchain", reason) if reason else None
 
 
 CHECK: KernelCheck[BackendSpec] = KernelCheck(

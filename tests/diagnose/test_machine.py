@@ -12,6 +12,7 @@ from narrowgauge import recipes
 from narrowgauge.conversion import measure
 from narrowgauge.conversion.measure import AUTOCAST, FLOAT32
 from narrowgauge.diagnose import machine
+from narrowgauge.diagnose.kernels import FAMILIES
 from narrowgauge.ops.mm import spec as mm_spec
 from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.ops.selfcheck import CheckResult
@@ -105,6 +106,14 @@ def test_every_recipe_is_listed_for_every_device(simulate):
     simulate(cuda=(9, 0))
     for device in ("cuda:0", "cpu"):
         assert tuple(verdicts(machine.info(), device)) == recipes.names()
+
+
+def test_kernels_beside_products_are_listed_for_every_device(simulate):
+    simulate(cuda=(9, 0))
+    text = machine.info()
+    for device in ("cuda:0", "cpu"):
+        rows = text.partition(f"{device}:")[2].split("\n\n")[2].splitlines()
+        assert [row[2:].partition("  ")[0] for row in rows] == list(FAMILIES)
 
 
 def test_the_real_machine():

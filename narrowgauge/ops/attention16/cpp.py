@@ -33,9 +33,15 @@ LIBRARY = Library(
 )  # fmt: skip
 
 
-@cache
 def has_instructions() -> bool:
-    """Return True if this processor has AVX512-BF16. Builds the library."""
+    """Return True if this processor has AVX512-BF16, as the library finds, or torch before it is built."""
+    if LIBRARY.is_unbuilt:
+        return torch.cpu._is_avx512_bf16_supported()
+    return _library_finds_instructions()
+
+
+@cache
+def _library_finds_instructions() -> bool:
     found = c_int32()
     # Not by `LIBRARY.call`, which calls nothing in a dry run: the result is kept.
     LIBRARY.loaded.narrowgauge_attention_supported(0, 1, byref(found))

@@ -6,6 +6,9 @@ build.py compiles the sources, threads.py runs them on torch's threads.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,6 +24,28 @@ if TYPE_CHECKING:
     from narrowgauge.ops.cpp.threads import PackedCall
 
 ELEMENTS_PER_THREAD = 1 << 16  # with less work per thread, the thread costs more than it saves
+
+
+_builds_nothing = ContextVar("_builds_nothing", default=False)
+
+
+@contextmanager
+def without_building() -> Iterator[None]:
+    """Build no library in this block: with a compiler, one that is not loaded yet is not refused."""
+    token = _builds_nothing.set(True)
+    try:
+        yield
+    finally:
+        _builds_nothing.reset(token)
+
+
+def counts_unbuilt() -> bool:
+    """Return True within `without_building` if a compiler is installed."""
+    if not _builds_nothing.get():
+        return False
+    from narrowgauge.ops.cpp.build import has_compiler
+
+    return has_compiler()
 
 
 def parts(elements: int) -> int:
@@ -77,6 +102,11 @@ class Library:
             return str(error)
         return ""
 
+    @property
+    def is_unbuilt(self) -> bool:
+        """True within `without_building` if the library could be built and nobody asked for it yet."""
+        return counts_unbuilt() and "missing" not in self.__dict__
+
     def refuse(self, device: str, in_operator: bool = False) -> Refusal | None:
         """Return the reason why the library is unusable on this type of device, or None.
 
@@ -87,6 +117,8 @@ class Library:
             return Refusal("compiling", "torch.compile cannot look into it")
         if device != "cpu":
             return Refusal("device", "for the CPU alone")
+        if self.is_unbuilt:
+            return None
         return Refusal("toolchain", self.missing) if self.missing else None
 
     def call(self, name: str, rows: int, elements: int, *given: Any) -> None:

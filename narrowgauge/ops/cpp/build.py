@@ -120,6 +120,10 @@ def compiler_name() -> str:
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
+def has_compiler() -> bool:
+    return shutil.which(compiler_name()) is not None
+
+
 def in_shares(count: int, run: Callable[[int], object]) -> None:
     """Call run(0) ... run(count - 1), one per thread; run(0) uses the calling thread.
 
