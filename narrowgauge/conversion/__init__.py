@@ -34,6 +34,7 @@ from narrowgauge.conversion.attention_precision import (
     restore_attention,
     use_fp8_attention,
 )
+from narrowgauge.conversion.auto import warn_without_kernels
 from narrowgauge.conversion.bypassed import refuse_fast_path, warn
 from narrowgauge.conversion.coverage import warn_of_small_share
 from narrowgauge.conversion.disguises import reason_to_leave_convolution
@@ -107,7 +108,8 @@ def convert(
     A second call replaces the recipes of the layers that its patterns match,
     and leaves the others. Raises ConfigError if a pattern matches nothing,
     with the closest names, and if no layer at all could be converted. Warns if the pattern "*"
-    reaches less than half of the multiplied weights (`coverage`).
+    reaches less than half of the multiplied weights (`coverage`), of products that a GPU emulates,
+    and if "auto" chose on or beside a GPU without kernels (AMD, Apple, Intel).
     """
     require_module(model, "convert")
     if weight_codes not in get_args(WeightCodes):
@@ -153,6 +155,7 @@ def convert(
     # Modules that torch computes by a fused kernel in eval mode would skip the converted layers.
     refuse_fast_path(model)
     warn(model, quantized_linears(model, "convert"))
+    warn_without_kernels(model, given)
     if not isinstance(recipe, Mapping) or recipe.get("*") is not None:
         warn_of_small_share(model, given)
     step_end.follow_model(model)

@@ -19,6 +19,7 @@ from narrowgauge.conversion.products import Some, composed, parse
 from narrowgauge.errors import ConfigError, Reason, closest
 from narrowgauge.nn.experts import refuse as refuse_experts
 from narrowgauge.nn.linear import QLinear
+from narrowgauge.ops.mm.spec import OTHER_GPUS
 from narrowgauge.recipe import Recipe
 from narrowgauge.structure import holds_experts, is_linear, matches, other_weights
 
@@ -117,7 +118,8 @@ def assignments(
         for name, decision in decisions(left_to_auto, tokens, compiled, choices).items():
             # On a GPU bf16 is nn.Linear. On a CPU without bfloat16
             # instructions the recipe is faster.
-            as_it_is = decision.recipe == "bf16" and linears[name].weight.device.type == "cuda"
+            is_on_gpu = linears[name].weight.device.type in ("cuda", *OTHER_GPUS)
+            as_it_is = decision.recipe == "bf16" and is_on_gpu
             chosen = None if as_it_is else recipes.get(decision.recipe)
             given[name] = Assignment(chosen, decision=decision)
     return given

@@ -19,12 +19,16 @@ reason on 9.x and 10.x: passes of their own scale its INT32 sums, so it is slowe
 
 For bf16 on a GPU the Linear stays an nn.Linear. The result is
 `layer.decision`, which `describe` prints.
+
+narrowgauge has no kernels for AMD, Apple and Intel GPUs. There the choice is bf16 without a measurement,
+and `convert` warns (`warn_without_kernels`). It warns too of a choice for the CPU of a machine with
+such a GPU.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +40,10 @@ from narrowgauge import recipes
 from narrowgauge.conversion import measure
 from narrowgauge.conversion.measure import LinearWorkload
 from narrowgauge.conversion.predict import ERROR, predicted
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, warn
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated, why_not_int8
+from narrowgauge.ops.mm.spec import gpu_without_kernels, without_kernels
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.timing.cards import of_device
 from narrowgauge.structure import features
@@ -210,6 +215,34 @@ def decisions(
             made[weight.device, workload] = decide(workload, weight.device)
         found[name] = made[weight.device, workload]
     return found
+
+
+def warn_without_kernels(model: nn.Module, names: Iterable[str]) -> None:
+    """Warn once of decisions on a GPU without kernels, or on the CPU of a machine with one.
+
+    names  layers that `auto` decided about in this call
+    """
+    wanted = set(names)
+    found: list[tuple[str, str]] = [
+        (layer.weight.device.type, decision.recipe)
+        for name, layer, decision in _decided(model)
+        if name in wanted and decision.how != "given"
+    ]
+    here = next((device for device, _ in found if without_kernels(device)), "")
+    is_on_cpu = bool(found) and all(device == "cpu" for device, _ in found)
+    device = here or (gpu_without_kernels() if is_on_cpu else "")
+    if not device:
+        return
+    choices = ", ".join(dict.fromkeys(recipe for _, recipe in found))
+    place = device if here else f"the CPU and not on {device}"
+    step = (
+        "`narrowgauge info` lists what the CPU computes." if here else "Keep the model on the CPU."
+    )
+    warn(
+        f"convert: 'auto' chose {choices} on {place}, where low precision is only emulated: {without_kernels(device)}. {step}",
+        code="auto.no-kernels",
+        stacklevel=3,
+    )
 
 
 def chosen(model: nn.Module) -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch import nn
 from narrowgauge import errors
 from narrowgauge.nn.linear import QLinear
 from narrowgauge.ops.mm import why_emulated
+from narrowgauge.ops.mm.spec import OTHER_GPUS, without_kernels
 from narrowgauge.structure import read_weights
 
 
@@ -29,20 +30,25 @@ def is_read_by_owner(model: nn.Module, name: str) -> bool:
 def warn(model: nn.Module, layers: Iterable[tuple[str, QLinear]]) -> None:
     """Warn of weights that are read without calling their layer, and of emulated GEMMs.
 
-    Emulation is reported on a GPU only: a CPU emulates everything except integers. It is not
-    detected for a model that has not moved to the GPU yet.
+    Emulation is reported on a GPU only, MPS and XPU included: a CPU emulates everything except
+    integers. It is not detected for a model that has not moved to the GPU yet.
     """
     read: list[str] = []
-    emulated: dict[tuple[str, str], list[str]] = {}
+    emulated: dict[tuple[str, str], dict[str, None]] = {}
     for name, layer in layers:
         if layer.recipe is None:
             continue
         if is_read_by_owner(model, name):
             read.append(name)
         # Once per recipe and reason, not per layer: a model has hundreds of layers.
-        for product, gemm in layer.recipe.gemms().items() if layer.weight.is_cuda else ():
+        type_of_gpu = layer.weight.device.type
+        if type_of_gpu != "cuda" and type_of_gpu not in OTHER_GPUS:
+            continue
+        for product, gemm in layer.recipe.gemms().items():
             if (reason := why_emulated(gemm, layer.weight.device)) is not None:
-                emulated.setdefault((layer.recipe.name, f"{product}: {reason}"), []).append(name)
+                # On a GPU without kernels all products have one reason.
+                words = without_kernels(type_of_gpu) or f"{product}: {reason}"
+                emulated.setdefault((layer.recipe.name, words), {})[name] = None
     if read:
         kind = type(model.get_submodule(read[0].rpartition(".")[0])).__name__
         others = f" (and so for {len(read) - 1} more layers)" if len(read) > 1 else ""
@@ -52,10 +58,11 @@ def warn(model: nn.Module, layers: Iterable[tuple[str, QLinear]]) -> None:
             code="convert.bypassed",
             stacklevel=3,
         )
-    for (recipe, reason), names in emulated.items():
+    for (recipe, reason), of_layers in emulated.items():
+        names = [*of_layers]
         errors.warn(
             f"convert: products of recipe {recipe} are emulated here, no faster than in bfloat16 ({reason}; in {names[0]!r} and "
-            f"{len(names) - 1} more layers). narrowgauge info lists what this GPU computes natively.",
+            f"{len(names) - 1} more layers). narrowgauge info lists what this machine computes natively.",
             code="convert.emulated",
             stacklevel=3,
         )

@@ -21,6 +21,7 @@ from narrowgauge.conversion.measure import (
 from narrowgauge.diagnose.kernels import families
 from narrowgauge.ops.cpp import build
 from narrowgauge.ops.mm import plan, why_emulated
+from narrowgauge.ops.mm.spec import OTHER_GPUS, gpu_without_kernels
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.ops.selfcheck import RESULTS
 from narrowgauge.recipe import Gemm, Recipe
@@ -38,6 +39,11 @@ def info() -> str:
         lines += [_headline(device), ""]
         lines += [f"  {recipe.name:<{width}}  {_verdict(recipe, device)}" for recipe in recipes.ALL]
         lines += ["", *_families(device), *_selfcheck_summary(device), ""]
+    if (other := gpu_without_kernels()) in OTHER_GPUS:  # an AMD GPU is a device "cuda" above
+        lines += [
+            f"{other}: {OTHER_GPUS[other]}. Low precision is emulated there, no faster than 16 bits.",
+            "",
+        ]
     lines += [*_rates_of_cpu(), ""]
     found = cpp_compiler()
     without = "none. --device.compile on the CPU needs one."

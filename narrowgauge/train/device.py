@@ -25,6 +25,7 @@ from narrowgauge.conversion.measure import processor_name
 from narrowgauge.diagnose.machine import c_compiler, cpp_compiler, threads_words
 from narrowgauge.errors import ConfigError, Reason
 from narrowgauge.ops.cpp.build import cache_folder, user_cache
+from narrowgauge.ops.mm.spec import OTHER_GPUS
 from narrowgauge.ops.triton.grids import leave_multiprocessors_free, multiprocessors
 
 # Linux only; writing "5" to clear_refs resets VmHWM
@@ -41,8 +42,10 @@ def chosen_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        why = OTHER_GPUS.get(name.partition(":")[0])
         raise ConfigError(
-            f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'.",
+            f"device = {name!r}: must be one of 'auto', 'cpu', 'cuda' or 'cuda:N'"
+            + (f"; {why}." if why else "."),
             code="device.name",
         )
     device = torch.device(name)

@@ -24,6 +24,7 @@ from narrowgauge.diagnose.runs import read_run
 from narrowgauge.fuse import fusions
 from narrowgauge.nn.converted_model import quantized_embeddings
 from narrowgauge.nn.float32_modules import SOFTMAX, kept_modules, summary
+from narrowgauge.ops.mm.spec import OTHER_GPUS, gpu_without_kernels
 from narrowgauge.optim import state_bytes
 from narrowgauge.train.attention import softmax_words
 from narrowgauge.train.device import device_name
@@ -117,7 +118,9 @@ def in_float32(trainer: Trainer) -> list[str]:
 
 
 def unused_gpu(device: torch.device) -> str:
-    """A sentence if the run is on the CPU although an NVIDIA driver is present; else ''."""
+    """A sentence if the run is on the CPU although a GPU or an NVIDIA driver is present; else ''."""
+    if device.type == "cpu" and (other := gpu_without_kernels()) in OTHER_GPUS:
+        return f"This runs on the CPU although torch sees a device {other!r}: {OTHER_GPUS[other]}."
     if device.type != "cpu" or torch.cuda.is_available() or not DRIVER.exists():
         return ""
     words = (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
 from narrowgauge import recipes
@@ -15,10 +17,11 @@ from narrowgauge.conversion import auto
 from narrowgauge.conversion.auto import CANDIDATES, Decision, decide, measure, preferred
 from narrowgauge.conversion.predict import counted, predicted
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops.mm.spec import OTHER_GPUS, ROCM
 from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.ops.timing import rates
 from narrowgauge.ops.timing.cards import card
-from tests.raising import coded, raises
+from tests.raising import coded, raises, warns
 from tests.selection import needs_compiler
 
 CPU = torch.device("cpu")
@@ -449,3 +452,63 @@ def test_on_this_gpu(tmp_path):
         decision.seconds == {}
         or decision.seconds[decision.recipe] <= decision.seconds["bf16"] * 1.02
     )
+
+
+# --- GPUs without kernels
+
+GPUS = {**OTHER_GPUS, "cuda": ROCM}
+
+
+@pytest.fixture
+def has_gpu(monkeypatch):
+    """has_gpu("mps"): torch sees such a GPU, of AMD if it is "cuda", and no other."""
+
+    def install(kind):
+        monkeypatch.setattr(torch.version, "hip", "6.4" if kind == "cuda" else None)
+        for name, module in (("cuda", torch.cuda), ("mps", torch.backends.mps), ("xpu", torch.xpu)):
+            monkeypatch.setattr(module, "is_available", lambda name=name: name == kind)
+
+    return install
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_on_a_gpu_without_kernels_bf16_is_chosen_and_the_reason_told(has_gpu, device_is, kind):
+    has_gpu(kind)
+    device_is(Device("cuda"))
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False, device="meta") for _ in range(2)))
+        for layer in model:
+            layer.weight = nn.Parameter(torch.empty(32, 32, device=kind))
+        with warns("auto.no-kernels", "bf16", f"on {kind}", GPUS[kind]) as told:
+            ng.convert(model, "auto", tokens=64)
+        assert len(told) == 1 and set(auto.chosen(model).values()) == {"bf16"}
+        assert all(layer.recipe is None for layer in model), "computed by nn.Linear"
+        assert any(GPUS[kind] in line for line in auto.summary(model))
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_choice_for_the_cpu_beside_a_gpu_without_kernels(has_gpu, monkeypatch, kind):
+    """The choice is the CPU's own, and the GPU is named once; an explicit or a given recipe is not told."""
+    has_gpu(kind)
+    decision = Decision(recipe="int8", tokens=64, how="measured")
+    monkeypatch.setattr(auto, "decide", lambda workload, device: decision)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with warns("auto.no-kernels", "int8 on the CPU", kind, GPUS[kind]) as told:
+        ng.convert(model, "auto", tokens=64)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ng.convert(nn.Sequential(nn.Linear(32, 32)), "int8")
+        ng.convert(nn.Sequential(nn.Linear(32, 32)), "auto", choices={"0": "int8"})
+
+
+@pytest.mark.parametrize("kind", ["", "nvidia"])
+def test_no_gpu_and_one_with_kernels_are_not_told(has_gpu, monkeypatch, kind):
+    has_gpu("")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "nvidia")
+    monkeypatch.setattr(
+        auto, "decide", lambda *_: Decision(recipe="int8", tokens=64, how="measured")
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ng.convert(nn.Sequential(nn.Linear(32, 32)), "auto", tokens=64)

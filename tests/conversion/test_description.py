@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
 from narrowgauge.conversion.description_text import NOT_FUSED, Note, spelled, without_block_numbers
+from narrowgauge.ops.mm.spec import OTHER_GPUS, ROCM
 from narrowgauge.ops.registry import Device
 from narrowgauge.structure import is_linear
 from tests.raising import warns, with_code
@@ -327,3 +328,22 @@ def test_casts_that_no_kernel_is_made_for_are_told_too() -> None:
     odd = dataclasses.replace(recipe, name="odd", output=gemm, grad_input=gemm, grad_weight=gemm)
     row = ng.describe(ng.convert(nn.Sequential(nn.Linear(32, 32)), odd))[0]
     assert row.emulated and row.backend.endswith("(no kernel is made for these operands)")
+
+
+@pytest.mark.parametrize("gpu", [*OTHER_GPUS, "rocm"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "int8", "nvfp4"])
+def test_a_gpu_without_kernels_is_told_once(gpu, recipe, monkeypatch, device_is) -> None:
+    """AMD, Apple and Intel GPUs emulate every product, for one reason."""
+    monkeypatch.setattr(torch.version, "hip", "6.4" if gpu == "rocm" else None)
+    device_is(Device("cuda"))
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False, device="meta") for _ in range(3)))
+        for layer in model:
+            layer.weight = nn.Parameter(
+                torch.empty(32, 32, device="cuda" if gpu == "rocm" else gpu)
+            )
+        reason = OTHER_GPUS.get(gpu, ROCM)
+        with warns("convert.emulated", f"recipe {recipe}", reason, "'0' and 2 more") as told:
+            ng.convert(model, recipe)
+        assert len(told) == 1
+        assert all(row.emulated and reason in row.backend for row in ng.describe(model))

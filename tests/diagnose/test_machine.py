@@ -169,6 +169,16 @@ def test_gpus(simulate, capability, native):
         assert all(re.search(r"emulated exactly in \w+: \w", each) for each in gemms), name
 
 
+@pytest.mark.parametrize("kind", mm_spec.OTHER_GPUS)
+def test_a_gpu_without_kernels_has_a_line(simulate, monkeypatch, kind):
+    simulate(cpu=Device("cpu"))
+    assert mm_spec.OTHER_GPUS[kind] not in machine.info()
+    module = {"mps": torch.backends.mps, "xpu": torch.xpu}[kind]
+    monkeypatch.setattr(module, "is_available", lambda: True)
+    [line] = [line for line in machine.info().splitlines() if line.startswith(f"{kind}: ")]
+    assert mm_spec.OTHER_GPUS[kind] in line and "emulated" in line
+
+
 def test_what_checks_found_is_told(simulate, monkeypatch):
     simulate(cuda=(9, 0))
     assert "Checked here" not in machine.info()

@@ -113,14 +113,14 @@ def test_which_kernel_computes_which_recipe(device, found, gemm, triton_installe
             HOPPER,
             {"native": mm_spec.NOT_BY_ROW, "native-mx": "compute capability 9.0, MX needs 10.0"},
         ),
-        ("fp8-current", Device("xpu"), {"native": "xpu has no FP8 units"}),
+        ("fp8-current", Device("xpu"), {"native": mm_spec.OTHER_GPUS["xpu"]}),
         (
             "int8",
             PLAIN_CPU,
             {"native-int8-cpp": NO_COMPILER, "native-int8": mm_spec.CPU_IS_SLOW},
         ),
         ("int8", TURING, {"native-int8": "compute capability 7.5, the integer GEMM needs 8.0"}),
-        ("int8", Device("xpu"), {"native-int8": "no integer GEMM on xpu"}),
+        ("int8", Device("mps"), {"native-int8": mm_spec.OTHER_GPUS["mps"]}),
         ("bf16", HOPPER, {}),
     ],
 )

@@ -14,6 +14,7 @@ from narrowgauge.cli import main
 from narrowgauge.conversion import auto
 from narrowgauge.conversion.auto import Decision
 from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.ops.mm.spec import OTHER_GPUS
 from narrowgauge.ops.registry import Device, Refusal
 from narrowgauge.train import loop
 from narrowgauge.train import run_metadata as machine
@@ -155,3 +156,10 @@ def test_a_driver_that_torch_cannot_use_is_named(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert machine.unused_gpu(torch.device("cpu")) == "", "asked for by --device cpu"
+
+
+def test_an_apple_gpu_beside_the_cpu_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    words = machine.unused_gpu(torch.device("cpu"))
+    assert "'mps'" in words and OTHER_GPUS["mps"] in words

@@ -7,9 +7,12 @@ import json
 import pytest
 import torch
 
+from narrowgauge.errors import ConfigError
+from narrowgauge.ops.mm.spec import OTHER_GPUS
 from narrowgauge.train import device
-from narrowgauge.train.device import keep_freed_memory
+from narrowgauge.train.device import chosen_device, keep_freed_memory
 from tests.processes import PYTHON, run_ok
+from tests.raising import raises
 
 FAULTS = """
 import json, resource, torch
@@ -80,3 +83,9 @@ def test_hopper_gets_the_workspace_that_cublaslt_wants(capability, before, after
     environment = {} if before is None else {device.WORKSPACE: before}
     assert words in device.give_cublaslt_workspace(environment, capability)
     assert environment.get(device.WORKSPACE) == after
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu:0"])
+def test_a_gpu_without_kernels_is_refused_with_the_reason(name):
+    with raises(ConfigError, "device.name", name, OTHER_GPUS[name.partition(":")[0]]):
+        chosen_device(name)

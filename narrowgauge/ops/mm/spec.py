@@ -161,9 +161,32 @@ NO_E5M2_PAIR = Need(
 ROCM = (
     "narrowgauge has no kernels for AMD GPUs (ROCm) yet, and FP8 of MI300 is another format (fnuz)"
 )
+# Types of other GPUs of torch -> the same sentence.
+OTHER_GPUS = {
+    "mps": "narrowgauge has no kernels for Apple GPUs (MPS)",
+    "xpu": "narrowgauge has no kernels for Intel GPUs (XPU)",
+}
+
+
+def without_kernels(device_type: str) -> str:
+    """Return a clause that says that narrowgauge has no kernels for GPUs of this type, or ''."""
+    if device_type == "cuda":
+        return "" if torch.version.hip is None else ROCM
+    return OTHER_GPUS.get(device_type, "")
+
+
+def gpu_without_kernels() -> str:
+    """Return the type of a GPU here that torch sees and narrowgauge has no kernels for, or ''."""
+    if torch.cuda.is_available():
+        return "cuda" if without_kernels("cuda") else ""
+    if torch.backends.mps.is_available():
+        return "mps"
+    return "xpu" if torch.xpu.is_available() else ""
+
+
 ON_CUDA = Need(
     "device", lambda s: _is_nvidia(s.device),
-    lambda s: ROCM if s.device.type == "cuda" else f"{s.device.type} has no {s.units} units",
+    lambda s: without_kernels(s.device.type) or f"{s.device.type} has no {s.units} units",
 )  # fmt: skip
 ADA = _sm(lambda s: _reaches(s.device.capability, (8, 9)), "FP8 needs 8.9")
 FP8_UNITS = (NO_E5M2_PAIR, CODES, ONE_SCALE, ON_CUDA, ADA)
@@ -226,7 +249,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("capability", lambda s: s.device.type != "cpu" or s.device.int8_gemm, CPU_IS_SLOW),
         Need(
             "device", lambda s: s.device.type == "cpu" or _is_nvidia(s.device),
-            lambda s: ROCM if s.device.type == "cuda" else f"no integer GEMM on {s.device.type}",
+            lambda s: without_kernels(s.device.type) or f"no integer GEMM on {s.device.type}",
         ),
         _sm(lambda s: s.device.type == "cpu" or _reaches(s.device.capability, (8, 0)), "the integer GEMM needs 8.0"),
     ),
