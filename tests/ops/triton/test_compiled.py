@@ -227,9 +227,8 @@ def test_packed_codes_leave_in_runs():
 @pytest.mark.parametrize("cast", ["tensor", "row", "vector", "mx"])
 @pytest.mark.parametrize("columns", [4096, 16384, 4097])
 def test_other_inputs_compile_without_spills(cast, columns, dtype):
-    allowed = (
-        32 if BEFORE_39 and (cast, columns, dtype) == ("vector", 4097, torch.float32) else 0
-    )  # bytes of a thread
+    # Bytes of a thread: Triton 3.6 spills 16 where the columns are no multiple of 16.
+    allowed = 16 if BEFORE_39 and (cast, columns) == ("vector", 4097) else 0
     for each in kernels(cast, "one", 90, columns, dtype):
         assert each.spills <= allowed, f"{each.name}: {each.usage}"
 
