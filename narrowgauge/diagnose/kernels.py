@@ -46,7 +46,7 @@ DTYPE, COLUMNS, HEAD, EXPERTS = torch.bfloat16, 4096, 128, 8
 SHAPE = (COLUMNS, COLUMNS)
 MOST_NAMES, MOST_REASONS = 3, 2  # more are counted
 GROUPED = ("fp8-row", "fp8-block", "mxfp8")  # recipes with a grouped kernel on some GPU
-STEP = "optimizer's step"
+STEP, IN_16_BITS, IN_E4M3 = "optimizer's step", "attention in 16 bits", "attention in E4M3"
 # Of a recipe: its name, the GEMM, the cast, and the dtype of decoded values or None.
 Operand = tuple[str, Gemm, Cast, "torch.dtype | None"]
 # A call: the name of its recipe, kind or rule, and the choice. "" if the family has one call.
@@ -209,8 +209,8 @@ FAMILIES: dict[str, Callable[[list[Operand], Device], Choices]] = {
     "rotations": _rotations,
     "norms, activations": _norms,
     "rotary embedding": _rotary,
-    "attention in 16 bits": _attention16,
-    "attention in E4M3": _fp8_attention,
+    IN_16_BITS: _attention16,
+    IN_E4M3: _fp8_attention,
     "dropout": _dropout,
     "cross-entropy": _cross_entropy,
     "grouped experts": _experts,

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from narrowgauge.diagnose import kernels, machine
+from narrowgauge.diagnose.kernels import IN_16_BITS, IN_E4M3
 from narrowgauge.ops import selfcheck, triton
 from narrowgauge.ops.registry import Device
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 BY_TRITON = ("casts", "rotations", "norms, activations", "rotary embedding", kernels.STEP)
-ON_CPU_ALONE = ("attention in 16 bits", "dropout", "cross-entropy")
+ON_CPU_ALONE = (IN_16_BITS, "dropout", "cross-entropy")
 BY_CPP = (*BY_TRITON, *ON_CPU_ALONE)
 
 
@@ -25,7 +26,7 @@ def test_a_gpu_with_triton(device_is, triton_installed):
     found = kernels.families(CUDA)
     assert tuple(found) == tuple(kernels.FAMILIES)
     assert all(found[name].partition(";")[0] == "Triton" for name in BY_TRITON)
-    assert found["attention in E4M3"] == found["rotary embedding"] == "Triton"
+    assert found[IN_E4M3] == found["rotary embedding"] == "Triton"
     assert found["grouped experts"].startswith("native; Triton for fp8-block; torch for mxfp8: ")
     assert all(found[name].startswith("torch: ") for name in ON_CPU_ALONE)
     assert "torch for radam: " in found[kernels.STEP]
@@ -58,7 +59,7 @@ def test_only_products_are_checked(device_is, triton_installed, monkeypatch):
 
 def test_a_processor_without_the_instructions_of_attention(device_is):
     device_is(Device("cpu", bf16_gemm=False))
-    assert "AVX512-BF16" in kernels.families(CPU)["attention in 16 bits"]
+    assert "AVX512-BF16" in kernels.families(CPU)[IN_16_BITS]
 
 
 @pytest.mark.parametrize("compiler", ["", "absent-compiler"])
@@ -85,9 +86,9 @@ def test_nothing_is_built_for_the_report(tmp_path, compiler):
     for name in BY_CPP:
         if compiler:
             assert found[name].startswith("torch: ") and compiler in found[name], name
-        elif name != "attention in 16 bits":  # depends on the processor
+        elif name != IN_16_BITS:  # depends on the processor
             assert found[name].partition(";")[0] == "C++", name
-    assert all("CUDA" in found[name] for name in ("attention in E4M3", "grouped experts"))
+    assert all("CUDA" in found[name] for name in (IN_E4M3, "grouped experts"))
 
 
 @pytest.mark.parametrize("device", [CUDA, CPU], ids=str)
