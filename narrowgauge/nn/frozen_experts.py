@@ -67,7 +67,7 @@ class FrozenExpert(FrozenWeight):
             stack._lent = None
             refuse_training(stack, self.cast)
             held = stack._codes
-            is_held = isinstance(held, StackCodes) and self in held.experts
+            is_held = isinstance(held, StackCodes) and held.experts[layer.place.index] is self
         else:
             is_held = stack is not None and not any(stack.stride())  # fake, in a memory estimate
         if not is_held:

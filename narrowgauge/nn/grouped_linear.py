@@ -196,18 +196,15 @@ def _looped(
     biases: Tensor | None,
 ) -> Tensor:
     """`grouped_linear`, expert by expert."""
-    if type(stack) is CodedWeight:  # read by their codes, one by one
-        matrices = [layer.weight for layer in layers]
-    else:  # one gradient for the stack, from E of its matrices
-        matrices = [
-            layer.place.matrix(own) for layer, own in zip(layers, stack.unbind(0), strict=True)
-        ]
+    # One gradient for the stack, from E of its matrices. Codes have none, and are read one by one.
+    is_coded = type(stack) is CodedWeight
+    own = [None] * len(layers) if is_coded else stack.unbind(0)
     each_bias = [None] * len(layers) if biases is None else biases.unbind(0)
     rest = x.shape[0] - sum(counts)
     *groups, last = x.split([*counts, rest])
     made = [
-        called_with(layer, rows, matrix, bias)
-        for layer, rows, matrix, bias in zip(layers, groups, matrices, each_bias, strict=True)
+        called_with(layer, rows, layer.weight if each is None else layer.place.matrix(each), bias)
+        for layer, rows, each, bias in zip(layers, groups, own, each_bias, strict=True)
         if rows.shape[0]
     ]
     if rest or not made:
