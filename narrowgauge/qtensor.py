@@ -248,12 +248,13 @@ class SwizzledQTensor(QTensor):
 
 
 class FoldedQTensor(QTensor):
-    """An expanded QTensor whose cast multiplied the values by their scales, powers of two.
+    """An expanded QTensor whose cast multiplied the values by the scales of their tiles, exactly.
 
     `data` divides by them again when it is first read, which is exact, too. `replace` makes a
     QTensor that is not folded.
 
-    folded  [outer, inner] float32 or bfloat16: values times the scales of their tiles
+    folded  [outer, inner] float32 or bfloat16: values times the scales of their tiles, and not
+            times `global_scale`
     span    (lowest, highest): folded values other than 0 are at least 2**lowest and below
             2**highest, and so are values of the format
     """
@@ -263,11 +264,12 @@ class FoldedQTensor(QTensor):
 
     @classmethod
     def of_folded(
-        cls, folded: Tensor, scale: Tensor, cast: Cast, inner: int, span: tuple[int, int]
-    ) -> FoldedQTensor:
+        cls, folded: Tensor, scale: Tensor, cast: Cast, inner: int, span: tuple[int, int],
+        global_scale: Tensor | None = None,
+    ) -> FoldedQTensor:  # fmt: skip
         self = object.__new__(cls)
         self.__dict__.update(
-            folded=folded, scale=scale, cast=cast, inner=inner, global_scale=None, span=span
+            folded=folded, scale=scale, cast=cast, inner=inner, global_scale=global_scale, span=span
         )
         return self
 
@@ -291,7 +293,10 @@ class FoldedQTensor(QTensor):
     def data(self) -> Tensor:
         if "plain" not in self.__dict__:
             assert self.folded is not None
-            self.__dict__["plain"] = times_scale(self.folded, 1 / self.scale, self.cast.tile)
+            # A scale of two levels may be 0, and its values are.
+            divisors = torch.where(self.scale == 0, 1.0, self.scale)
+            each = times_scale(torch.ones_like(self.folded), divisors, self.cast.tile)
+            self.__dict__["plain"] = self.folded / each
         plain: Tensor = self.__dict__["plain"]
         return plain
 
@@ -305,5 +310,10 @@ class FoldedQTensor(QTensor):
             return super().transposed()
         assert self.folded is not None
         return FoldedQTensor.of_folded(
-            self.folded.T, self.scale.T, self.cast, self.folded.shape[0], self.span
+            self.folded.T,
+            self.scale.T,
+            self.cast,
+            self.folded.shape[0],
+            self.span,
+            self.global_scale,
         )

@@ -16,8 +16,8 @@ from torch import Tensor
 from narrowgauge.addresses import is_compiling
 from narrowgauge.errors import Reason
 from narrowgauge.ops.mm import MmPlan, plan
+from narrowgauge.ops.quantize import cpp, plan_amax, quantize, tile_amax
 from narrowgauge.ops.quantize import plan as plan_quantize
-from narrowgauge.ops.quantize import plan_amax, quantize, tile_amax
 from narrowgauge.ops.registry import device_facts
 from narrowgauge.recipe import Cast, DelayedScaling, Hadamard, LearnedStep, Recipe
 from narrowgauge.scaling import WHOLE
@@ -59,6 +59,7 @@ class OperandPlan:
                   from the layer's state other than an amax history, if the histories are equal
     shares_cols   likewise for cols
     is_delayed    an amax history of earlier steps sets the scale
+    reads_codes   backward reads the codes of t, and decodes them
     kernels       kernels chosen so far
     """
 
@@ -79,6 +80,7 @@ class OperandPlan:
     shares_rows: bool
     shares_cols: bool
     is_delayed: bool
+    reads_codes: bool
     kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def quantize(
@@ -91,7 +93,12 @@ class OperandPlan:
         key = (cast is self.rows, x.dtype, expand, x.shape[1] & 1, 0 in x.shape, type(noise))
         run = self.kernels.get(key)
         if run is None:
-            run = self.kernels[key] = plan_quantize(x, cast, amax, noise, expand)
+            run = plan_quantize(x, cast, amax, noise, expand)
+            if self.reads_codes and run is cpp.run:
+                run = partial(
+                    cpp.run, may_fold=False
+                )  # they would be divided by their scales again
+            self.kernels[key] = run
         found: QTensor = run(x, cast, amax, noise, expand)
         return found
 
@@ -345,7 +352,7 @@ def _operand_plan(
     )
     return OperandPlan(
         role, kind, rows, cols, *expands, *rotations, transposes, turns_freely, pairs, transposes or is_paired, pairs_turned, fuses,
-        *shares, is_delayed,
+        *shares, is_delayed, recipe.backward == "recast-codes",
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_importing_the_linear_brings_few_statements():
     # 3,358 before sums for biases. 3,370 before codes were read from tables. 3,391 before a GPU's kernels
     # rotated and cast in one, 3,426 before FP8 codes of one orientation, 3,439 before casts of a CPU
     # multiplied by their scales. Docstrings and comments may grow.
-    assert int(done.stdout) <= 3495
+    assert int(done.stdout) <= 3540
 
 
 class Gathered:

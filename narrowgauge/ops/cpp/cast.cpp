@@ -149,7 +149,7 @@ void round_rows(const In* x, Out* out, const Matrix& matrix, int64_t first, int6
             for (int64_t j = begin; j < end; ++j) round(j, *reciprocal, *factor);
         }
     }
-    if (cast.folds) widen(span, exponent_of(lowest), exponent_of(highest));
+    if (span) widen(span, exponent_of(lowest), exponent_of(highest));
 }
 
 constexpr int64_t PAIR_ROWS = 32;  // must match ops/quantize/cpp.py

@@ -25,7 +25,7 @@ inline float float_of(uint32_t bits) {
 inline float load(const float* x) { return *x; }
 inline float load(const uint16_t* x) { return float_of(uint32_t(*x) << 16); }  // bfloat16
 inline void store(float* out, float value) { *out = value; }
-// Exact: values of these formats fit into bfloat16, times a power of two that `cpp.run` checks too.
+// Exact: values of these formats fit into bfloat16, times scales that `cpp.exponents` allows too.
 inline void store(uint16_t* out, float value) { *out = uint16_t(bits_of(value) >> 16); }
 inline void store(int8_t* out, float value) { *out = int8_t(value); }
 
@@ -57,7 +57,7 @@ struct Cast {
     int32_t stochastic;
     int32_t makes_scales;  // `narrowgauge_cast` computes the scales
     int32_t two_level;     // true of a rule that is OTHER too
-    int32_t folds;         // `narrowgauge_cast` multiplies values by their scales, powers of two that it computes
+    int32_t folds;         // `narrowgauge_cast` multiplies values by the scales of their tiles
     Rule rule;
     float smallest_scale, smallest_whole, headroom;  // smallest_whole: of the tensor's own scale
     float largest_tile;  // scale of the largest tile, relative to the tensor's own

@@ -218,7 +218,8 @@ def _factored(operand: QTensor | Tensor, other: QTensor | Tensor) -> tuple[Tenso
             and other.folded is not None
             and _stays_normal(operand, other)
         ):
-            return operand.folded, None
+            whole = operand.global_scale
+            return operand.folded, None if whole is None else whole.reshape(1, 1)
     is_values = operand.data.dtype in (torch.float32, torch.bfloat16)
     if operand.scale.shape[1] <= 1:
         return operand.data if is_values else operand.values(), _row_scale(operand)

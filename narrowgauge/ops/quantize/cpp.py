@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import FloatFormat, Format, IntFormat
+from narrowgauge.formats import E4M3, FloatFormat, Format, IntFormat
 from narrowgauge.ops import cpp
 from narrowgauge.ops.quantize import definition
 from narrowgauge.ops.registry import Refusal
@@ -146,7 +146,9 @@ def run(
     is_whole = elements < 2 * cpp.ELEMENTS_PER_THREAD or tiles[0] >= cpp.parts(elements)
     makes_scales = amax is None and is_whole and scales_by_amax(cast)
     is_fused = makes_scales and not cast.scale.two_level
-    extent = exponents(cast) if may_fold and is_fused and expand is not None else None
+    # A row with one scale of two levels multiplies its sum by both at once.
+    several = tiles[0 if transposed else 1] > 1 if cast.scale.two_level else is_fused
+    extent = exponents(cast) if may_fold and several and expand is not None else None
     of = constants(cast, is_fused, matrix.dtype, dtype, extent is not None)
     span = None if extent is None else _Span(0, 0)
     shared = None
@@ -169,10 +171,12 @@ def run(
     if transposed:
         data, scale = data.T, scale.T
     if span is not None and extent is not None:
-        lowest, highest = span[0] + extent[0], span[1] + extent[1]
-        if lowest < _LOWEST or highest > _HIGHEST:  # or a scale is NaN
+        lowest, highest = extent
+        if not cast.scale.two_level:
+            lowest, highest = lowest + span[0], highest + span[1]
+        if lowest < _LOWEST or highest > _HIGHEST or span[1] == _NAN:
             return run(x, cast, amax, noise, expand, may_fold=False)
-        return FoldedQTensor.of_folded(data, scale, cast, x.shape[1], (lowest, highest))
+        return FoldedQTensor.of_folded(data, scale, cast, x.shape[1], (lowest, highest), shared)
     if expand is None and cast.format.codes_per_byte > 1:
         data = cast.format.pack(data)
     return QTensor.of_parts(data, scale, cast, x.shape[1], shared)
@@ -181,21 +185,27 @@ def run(
 _Span = c_int32 * 2
 # What bfloat16 holds exactly: the smallest subnormal, and the power of two above all numbers.
 _LOWEST, _HIGHEST = -133, 128
+_NAN = 128  # exponent of a scale that is NaN
 
 
 @cache
 def exponents(cast: Cast) -> tuple[int, int] | None:
-    """Return (a, b): values of the format are 0 or at least 2**a, and below 2**b. None: not folded.
+    """Return (a, b): folded values are 0 or at least 2**a, and below 2**b. None: not folded.
 
-    The kernel multiplies values by their scales if these are powers of two of one level. A GEMM in
-    a float dtype does so anyway where a row has several scales, in a pass of its own. One scale for
-    the tensor is a factor of the result, and its codes may be saved.
+    Values of a format times a power of two, or times the e4m3 scale of a two-level rule, are exact in
+    bfloat16. A GEMM in a float dtype multiplies so anyway where a row has several scales, in a pass
+    of its own. One scale for the tensor is a factor of the result, and its codes may be saved. For
+    powers of two, a and b are those of a scale of 1.
     """
-    several = cast.tile != (WHOLE, WHOLE) and cast.headroom == 1
     format = cast.format
-    if not several or not isinstance(format, FloatFormat) or RULES.get(cast.scale) not in (2, 3):
+    if not isinstance(format, FloatFormat):
         return None
-    return math.frexp(format.smallest)[1] - 1, math.frexp(format.max)[1]
+    smallest, largest = format.smallest, format.max
+    if cast.scale.two_level and format.mantissa < 4:
+        smallest, largest = smallest * E4M3.smallest, largest * E4M3.max
+    elif cast.tile == (WHOLE, WHOLE) or cast.headroom != 1 or RULES.get(cast.scale) not in (2, 3):
+        return None
+    return math.frexp(smallest)[1] - 1, math.frexp(largest)[1]
 
 
 def scales_by_amax(cast: Cast) -> bool:
