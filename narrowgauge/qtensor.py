@@ -9,7 +9,7 @@ Always two-dimensional, contracted axis last.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -259,8 +259,14 @@ class FoldedQTensor(QTensor):
             2**highest, and so are values of the format
     """
 
-    folded: Tensor | None
+    folded: Tensor
     span: tuple[int, int]
+    # Asked for often, and known without a division.
+    is_expanded, is_packed = True, False
+
+    def __new__(cls, **given: Any) -> Any:
+        """Return a QTensor that is not folded, as `replace` asks for one; a copy is of this class."""
+        return QTensor(**given) if given else object.__new__(cls)
 
     @classmethod
     def of_folded(
@@ -275,24 +281,19 @@ class FoldedQTensor(QTensor):
 
     @property
     def memory(self) -> Tensor:
-        folded: Tensor | None = self.__dict__.get("folded")
-        return self.data if folded is None else folded
-
-    # Asked for often, and known without a division.
-    is_expanded, is_packed = True, False
+        return self.folded
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.memory.shape[0], self.inner
+        return self.folded.shape[0], self.inner
 
     @property
     def device(self) -> torch.device:
-        return self.memory.device
+        return self.folded.device
 
     @property
     def data(self) -> Tensor:
         if "plain" not in self.__dict__:
-            assert self.folded is not None
             # A scale of two levels may be 0, and its values are.
             divisors = torch.where(self.scale == 0, 1.0, self.scale)
             each = times_scale(torch.ones_like(self.folded), divisors, self.cast.tile)
@@ -300,15 +301,10 @@ class FoldedQTensor(QTensor):
         plain: Tensor = self.__dict__["plain"]
         return plain
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self.__dict__["plain"] = value
-
     def transposed(self) -> QTensor:
         """As QTensor; a view of the folded values."""
-        if self.__dict__.get("folded") is None or self.cast.tile[0] != self.cast.tile[1]:
+        if self.cast.tile[0] != self.cast.tile[1]:
             return super().transposed()
-        assert self.folded is not None
         return FoldedQTensor.of_folded(
             self.folded.T,
             self.scale.T,

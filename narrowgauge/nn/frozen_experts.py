@@ -124,10 +124,13 @@ class StackCodes:
 
     def _is_one_memory(self, joined: FrozenWeight) -> bool:
         """False once codes were moved, or replaced by `load_state_dict(assign=True)`."""
-        rows = joined.codes.shape[0] // len(self.experts)
-        found = (each.codes.data_ptr() for each in self.experts)
-        ours = (joined.codes.data_ptr() + at * rows * joined.codes.shape[1] for at in range(len(self.experts)))  # fmt: skip
-        return all(one == other for one, other in zip(found, ours, strict=True))
+        size = joined.codes.numel() // len(self.experts)
+        memory = joined.codes.untyped_storage()._cdata
+        return all(
+            each.codes.untyped_storage()._cdata == memory
+            and each.codes.storage_offset() == index * size
+            for index, each in enumerate(self.experts)
+        )
 
     def _laid(self, matrix: Tensor) -> Tensor:
         return matrix.t() if self.is_transposed else matrix

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from dataclasses import replace
 from typing import Any
@@ -81,8 +83,15 @@ def test_values_and_scales_are_those_of_the_definition(cast: Cast, expand: torch
             assert_same(mine.data, theirs.data)
             assert_same(dequantize(mine), dequantize(theirs))
             assert_same(mine.compact().data.view(torch.uint8), theirs.compact().data.view(torch.uint8))  # fmt: skip
+            packed = mine.compact()
+            assert packed.is_packed == theirs.compact().is_packed and not packed.is_expanded
+            assert type(packed) is QTensor and packed.nbytes == theirs.compact().nbytes
+            assert_same(packed.one_to_a_byte().view(torch.uint8), theirs.compact().one_to_a_byte().view(torch.uint8))  # fmt: skip
             changed = replace(mine, scale=mine.scale * 2, checked=True)
             assert_same(dequantize(changed), 2 * dequantize(theirs))
+            for twin in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine)), copy.copy(mine)):
+                assert isinstance(twin, FoldedQTensor)
+                assert_same(twin.data, theirs.data)
             if cast.tile[0] == cast.tile[1]:
                 assert_same(mine.transposed().memory, mine.memory.T)
                 assert_same(mine.transposed().data, theirs.data.T)

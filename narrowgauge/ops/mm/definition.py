@@ -211,12 +211,10 @@ def _factored(operand: QTensor | Tensor, other: QTensor | Tensor) -> tuple[Tenso
     """
     if not isinstance(operand, QTensor):
         return operand, None
-    if isinstance(operand, FoldedQTensor) and operand.folded is not None:
+    if isinstance(operand, FoldedQTensor):
         leaves_the_sum = operand.scale.shape[1] <= 1
         if not leaves_the_sum or (
-            isinstance(other, FoldedQTensor)
-            and other.folded is not None
-            and _stays_normal(operand, other)
+            isinstance(other, FoldedQTensor) and _stays_normal(operand, other)
         ):
             whole = operand.global_scale
             return operand.folded, None if whole is None else whole.reshape(1, 1)
