@@ -26,7 +26,7 @@ from torch import nn
 from narrowgauge.conversion.bypassed import is_read_by_owner
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.nn import frozen_experts
-from narrowgauge.nn.coded_weight import plain
+from narrowgauge.nn.coded_weight import CodedWeight, plain
 from narrowgauge.nn.experts import GroupedExperts, grouped_experts, stacks
 from narrowgauge.nn.frozen import FrozenWeight, give_back, refuse
 from narrowgauge.nn.frozen_experts import is_coded, refuse_stack, store_stack_as_codes
@@ -162,12 +162,13 @@ def thaw(model: nn.Module, patterns: Patterns = "*") -> int:
         and not each.is_expert
         and each.frozen is not None
         and each.weight in named
+        and type(each.weight) is CodedWeight  # not one that replaced it
     ]
     coded = [
         (module, stack)
         for _, module in grouped_experts(model)
         for stack in module.coded_stacks()
-        if module._parameters[stack] in named
+        if module._parameters[stack] in named and type(module._parameters[stack]) is CodedWeight
     ]
     if not layers and not coded:
         raise ConfigError(

@@ -155,8 +155,8 @@ class GroupedExperts(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedExperts:
         """Move or convert the module, as by model.to(...)."""
-        moving = partial(super()._apply, fn, recurse)
-        frozen_experts.move(self, self.coded_stacks(), moving)
+        coded = [name for name in stacks(self) if frozen_experts.check(self, name)]
+        frozen_experts.move(self, coded, partial(super()._apply, fn, recurse))
         return self
 
     def _save_to_state_dict(
@@ -169,10 +169,14 @@ class GroupedExperts(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         from narrowgauge.nn.state_loading import load_stacks
 
+        for name in stacks(self):
+            frozen_experts.check(self, name)  # drops the codes if the stack was replaced
         load_stacks(self, stacks(self), super()._load_from_state_dict, state_dict, prefix, *rest)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The class is made at run time, so a pickle names the class of the model."""
+        for name in stacks(self):
+            frozen_experts.check(self, name)  # `__setstate__` would empty a stack that was replaced
         return _blank, (self.grouped_from,), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedExperts:

@@ -205,6 +205,10 @@ class FrozenWeight(LayerState):
 
     def move(self, layer: QLinear, moving: Callable[[], object]) -> None:
         """Move the layer to another device or dtype. The codes decode in the new dtype."""
+        self.check(layer)
+        if layer.frozen is None:  # the weight was replaced, and moves like any other
+            moving()
+            return
         weight = layer._parameters["weight"]
         if type(weight) is CodedWeight:
             coded_weight.release(weight)

@@ -49,6 +49,8 @@ def load(
     inherited  the method of nn.Linear
     rest       torch's further arguments: metadata, strict, missing keys, unexpected keys, errors
     """
+    if layer.frozen is not None:
+        layer.frozen.check(layer)  # drops the codes if the weight was replaced
     whole = _take_whole_weight(layer, state_dict, prefix, rest[-1])
     inherited(state_dict, prefix, *rest)
     if layer.frozen is not None:

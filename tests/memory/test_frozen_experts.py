@@ -172,6 +172,59 @@ def test_reads_decode_and_writes_become_the_weight():
     assert_same(model.state_dict()["experts.down_proj"], whole)
 
 
+@pytest.mark.parametrize("kind", ["stack", "linear"])
+def test_a_parameter_in_the_place_of_codes_outlives_moves_copies_and_loads(kind):
+    """The codes of the weight before came back: after `to`, `thaw`, a pickle, or in place of a loaded state."""
+
+    def replaced() -> tuple[nn.Module, nn.Module, str]:
+        model = built("fp8-block", True)
+        model.up.requires_grad_(False)
+        model.other = ng.convert(nn.Sequential(nn.Linear(K, K)), "fp8-block")
+        model.last = nn.Linear(1, 1)
+        ng.memory.freeze(model, "other", codes=True)
+        owner, name = (
+            (model.experts, "down_proj") if kind == "stack" else (model.other[0], "weight")
+        )
+        own = getattr(owner, name)
+        setattr(owner, name, nn.Parameter(torch.ones(own.shape), requires_grad=False))
+        return model, owner, name
+
+    def values(model: nn.Module) -> Tensor:
+        return (model.experts.down_proj if kind == "stack" else model.other[0].weight).detach() + 0
+
+    for change in (
+        lambda model: model.bfloat16(),
+        lambda model: model.to("cpu"),
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: ng.memory.thaw(model, "*") and model,
+    ):
+        model, *_ = replaced()
+        found = values(change(model))
+        assert_same(found, torch.ones_like(found))
+    model, owner, name = replaced()
+    copied = copy.copy(owner)
+    assert_same(getattr(copied, name) + 0, torch.ones(getattr(owner, name).shape))
+    state = {key: each + 0 for key, each in built("fp8-block", True).state_dict().items()}
+    model, *_ = replaced()
+    if kind == "stack":
+        model.load_state_dict(state, strict=False)
+        assert_same(values(model), state["experts.down_proj"])
+        assert_same(trip(model)[0], trip(built("fp8-block", True))[0])
+
+
+@pytest.mark.parametrize("change", [lambda model: model.bfloat16(), lambda model: model.to("cpu")])
+def test_a_refused_move_leaves_codes_as_they_are(change):
+    """The weight was NaN after it."""
+    model = built("fp8-block", True)
+    y = trip(model)[0]
+    model.experts.down_proj.requires_grad_()
+    with raises(ConfigError, "freeze.trains", "e4m3"):
+        change(model.experts)
+    model.experts.down_proj.requires_grad_(False)
+    assert model.experts.coded_stacks() == ["gate_up_proj", "down_proj"]
+    assert_same(trip(model)[0], y)
+
+
 def test_thawed_and_suspended_experts_compute_what_their_codes_decode_to():
     for kind in ("mixtral", "gpt_oss"):
         model, plain = built("fp8-row", True, kind), Block(kind, torch.float32)
