@@ -10,6 +10,7 @@ receive a dequantized copy, [out_features, in_features], which lives as long as 
 A write to the copy, or to a view of the copy, raises its version. The copy then replaces the
 layer's weight, so no write is lost. That weight stays frozen: requires_grad is False as before.
 
+Later writes through the same copy, or through another that is still held, reach that weight too.
 Two kinds of read hand out memory without a version counter. NumPy arrays are
 made read-only. A raw pointer (`data_ptr`, DLPack) stays valid until the
 layer's next forward pass, and a write through it is lost. The storage of the
@@ -30,6 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 from torch.utils._pytree import tree_map
+
+from narrowgauge.errors import ConfigError
 
 Function = Callable[..., Any]
 
@@ -54,7 +57,9 @@ class Codes(Protocol):
     def original(self, weight: Tensor) -> Tensor: ...
 
 
-Owner = tuple[weakref.ref[Any], Callable[[Any, Codes, Tensor], None]]
+# A weak reference to the module that holds the weight, and a function (module, weight, copy) that gives the
+# module a written copy. It returns False if the module holds other numbers by now.
+Owner = tuple[weakref.ref[Any], Callable[[Any, "CodedWeight", Tensor], bool]]
 
 
 class CodedWeight(nn.Parameter):
@@ -63,8 +68,7 @@ class CodedWeight(nn.Parameter):
     `hold` turns an ordinary Parameter into one in place, so every reference to it stays valid.
 
     _codes   source of the values
-    _owner   (weak reference to the module that holds it, function (module, codes, copy) that gives
-             the module a written copy as its weight, unless it has dropped these codes)
+    _owner   its module, which receives a written copy
     _lent    a dequantized copy that is reused: for an entry of a state dict from its first read on,
              for others while a raw pointer may be in use
     _stays   True for an entry of a state dict
@@ -93,10 +97,11 @@ class CodedWeight(nn.Parameter):
         return found
 
     def take_over(self, whole: Tensor) -> None:
-        """Make `whole` the layer's weight, unless the layer has dropped these codes already."""
+        """Make `whole` the weight of the module, or of this Parameter alone if no module holds it."""
         owner, replace = self._owner[0](), self._owner[1]
-        if owner is not None:
-            replace(owner, self._codes, whole)
+        if owner is None or not replace(owner, self, whole):
+            release(self)
+            self.data = whole
 
     def entry(self) -> CodedWeight:
         """Return a second view of the same codes for a state dict.
@@ -139,7 +144,7 @@ class CodedWeight(nn.Parameter):
 class LentWeight(Tensor):
     """A view of a dequantized copy. It reports a write to its CodedWeight."""
 
-    _weight: CodedWeight
+    _weight: Tensor  # a CodedWeight, until a write gives it memory
     _whole: Tensor
 
     @classmethod
@@ -175,7 +180,7 @@ def release(weight: Tensor) -> None:
         weight.__dict__.pop(name, None)
 
 
-def codes_of(weight: Tensor) -> Codes | None:
+def codes_of(weight: Tensor | None) -> Codes | None:
     """Return the codes of a CodedWeight; None for a weight with memory."""
     return weight._codes if isinstance(weight, CodedWeight) else None
 
@@ -228,14 +233,14 @@ def _readable(value: Any) -> Any:
 
 def _computed(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operation on dequantized copies, then detect writes and wrap views of a copy."""
-    # id -> (operand, its CodedWeight, the whole copy, the tensor passed on, its version before)
-    read: dict[int, tuple[Tensor, CodedWeight, Tensor, Tensor, int]] = {}
+    # id -> (operand, its weight, the whole copy, the tensor passed on, its version before)
+    read: dict[int, tuple[Tensor, Tensor, Tensor, Tensor, int]] = {}
 
     def opened(value: Any) -> Any:
         if type(value) not in (CodedWeight, LentWeight):
             return value
         if id(value) not in read:
-            tensor = _readable(value)
+            tensor = _live(value) if type(value) is LentWeight else _readable(value)
             source = (
                 (value, tensor) if type(value) is CodedWeight else (value._weight, value._whole)
             )
@@ -244,9 +249,16 @@ def _computed(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     args, kwargs = tree_map(opened, args), tree_map(opened, kwargs)
     found = func(*args, **kwargs)
-    for _, weight, whole, tensor, version in read.values():
-        if tensor._version != version:
-            weight.take_over(whole)
+    for _, weight, whole, tensor, version in [*read.values()]:
+        if tensor._version == version or _same_memory(tensor, plain(weight)):
+            continue
+        if not isinstance(weight, CodedWeight):
+            raise ConfigError(
+                f"A view of a weight {list(whole.shape)} that was stored as codes was written, and the weight has had 16 bits since "
+                "another write. Read the weight again, and write to that.",
+                code="freeze.old-view",
+            )
+        weight.take_over(whole)
 
     def closed(value: Any) -> Any:
         for given, weight, whole, tensor, version in read.values():
@@ -263,6 +275,22 @@ def _computed(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return value
 
     return tree_map(closed, found)
+
+
+def _live(lent: LentWeight) -> Tensor:
+    """The tensor that an operation on a view of a copy gets.
+
+    Once the weight has memory, the same elements there. The copy, if it is that memory, if the weight
+    is still codes, or if the weight lies in another order.
+    """
+    copied, weight, whole = plain(lent), lent._weight, lent._whole
+    if isinstance(weight, CodedWeight) or _same_memory(plain(weight), whole):
+        return copied
+    own: Tensor = weight.data
+    if (own.shape, own.stride(), own.dtype) != (whole.shape, whole.stride(), copied.dtype):
+        return copied
+    start = own.storage_offset() + copied.storage_offset() - whole.storage_offset()
+    return own.as_strided(copied.shape, copied.stride(), start)
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import ConfigError
 from narrowgauge.nn import coded_weight
 from narrowgauge.nn.amax_history import LayerState
-from narrowgauge.nn.coded_weight import CodedWeight, Codes
+from narrowgauge.nn.coded_weight import CodedWeight, codes_of
 from narrowgauge.nn.linear_context import CastSources
 from narrowgauge.nn.operands import Casts, Operand, find
 from narrowgauge.nn.rotation import Rotation
@@ -292,8 +292,8 @@ def refuse_training(weight: Tensor, cast: Cast) -> None:
     """Raise ConfigError if a weight that is stored as codes of this cast requires a gradient."""
     if weight.requires_grad:
         raise ConfigError(
-            f"A weight {list(weight.shape)} is to train, but was frozen as {cast.format} codes. Call narrowgauge.memory.thaw("
-            "model, patterns) first, which gives back what they decode to, and requires_grad_() then.",
+            f"A weight {list(weight.shape)} is to train, but was frozen as {cast.format} codes. Call requires_grad_(False), "
+            "then narrowgauge.memory.thaw(model, patterns), which gives back what they decode to, and requires_grad_() then.",
             code="freeze.trains",
         )
 
@@ -307,10 +307,14 @@ def empty(weight: Tensor, shape: tuple[int, ...]) -> None:
         weight.data = weight.new_full([1] * len(shape), float("nan")).expand(shape)
 
 
-def _take_over(layer: QLinear, written: Codes, whole: Tensor) -> None:
+def _take_over(layer: QLinear, written: CodedWeight, whole: Tensor) -> bool:
     """Give the layer a copy of its decoded weight that a user wrote to."""
-    if layer.frozen is written:
-        give_back(layer, whole)
+    codes = written._codes
+    # torch's pruning moves the Parameter to another name.
+    if layer.frozen is not codes or codes_of(layer._parameters.get("weight")) is not codes:
+        return False
+    give_back(layer, whole)
+    return True
 
 
 def give_back(layer: QLinear, whole: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.nn import coded_weight
-from narrowgauge.nn.coded_weight import CodedWeight, Codes
+from narrowgauge.nn.coded_weight import CodedWeight
 from narrowgauge.nn.frozen import FrozenWeight, cast_weight, empty, refuse, refuse_training
 
 if TYPE_CHECKING:
@@ -79,10 +79,12 @@ class StackCodes:
 
     experts        their codes, in order
     is_transposed  the stack is [E, K, N]
+    lent           id -> matrices that code still holds (`lent_matrix`)
     """
 
     def __init__(self, experts: Sequence[FrozenExpert], is_transposed: bool) -> None:
         self.experts, self.is_transposed = tuple(experts), is_transposed
+        self.lent: weakref.WeakValueDictionary[int, CodedWeight] = weakref.WeakValueDictionary()
         self._joined: FrozenWeight | None = None
 
     @property
@@ -102,15 +104,15 @@ class StackCodes:
 
     @property
     def may_join(self) -> bool:
-        """True if the experts' codes, below each other, are those of one matrix that transposes."""
+        """True if the experts' codes, below each other, form a matrix whose codes transpose."""
         first = self.experts[0]
         return first.cast.is_symmetric and not first.cast.is_per_tensor and not first.cast.has_global_scale  # fmt: skip
 
     def joined(self) -> FrozenWeight:
         """The codes of all experts as one matrix [E N, K]. `may_join` must be True.
 
-        The experts' own codes become parts of its memory, so it is made once, and again after the
-        codes have moved. Costs one copy of them then.
+        The experts' own codes become parts of its memory. It is made once, and again after the codes
+        have moved, each time by a copy.
         """
         if self._joined is None or not self._is_one_memory(self._joined):
             names = ("codes", "scale")
@@ -187,14 +189,18 @@ def hold(module: GroupedExperts, name: str) -> None:
 def move(module: GroupedExperts, names: Sequence[str], moving: Callable[[], object]) -> None:
     """Move these stacks to another device or dtype. The codes decode in the new dtype."""
     # torch would decode the stack, and move the values in place of the placeholder.
+    lent = {}
     for name in names:
         if type(stack := module._parameters[name]) is CodedWeight:
+            lent[name] = _lent_by(stack)
             coded_weight.release(stack)
     try:
         moving()
     finally:
         for name in names:
             hold(module, name)
+            if isinstance(held := coded_weight.codes_of(module._parameters[name]), StackCodes):
+                held.lent.update({id(each): each for each in lent.get(name, ())})
 
 
 def check(module: GroupedExperts, name: str) -> bool:
@@ -211,18 +217,35 @@ def lent_matrix(layer: ExpertLinear, stack: CodedWeight) -> CodedWeight:
     # A view of the placeholder, with the shape and dtype of the matrix and no memory of its own.
     own = layer.place.matrix(coded_weight.plain(stack))
     owner = weakref.ref(layer), _take_over_matrix
-    return coded_weight.hold(nn.Parameter(own, requires_grad=False), layer.frozen, owner)
+    found = coded_weight.hold(nn.Parameter(own, requires_grad=False), layer.frozen, owner)
+    if isinstance(held := stack._codes, StackCodes):
+        held.lent[id(found)] = found
+    return found
 
 
 def give_back(module: GroupedExperts, name: str, whole: Tensor) -> None:
-    """Give the module this stack in its dtype, and drop the codes of all experts."""
-    stack = module._parameters[name]
+    """Give the module this stack in its dtype, and drop the codes of all experts.
+
+    Held matrices (`lent_matrix`) become parts of the stack, and later writes to them reach it.
+    """
+    stack, lent = module._parameters[name], []
     if type(stack) is CodedWeight:
+        lent = _lent_by(stack)
         coded_weight.release(stack)
     stack.data = whole
+    for each in lent:
+        layer = each._owner[0]()
+        coded_weight.release(each)
+        if layer is not None:
+            each.data = layer.place.matrix(stack.data)
     for layer in module.slices(name):
         if layer.frozen is not None:
             layer.frozen.drop(layer)
+
+
+def _lent_by(stack: CodedWeight) -> list[CodedWeight]:
+    held = stack._codes
+    return [*held.lent.values()] if isinstance(held, StackCodes) else []
 
 
 def thaw(module: GroupedExperts, name: str) -> None:
@@ -236,19 +259,22 @@ def _codes_of(module: GroupedExperts, name: str) -> StackCodes:
     return StackCodes([each.frozen for each in layers], layers[0].place.is_transposed)
 
 
-def _take_over(name: str, module: GroupedExperts, written: Codes, whole: Tensor) -> None:
+def _take_over(name: str, module: GroupedExperts, written: CodedWeight, whole: Tensor) -> bool:
     """Give the module a copy of its decoded stack that a user wrote to."""
     # Codes that were dropped in between must not bring back the stack of that time.
-    stack = module._parameters.get(name)
-    if type(stack) is CodedWeight and stack._codes is written:
-        give_back(module, name, whole)
+    if coded_weight.codes_of(module._parameters.get(name)) is not written._codes:
+        return False
+    give_back(module, name, whole)
+    return True
 
 
-def _take_over_matrix(layer: ExpertLinear, written: Codes, whole: Tensor) -> None:
+def _take_over_matrix(layer: ExpertLinear, written: CodedWeight, whole: Tensor) -> bool:
     """Give the module the decoded stack with the copy of one matrix that a user wrote to."""
     stack = layer.parameter
-    if layer.frozen is written and type(stack) is CodedWeight:
-        # The copy shares no version with `decoded`, so the write below is not taken over twice.
-        both = stack.decoded().clone()
-        layer.place.matrix(both).copy_(whole)
-        stack.take_over(both)
+    if layer.frozen is not written._codes or type(stack) is not CodedWeight:
+        return False
+    # The copy shares no version with `decoded`, so the write below is not taken over twice.
+    both = stack.decoded().clone()
+    layer.place.matrix(both).copy_(whole)
+    stack.take_over(both)
+    return True

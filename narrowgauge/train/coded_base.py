@@ -279,14 +279,19 @@ class _FileTensor(NamedTuple):
 
 def _refuse_other_codes(name: str, given: Tensor, scale: Tensor | None, where: str) -> None:
     """Raises ConfigError for codes whose scales are not those of blocks: 1 byte is no weight by itself."""
+    kind = str(given.dtype).removeprefix("torch.")
     if scale is None:
         # Scales under another name (`weight_scale`) would be left out, and codes taken as weights.
-        is_right = given.itemsize > 1
-        words = f"is {str(given.dtype).removeprefix('torch.')} without {name}{SCALE}"
+        is_right = given.is_floating_point() and given.itemsize > 1
+        words = f"is {kind} without {name}{SCALE}"
+    elif given.dtype != torch.float8_e4m3fn:
+        is_right, words = False, f"is {kind} with {name}{SCALE}, not float8_e4m3fn"
     else:
         blocks = [-(-size // BLOCK) for size in given.shape]
         is_right = len(blocks) == 2 and list(scale.shape) == blocks
         words = f"is {list(given.shape)} with scales {list(scale.shape)}, not {blocks}"
+        if is_right and (not scale.is_floating_point() or bool((scale.float() <= 0).any())):
+            is_right, words = False, f"has scales that are not above zero, {scale.dtype}"
     if not is_right:
         raise ConfigError(
             f"model = {where!r}: {name} {words}. Codes are read where each block of {BLOCK} x {BLOCK} has a scale. Name the folder of "
@@ -311,8 +316,10 @@ def _as_codes(module: nn.Module, given: Tensor, scale: Tensor) -> QTensor | None
     if cast.format.storage != given.dtype or cast.tile != (BLOCK, BLOCK):
         return None
     values = scale.float()
-    is_power = bool(((torch.frexp(values).mantissa == 0.5) & values.isfinite()).all())
-    if not is_power:
+    # As E8M0 holds them, from 2**-127 to 2**127.
+    mantissa, exponent = torch.frexp(values)
+    is_power = (mantissa == 0.5) & values.isfinite() & (exponent >= -126) & (exponent <= 128)
+    if not bool(is_power.all()):
         return None
     return QTensor(data=given, scale=values, cast=cast, inner=given.shape[1], checked=True)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
@@ -311,3 +313,63 @@ def test_peft_around_an_experts_matrix_is_refused():
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["up", "down_proj"]), model)
     with raises(ConfigError, "experts.wrapped", "down_proj of expert 0"):
         model(*inputs(PAIRS[0])[:3])
+
+
+def matrix(model: Block, index: int = 2) -> Tensor:
+    return model.experts.slices("down_proj")[index].weight
+
+
+WRITES = {
+    "a matrix twice": lambda m: matrix(m).mul_(3).add_(1),
+    "two held matrices": lambda m: [each.mul_(3) for each in (matrix(m, 1), matrix(m, 2))],
+    "a matrix held over a thaw": lambda m: (w := matrix(m), ng.memory.thaw(m, "*"), w.mul_(2)),
+    "a matrix held over a write": lambda m: (w := matrix(m), m.experts.down_proj.mul_(2), w.add_(1)),
+    "a matrix held over a move": lambda m: (w := matrix(m), m.to("cpu"), w.mul_(2), w.mul_(2)),
+    "a row of a matrix twice": lambda m: matrix(m)[0].mul_(3).add_(1),
+    "an expert of the stack twice": lambda m: m.experts.down_proj[1].mul_(3).add_(1),
+    "each expert of the stack": lambda m: [each.mul_(3) for each in m.experts.down_proj],
+    "data held over a thaw": lambda m: (v := m.experts.down_proj.data, ng.memory.thaw(m, "*"), v.mul_(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_to_codes_is_that_to_the_weight_in_16_bits(write, kind):
+    """The second write through a held matrix or view was lost, or an AttributeError."""
+    coded, wide = built("fp8-block", True, kind), built("fp8-block", False, kind)
+    with torch.no_grad():
+        wide.experts.down_proj.copy_(coded.experts.down_proj)
+        if "thaw" in write.__code__.co_names:  # which refuses a model without codes
+            ng.memory.freeze(wide, "experts.gate_up_proj", codes=True)
+        write(coded)
+        write(wide)
+        assert_same(coded.experts.down_proj.detach().clone(), wide.experts.down_proj.detach())
+    trip(coded)  # and the layer goes on with it
+    assert_same(coded.state_dict()["experts.down_proj"].clone(), wide.experts.down_proj.detach())
+
+
+@pytest.mark.parametrize("is_stack", [True, False])
+def test_a_weight_that_its_module_lost_keeps_what_is_written_to_it(is_stack):
+    """Pruning moves the Parameter to another name, and a module may be gone."""
+    for passes in (False, True):
+        model = built("fp8-block", True) if is_stack else coded_linears()
+        owner, name = (model.experts, "down_proj") if is_stack else (model[0], "weight")
+        prune.l1_unstructured(owner, name, amount=0.5)
+        if passes:
+            trip(model) if is_stack else model(torch.randn(3, 64))
+        prune.remove(owner, name)
+        assert (getattr(owner, name) == 0).float().mean() == 0.5
+    model = built("fp8-block", True) if is_stack else coded_linears()
+    weight = model.experts.down_proj if is_stack else model[0].weight
+    before = weight.detach().clone()
+    del model, owner
+    gc.collect()
+    with torch.no_grad():
+        weight.mul_(2)
+    assert_same(weight.detach(), before * 2)
+
+
+def coded_linears() -> nn.Sequential:
+    model = ng.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8-block")
+    ng.memory.freeze(model, "0", codes=True)
+    return model

@@ -158,13 +158,27 @@ def test_codes_of_a_block_fp8_checkpoint_are_taken_as_they_are(tmp_path, scales,
         assert 0 < difference < 2**-4  # half a step of E4M3
 
 
-@pytest.mark.parametrize("kind", ["weight_scale", "row", "int8"])
+@pytest.mark.parametrize(
+    "kind", ["weight_scale", "row", "int8", "uint8 codes", "int32 without a scale", "bf16 with one", "scale of 0", "integer scales"]
+)  # fmt: skip
 def test_codes_with_other_scales_are_no_weights(tmp_path, kind):
     """They were read as weights of up to 448, without an error."""
     where = saved(tmp_path, llama(), shard="1GB")
     stored, _ = block_fp8(tmp_path, 512.0)
     for name in [name for name in stored if name.endswith("_scale_inv")]:
-        if kind == "row":
+        weight = name.removesuffix("_scale_inv")
+        if kind == "uint8 codes":
+            stored[weight] = stored[weight].view(torch.uint8)
+        elif kind == "int32 without a scale":
+            stored[weight] = stored[weight].float().to(torch.int32)
+            del stored[name]
+        elif kind == "bf16 with one":
+            stored[weight] = stored[weight].bfloat16()
+        elif kind == "scale of 0":
+            stored[name][0] = 0.0
+        elif kind == "integer scales":
+            stored[name] = torch.ones_like(stored[name], dtype=torch.int32)
+        elif kind == "row":
             stored[name] = torch.ones(stored[name.removesuffix("_scale_inv")].shape[0], 1)
         else:
             stored[name.removesuffix("_inv")] = stored.pop(name)
