@@ -54,8 +54,10 @@ class FusedLoss:
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        targets = shift_labels
-        if targets is None and labels is not None:
+        # On a GPU, labels that are shifted for nothing would be two launches.
+        is_here = type_of(logits.device) == "cpu"
+        targets = shift_labels if is_here else None
+        if is_here and targets is None and labels is not None:
             # Tokens before n predict token n.
             targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         losses = None if targets is None else self._losses(logits, targets, ignore_index)
@@ -76,7 +78,6 @@ class FusedLoss:
         """Return (losses [T], number of rows with a loss), or None if no kernel computes them."""
         if (
             torch.compiler.is_compiling()
-            or type_of(logits.device) != "cpu"
             or targets.device != logits.device
             or targets.dtype != torch.int64
             or self.layer.recipe is None
