@@ -132,7 +132,7 @@ def fill(model: nn.Module, where: str, device: torch.device) -> Filled:
     report, files = Filled(kept={}), files_of(where)
     scales = _scales(files)
     places, tied = _places(model), _tied(model)
-    keys, prefix = _keys(files), f"{model.base_model_prefix}."
+    keys, prefix = _keys(files, where), f"{model.base_model_prefix}."
     absent = [name for name in places if keys.isdisjoint(_names(name, prefix))]
     experts = coded_experts.stacks_of(model, {name: places[name] for name in absent}, tied)
     own = {name: name for name in places} | coded_experts.renamed(model, absent)
@@ -352,12 +352,18 @@ def _found(key: str, prefix: str, names: Mapping[str, Any]) -> str | None:
     return next((each for each in _names(key, prefix) if each in names), None)
 
 
-def _keys(files: list[Path]) -> set[str]:
-    """Names of all tensors."""
+def _keys(files: list[Path], where: str) -> set[str]:
+    """Names of all tensors. Raises ConfigError if two files hold one of them."""
     found: set[str] = set()
     for file in files:
         with reading.opened_tensors(file, OF_WEIGHTS) as opened:
-            found.update(opened.keys())
+            own = set(opened.keys())
+        if twice := sorted(found & own):
+            raise ConfigError(
+                f"model = {where!r}: {twice[0]!r} is in {file.name} and in another file. Remove the files that are not of this model.",
+                code="model.weights-twice",
+            )
+        found |= own
     return found
 
 

@@ -197,6 +197,15 @@ def test_the_order_of_tensors_and_files_does_not_matter(tmp_path, seed):
     same_numbers(filled(where, "nvfp4")[0], model)
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    where = saved(tmp_path, mixture())
+    first, second, *_ = coded_base.files_of(where)
+    twice = load_file(first)
+    save_file(twice | load_file(second), second, metadata={"format": "pt"})
+    with raises(ConfigError, "model.weights-twice", second.name):
+        filled(where, "nvfp4")
+
+
 @pytest.fixture(scope="module")
 def base(text, tmp_path_factory):
     """A mixture with the tokenizer of a tiny run."""
