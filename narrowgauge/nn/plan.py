@@ -94,10 +94,9 @@ class OperandPlan:
         run = self.kernels.get(key)
         if run is None:
             run = plan_quantize(x, cast, amax, noise, expand)
+            # Values times their scales would be divided by them again.
             if self.reads_codes and run is cpp.run:
-                run = partial(
-                    cpp.run, may_fold=False
-                )  # they would be divided by their scales again
+                run = partial(cpp.run, may_fold=False)
             self.kernels[key] = run
         found: QTensor = run(x, cast, amax, noise, expand)
         return found
