@@ -43,7 +43,7 @@ RECIPES = (
 OF_MIXTURE = ("bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8")
 BY_DEFINITION = ("nvfp4", "mxfp4")
 BATCH, TOKENS, VOCABULARY = 8, 256, 4096
-MIXTURE_BATCH, MIXTURE_TOKENS = 4, 128
+BATCH_OF_MIXTURE = 4, 128
 
 
 def main() -> None:
@@ -75,8 +75,8 @@ def main() -> None:
         for floor in [name for name in ("bf16-recipe", "fp32") if name in timings]:
             spread = ratio(timings[line["case"]], timings[floor])
             line[f"of_{floor}"] = [spread.median, spread.q1, spread.q3]
-    tokens = float(MIXTURE_BATCH * MIXTURE_TOKENS if options.mixture else BATCH * TOKENS)
-    work = dict.fromkeys(timings, (tokens, "tokens"))
+    rows_of_batch, length = BATCH_OF_MIXTURE if options.mixture else (BATCH, TOKENS)
+    work = dict.fromkeys(timings, (float(rows_of_batch * length), "tokens"))
     for baseline in [name for name in ("bf16", "bf16-recipe") if name in timings]:
         print(table(timings, baseline=baseline, work=work), end="\n\n")
     name = "emulation of a mixture" if options.mixture else "emulation"
@@ -121,9 +121,9 @@ def cases_of_mixture() -> dict[str, Callable[[], object]]:
     for name in OF_MIXTURE:
         model = ng.convert(copy.deepcopy(plain), {"*": name})
         ng.advance(model)
-        batch = MIXTURE_BATCH, MIXTURE_TOKENS
-        found["bf16-recipe" if name == "bf16" else name] = step(model, autocast=False, batch=batch)
-    return found | {"fp32": step(plain, autocast=False, batch=(MIXTURE_BATCH, MIXTURE_TOKENS))}
+        case = "bf16-recipe" if name == "bf16" else name
+        found[case] = step(model, autocast=False, batch=BATCH_OF_MIXTURE)
+    return found | {"fp32": step(plain, autocast=False, batch=BATCH_OF_MIXTURE)}
 
 
 def mixtral() -> Any:

@@ -9,8 +9,8 @@ Operations on metadata (shape, dtype, device) answer for the Parameter itself. A
 receive a dequantized copy, [out_features, in_features], which lives as long as its reader holds it.
 A write to the copy, or to a view of the copy, raises its version. The copy then replaces the
 layer's weight, so no write is lost. That weight stays frozen: requires_grad is False as before.
-
 Later writes through the same copy, or through another that is still held, reach that weight too.
+
 Two kinds of read hand out memory without a version counter. NumPy arrays are
 made read-only. A raw pointer (`data_ptr`, DLPack) stays valid until the
 layer's next forward pass, and a write through it is lost. The storage of the
@@ -249,7 +249,8 @@ def _computed(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     args, kwargs = tree_map(opened, args), tree_map(opened, kwargs)
     found = func(*args, **kwargs)
-    for _, weight, whole, tensor, version in [*read.values()]:
+    for _, weight, whole, tensor, version in read.values():
+        # An earlier write made this memory the weight's own.
         if tensor._version == version or _same_memory(tensor, plain(weight)):
             continue
         if not isinstance(weight, CodedWeight):

@@ -153,39 +153,38 @@ class GroupedExperts(nn.Module):
         """Names of the parameters that are stored as codes (`frozen_experts`)."""
         return [name for name in stacks(self) if frozen_experts.is_coded(self, name)]
 
+    def _still_coded(self) -> list[str]:
+        """`coded_stacks`, after the codes of stacks that were replaced are dropped."""
+        return [name for name in stacks(self) if frozen_experts.check(self, name)]
+
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedExperts:
         """Move or convert the module, as by model.to(...)."""
-        coded = [name for name in stacks(self) if frozen_experts.check(self, name)]
-        frozen_experts.move(self, coded, partial(super()._apply, fn, recurse))
+        frozen_experts.move(self, self._still_coded(), partial(super()._apply, fn, recurse))
         return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        for name in stacks(self):
-            frozen_experts.check(self, name)
+        self._still_coded()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         from narrowgauge.nn.state_loading import load_stacks
 
-        for name in stacks(self):
-            frozen_experts.check(self, name)  # drops the codes if the stack was replaced
+        self._still_coded()
         load_stacks(self, stacks(self), super()._load_from_state_dict, state_dict, prefix, *rest)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The class is made at run time, so a pickle names the class of the model."""
-        for name in stacks(self):
-            frozen_experts.check(self, name)  # `__setstate__` would empty a stack that was replaced
+        self._still_coded()  # `__setstate__` would empty a stack that was replaced
         return _blank, (self.grouped_from,), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedExperts:
         """As any module's; the copy has codes where this one has, and no decoded stack."""
-        for name in stacks(self):
-            if frozen_experts.check(self, name):
-                # A CodedWeight copies what it decodes to. `__setstate__` gives this one its shape.
-                own = plain(self._parameters[name])  # type: ignore[arg-type]
-                memo[id(self._parameters[name])] = nn.Parameter(own.new_empty(0), False)
+        for name in self._still_coded():
+            # A CodedWeight copies what it decodes to. `__setstate__` gives this one its shape.
+            own = plain(self._parameters[name])  # type: ignore[arg-type]
+            memo[id(self._parameters[name])] = nn.Parameter(own.new_empty(0), False)
         found: Any = _blank(self.grouped_from)
         # The experts below refer to this module's dictionary of parameters.
         memo[id(self)] = found

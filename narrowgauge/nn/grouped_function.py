@@ -32,7 +32,7 @@ from narrowgauge.ops.registry import facts_of, imported
 from narrowgauge.scaling import WHOLE
 
 if TYPE_CHECKING:
-    from narrowgauge.nn.frozen_experts import StackCodes
+    from narrowgauge.nn.frozen_experts import FrozenExpert, StackCodes
     from narrowgauge.nn.linear import QLinear
     from narrowgauge.nn.linear_context import LinearContext
     from narrowgauge.ops.grouped.launches import GroupedCodes, Matrices
@@ -91,19 +91,23 @@ def kernel_of(
     if codes is not None and not codes.may_join:
         return Reason("experts-codes", f"codes by the cast {w_cast} are not those of w.T too")
     # Last, since it asks every expert: hooks and observers expect a call for each.
-    differ = (_differs(each, recipe, codes) for each in layers)
+    own = [None] * len(layers) if codes is None else codes.experts
+    differ = (_differs(each, recipe, held) for each, held in zip(layers, own, strict=True))
     return next(filter(None, differ), choice.kernel.name)
 
 
-def _differs(layer: QLinear, recipe: Recipe, codes: StackCodes | None) -> Reason | None:
-    """Why this expert is not multiplied as the others of its stack, whose recipe and codes are given."""
+def _differs(layer: QLinear, recipe: Recipe, held: FrozenExpert | None) -> Reason | None:
+    """Why this expert is not multiplied as the others of its stack.
+
+    recipe  of the stack; held: the expert's codes in it, or None
+    """
     state, own = layer.state, layer.__dict__
     if state.is_suspended or (state.recipe is not recipe and state.recipe != recipe):
         return Reason("experts-recipes", "its experts have no recipe in common")
     if state.observer is not None or any(own[name] for name in _HOOKS):
         return Reason("experts-watched", "an expert is observed or has a hook")
     source = layer.code_source
-    if source is None or (codes is not None and source in codes.experts):
+    if source is None or source is held:
         return None
     return Reason("experts-codes", "its weights are codes of their own")
 

@@ -99,7 +99,7 @@ def inject(model: Any, lora: lora_syntax.Lora, name: str, task: str) -> Any:
     if targets == [lora_syntax.ALL_LINEAR]:
         targets = lora_syntax.ALL_LINEAR
     if any(is_known(each) for each in model.modules()):
-        targets = _beside_experts(model, targets)
+        targets = _beside_experts(model, lora.targets)
     config = peft.LoraConfig(
         r=lora.r, lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         target_modules=targets,
@@ -118,7 +118,7 @@ def inject(model: Any, lora: lora_syntax.Lora, name: str, task: str) -> Any:
     return config
 
 
-def _beside_experts(model: Any, targets: str | list[str]) -> list[str]:
+def _beside_experts(model: Any, targets: tuple[str, ...]) -> list[str]:
     """Names of the Linears of a mixture that get an adapter: none of an expert.
 
     peft would adapt the parameter of all experts, by a change [E, N, K] in 16 bits at every pass.
@@ -139,7 +139,7 @@ def _beside_experts(model: Any, targets: str | list[str]) -> list[str]:
         and each is not head
         and name.rpartition(".")[2] not in of_experts
     ]
-    if targets != lora_syntax.ALL_LINEAR:
+    if targets != (lora_syntax.ALL_LINEAR,):
         found = [name for name in found if any(f".{name}".endswith(f".{each}") for each in targets)]
     if not found:
         raise ConfigError(

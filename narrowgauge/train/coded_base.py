@@ -40,7 +40,7 @@ from narrowgauge.qtensor import QTensor
 from narrowgauge.storage import reading
 from narrowgauge.train import coded_experts
 from narrowgauge.train.checkpoint.store import nonfinite
-from narrowgauge.train.coded_experts import ExpertStack, Held
+from narrowgauge.train.coded_experts import TIED, ExpertStack, Held
 from narrowgauge.train.model_files import INDEX, OF_MODELS, file_of
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _hold(
         report.wide_bytes += wide_bytes
         return False
     refusal = refuse_stack(module, key) if is_stack else code_refusal(model, module, name)
-    if reason := "tied to another weight" if is_tied else refusal:
+    if reason := TIED if is_tied else refusal:
         _count(report, Held(reason, wide_bytes), f"{name}.{key}" if is_stack else name, elements, 1)
         return False
     if isinstance(module, GroupedExperts):

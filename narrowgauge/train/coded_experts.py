@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from narrowgauge.qtensor import QTensor
 
 
+TIED = "tied to another weight"
+
+
 class Held(NamedTuple):
-    """A stack that was read whole.
+    """How the weights of a Linear or of a stack of experts are held.
 
     reason   why it was not held as codes; '' if it was
     nbytes   bytes of its codes, or of its elements
@@ -48,6 +51,8 @@ class ExpertStack:
     waiting           expert -> part -> (values, codes of the file) that were read
     missing           names that were not read yet
     made              codes of the experts that were read whole
+    reason            why the stack stays wide; '' if it becomes codes; None before `begin`
+    count             parts of an expert's matrix: two of gate and up
     """
 
     owner: nn.Module
@@ -89,7 +94,7 @@ class ExpertStack:
         # Without memory, but on the device: what has a reason against codes is filled, not cast.
         hollow = torch.empty((), dtype=before.dtype, device=device).expand(before.shape)
         self._become(hollow)
-        self.reason = "tied to another weight" if self.is_tied else self._refusal()
+        self.reason = TIED if self.is_tied else self._refusal()
         if self.reason:
             self._become(torch.empty(before.shape, dtype=before.dtype, device=device))
 
